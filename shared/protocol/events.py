@@ -189,6 +189,8 @@ class TokenEvent(_TellsPrompt):
     error: ErrorInfo | None = None
     embedding: str | None = None
     """The vector of a request with `embed`: base64 of little-endian float32."""
+    stop_reason: str | None = None
+    """In a last event: the stop string that ended the output."""
 
     @property
     def end(self) -> int:
@@ -200,8 +202,8 @@ class TokenEvent(_TellsPrompt):
         return self.finish_reason is not None
 
     def to_json(self) -> str:
-        """The public JSON form. `usage`, `stats`, `error`, `embedding` and what the prompt's tokens
-        are is only in it if it is set."""
+        """The public JSON form. `usage`, `stats`, `error`, `embedding`, `stop_reason` and what the
+        prompt's tokens are is only in it if it is set."""
         reason = "null" if self.finish_reason is None else f'"{self.finish_reason.value}"'
         parts = (("usage", self.usage), ("stats", self.stats), ("error", self.error))
         return token_event_json(
@@ -213,7 +215,8 @@ class TokenEvent(_TellsPrompt):
             reason,
             self.prompt_json
             + "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None)
-            + embedding_json(self.embedding),
+            + embedding_json(self.embedding)
+            + stop_reason_json(self.stop_reason),
         )
 
 
@@ -228,7 +231,8 @@ class Result(_TellsPrompt):
     stats: Stats | None = None
     error: ErrorInfo | None = None
     embedding: str | None = None
-    """As in the last event."""
+    """As in the last event, and so is the next."""
+    stop_reason: str | None = None
 
     @property
     def vector(self) -> list[float]:
@@ -250,7 +254,7 @@ class Result(_TellsPrompt):
             self.usage.to_json(),
             "null" if self.stats is None else self.stats.to_json(),
             "null" if self.error is None else self.error.to_json(),
-            self.prompt_json + embedding_json(self.embedding),
+            self.prompt_json + embedding_json(self.embedding) + stop_reason_json(self.stop_reason),
         )
 
     @classmethod
@@ -272,6 +276,7 @@ class Result(_TellsPrompt):
             prompt_texts=events[0].prompt_texts,
             prompt_token_ids=events[0].prompt_token_ids,
             embedding=last.embedding,
+            stop_reason=last.stop_reason,
         )
 
 
@@ -334,3 +339,8 @@ def result_json(
 def embedding_json(embedding: str | None) -> str:
     """The field `embedding` as JSON, to follow others. It is only there if there is a vector."""
     return "" if embedding is None else f',"embedding":{_quoted(embedding)}'
+
+
+def stop_reason_json(stop_reason: str | None) -> str:
+    """The field `stop_reason` as JSON, to follow others. It is only there if it is set."""
+    return "" if stop_reason is None else f',"stop_reason":{_quoted(stop_reason)}'

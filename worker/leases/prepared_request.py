@@ -13,6 +13,7 @@ from promptq.shared.protocol.events import (
     Usage,
     embedding_json,
     result_json,
+    stop_reason_json,
     token_event_json,
 )
 from promptq.shared.protocol.request import FinishReason, Request
@@ -147,8 +148,10 @@ class PreparedRequest:
             more += f',"usage":{told},"stats":{stats}'
             if failure is not None:
                 more += f',"error":{failure}'
-            vector = embedding_json(embedding)
-            more += vector
+            own = embedding_json(embedding)
+            if finish_reason is FinishReason.STOP:
+                own += stop_reason_json(self.text.stop_string)
+            more += own
             event_json = token_event_json(
                 index,
                 token_ids,
@@ -166,7 +169,7 @@ class PreparedRequest:
                 told,
                 stats,
                 failure or "null",
-                self.prompt_json + vector,
+                self.prompt_json + own,
             )
             row = Row(
                 claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result

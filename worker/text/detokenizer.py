@@ -117,6 +117,11 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found. Text after it does not belong to the output."""
+        return self.stop_string is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
         return self._stop.found
 
     @property

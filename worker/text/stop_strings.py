@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 
 class StopStrings:
@@ -11,7 +12,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [_StopString(string) for string in strings]
         self._held = ""
-        self.found = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def __bool__(self) -> bool:
         return bool(self._strings)
@@ -26,16 +28,17 @@ class StopStrings:
         """Take the next part and return the text that is certain. `look`: stop strings count."""
         if not self._strings:
             return text
-        if self.found:
+        if self.found is not None:
             return ""
         num_held = len(self._held)
         self._held += text
         hold = 0
         if look:
-            begins = [num_held + at for it in self._strings if (at := it.find(text)) is not None]
-            if begins:
-                self.found = True
-                self._held, text = "", self._held[: max(0, min(begins))]
+            ends = [(at, it) for it in self._strings if (at := it.find(text)) is not None]
+            if ends:
+                begin, first = min(ends, key=itemgetter(0))
+                self.found = first.string
+                self._held, text = "", self._held[: max(0, num_held + begin)]
                 return text
             hold = max(it.num_matched for it in self._strings)
         cut = max(0, len(self._held) - hold)
@@ -56,7 +59,7 @@ class _StopString:
     """
 
     def __init__(self, string: str) -> None:
-        self._string = string
+        self.string = string
         self.num_matched = 0
         """How many of its first characters the text ends with."""
         self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
@@ -69,11 +72,11 @@ class _StopString:
 
     def begin_after(self, text: str) -> None:
         """Match its first characters with the end of a text."""
-        self.find(text[max(0, len(text) - len(self._string) + 1) :])
+        self.find(text[max(0, len(text) - len(self.string) + 1) :])
 
     def find(self, text: str) -> int | None:
         """Where it begins, if it ends in this next part; negative if it begins before the part."""
-        string, matched = self._string, self.num_matched
+        string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:
             return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.answering.event_stream import Out
@@ -88,7 +88,7 @@ class CompletionFrames:
         await self._out.write_all(_DONE)
 
     def error(self, error: ApiError) -> bytes:
-        return b"data: " + cast(bytes, error.response().body) + b"\n\n"
+        return f"data: {json.dumps(error.body)}\n\n".encode("ascii")
 
     def _write_chunk(self, place: int, event: TokenEvent) -> Unfinished:
         writer = self._writers[place]

@@ -134,7 +134,7 @@ class EventStream(Response):
 
 
 class Out:
-    """Writes to the client: a status, frames, and comments after some time without frames."""
+    """Writes to the client: a status, frames, and `keepalive` after some time without frames."""
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class Out:
         keepalive_seconds: float,
     ) -> None:
         self.has_begun = False
+        self.keepalive = _COMMENT
         self._response = response
         self._send = send
         self._write_piece = write_piece
@@ -153,7 +154,7 @@ class Out:
         self._keepalive_seconds = keepalive_seconds
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._commenting: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._wrote_at = 0.0
         self._is_over = False
 
@@ -196,13 +197,13 @@ class Out:
             self._is_open = True
 
     def _ring(self) -> None:
-        """Check now and then whether a comment is due: a timer for each token would cost more."""
+        """Check now and then whether it is due: a timer for each token would cost more."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
-            self._commenting = asyncio.create_task(self._comment())
+            self._keeping = asyncio.create_task(self._keep_alive())
             left = self._keepalive_seconds
         self._timer = self._loop.call_later(left, self._ring)
 
-    async def _comment(self) -> None:
+    async def _keep_alive(self) -> None:
         if not self._is_over:
-            await self.write_all(_COMMENT)
+            await self.write_all(self.keepalive)

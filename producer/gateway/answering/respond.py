@@ -15,6 +15,7 @@ from promptq.producer.gateway.answering.completion_stream import CompletionStrea
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.answering.event_stream import EventStream
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
+from promptq.producer.gateway.anthropic.field_names import NAMES as NAMES_OF_MESSAGES
 from promptq.producer.gateway.context.access import (
     Caller,
     check_model,
@@ -25,7 +26,7 @@ from promptq.producer.gateway.context.caller_rates import account_of, rates_of, 
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.served_queues import Found, ServedQueue
 from promptq.producer.gateway.http.body_budget import Hold
-from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
+from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, named_as_asked
 from promptq.producer.gateway.openai.answers import answer
 from promptq.producer.gateway.openai.completion import (
     Completion,
@@ -36,7 +37,7 @@ from promptq.producer.gateway.openai.embeddings import as_asked
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
-from promptq.producer.gateway.responses.field_names import named_as_asked
+from promptq.producer.gateway.responses.field_names import NAMES as NAMES_OF_RESPONSES
 from promptq.producer.gateway.responses.request_body import AskedResponse
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
@@ -44,6 +45,13 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest
 from promptq.shared.queue.rate_limits import Rate
 from promptq.shared.runtime.logs import bind
+
+_NAMES = {
+    "response": NAMES_OF_RESPONSES,
+    "message": NAMES_OF_MESSAGES,
+    "count": NAMES_OF_MESSAGES,
+}
+"""What fields of a payload are called, by the form of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,8 @@ def prepare(
     try:
         new = compose(requests, account_of(caller, caller.name))
     except InvalidRequestError as error:
-        if asked is not None:
-            message, field = named_as_asked(str(error), error.field)
+        if names := _NAMES.get(call.form):
+            message, field = named_as_asked(names, str(error), error.field)
             raise InvalidRequestError(message, field=field or "") from None
         raise error if call.encoding_format is None else as_asked(error) from None
     return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)

@@ -39,9 +39,8 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
     Raises ApiError 401.
     """
-    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and secret:
-        secret = secret.strip()
+    secret = _secret_of(request)
+    if secret:
         key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret))
         if key is not None:
             if key.is_over(time.time() * 1000):
@@ -58,9 +57,20 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
         )
     raise _unauthorised(
         "the API key is unknown or was revoked"
-        if scheme.lower() == "bearer" and secret
-        else "an API key is needed: Authorization: Bearer KEY"
+        if secret
+        else "an API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY"
     )
+
+
+def _secret_of(request: Request) -> str:
+    """The key that a call comes with, as OpenAI's or as Anthropic's clients send it; or ''.
+
+    A page of another site cannot send either header without asking first (CORS).
+    """
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and secret.strip():
+        return secret.strip()
+    return request.headers.get("x-api-key", "").strip()
 
 
 async def admin_of(caller: ThisCaller) -> Caller:

@@ -258,7 +258,7 @@ def _look_seconds() -> float:
 def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         polled = scope["type"] == "http" and scope["path"] in POLLED
-        await (app if polled else _FULL.response())(scope, receive, send)
+        await (app if polled else _FULL.response(scope.get("path", "")))(scope, receive, send)
 
     return answer
 

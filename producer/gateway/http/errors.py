@@ -1,10 +1,14 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`.
+
+Those of /v1/messages are as Anthropic's clients expect them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -45,9 +49,20 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_MESSAGES = "/v1/messages"
+_TYPES_OF_MESSAGES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _MEANINGS = {
     400: "something is wrong with what was asked; `param` names the field",
-    401: "there is no API key (`Authorization: Bearer KEY`), or it is not known",
+    401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY`), or it is not known",
     403: "more than the API key allows",
     404: "no model, stream, file or batch of this id, or it is another tenant's",
     408: "`deadline_ms` passed before the answer began",
@@ -86,6 +101,21 @@ class ErrorAnswer(BaseModel):
     error: ErrorObject
 
 
+class MessagesErrorObject(BaseModel):
+    """What went wrong with a call of /v1/messages."""
+
+    type: str
+    message: str
+    details: dict[str, str] | None = Field(description="`error_code` is a word for programs")
+
+
+class MessagesErrorAnswer(BaseModel):
+    """The body of each error's answer of /v1/messages."""
+
+    type: Literal["error"]
+    error: MessagesErrorObject
+
+
 class ApiError(Exception):
     """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs."""
 
@@ -111,8 +141,38 @@ class ApiError(Exception):
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def messages_body(self) -> dict[str, object]:
+        """The error object of /v1/messages."""
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _TYPES_OF_MESSAGES.get(self.status, kind)
+        details = None if self.code is None else {"error_code": self.code}
+        error = {"type": kind, "message": str(self), "details": details}
+        return {"type": "error", "error": error}
+
+    def response(self, path: str) -> JSONResponse:
+        """The answer to a call of this path."""
+        is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+        body = self.messages_body if is_of_messages else self.body
+        return JSONResponse(body, self.status, self.headers)
+
+    def named(self, names: Mapping[str, str]) -> ApiError:
+        """The error with the name that its field has at an endpoint."""
+        message, param = named_as_asked(names, str(self), self.param)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
+
+def named_as_asked(
+    names: Mapping[str, str], message: str, field: str | None
+) -> tuple[str, str | None]:
+    """An error's message, which begins with the name of a payload's field, and that field.
+
+    Both with the name that the field has at an endpoint.
+    """
+    name = names.get(field or "")
+    if name is None:
+        return message, field
+    return name + message.removeprefix(field or ""), name
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -168,21 +228,26 @@ def _log_refusal(told: str) -> None:
     )
 
 
-def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def described(
+    *statuses: int, model: type[BaseModel] = ErrorAnswer
+) -> dict[int | str, dict[str, Any]]:
     """The errors of an endpoint or a router, for the API's description."""
     found: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in statuses
+        status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
     # Without this entry FastAPI describes its own error 422, which our clients never get.
-    return {**found, "default": {"model": ErrorAnswer, "description": "any other error"}}
+    return {**found, "default": {"model": model, "description": "any other error"}}
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give all errors of all routes this form."""
+    """Give all errors of all routes the form of their path."""
+
+    def answered(request: Request, error: ApiError) -> JSONResponse:
+        return error.response(request.scope["path"])
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return answered(request, error)
 
     @app.exception_handler(ClientDisconnect)  # it left while its body was read
     @app.exception_handler(ClientLeftError)
@@ -192,7 +257,7 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(PromptqError)
     @app.exception_handler(Exception)
     async def _any_other(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return answered(request, as_api_error(error))
 
     @app.exception_handler(RedisError)
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
@@ -202,11 +267,11 @@ def add_handlers(app: FastAPI) -> None:
                 raise error
         except RedisAuthError as told:
             whose = f"the user {gateway.redis_user!r}"
-            return as_api_error(RedisAuthError(f"{whose}: {told}")).response()
+            return answered(request, as_api_error(RedisAuthError(f"{whose}: {told}")))
         except RedisSideError as told:
-            return as_api_error(told).response()
+            return answered(request, as_api_error(told))
         except RedisError:
-            return as_api_error(RedisSideError(str(error))).response()
+            return answered(request, as_api_error(RedisSideError(str(error))))
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -215,7 +280,7 @@ def add_handlers(app: FastAPI) -> None:
             told, code = unknown_path(app, request.method, request.scope["path"]), "path_not_found"
         elif error.status_code == 405:
             told = wrong_method(request.method, request.scope["path"], headers.get("Allow", ""))
-        return ApiError(error.status_code, told, code=code, headers=headers).response()
+        return answered(request, ApiError(error.status_code, told, code=code, headers=headers))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -223,5 +288,7 @@ def add_handlers(app: FastAPI) -> None:
         where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
         field = ".".join(where)
         if first["type"] == "json_invalid":
-            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}").response()
-        return ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None).response()
+            told = f"the body is not JSON: {first['ctx']['error']}"
+            return answered(request, ApiError(400, told))
+        told = f"{field or 'body'}: {first['msg']}"
+        return answered(request, ApiError(400, told, param=field or None))

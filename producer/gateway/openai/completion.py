@@ -18,7 +18,7 @@ from promptq.shared.protocol.request import Request
 from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
-_CHAT, _TEXT, _VECTOR = "chatcmpl-", "cmpl-", "embd-"
+_CHAT, _TEXT, _VECTOR, _MESSAGE = "chatcmpl-", "cmpl-", "embd-", "msg_"
 _ECHO_ONLY = "only"
 
 
@@ -45,6 +45,8 @@ class Completion:
     echo_only: bool = False
     encoding_format: str | None = None
     """See CompletionCall."""
+    prefill: str = ""
+    """With what the output begins that is not shown, since the call gave it."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -53,8 +55,7 @@ class Completion:
     @property
     def created(self) -> int:
         """Unix seconds. They come from the id, so they are the same each time it is read."""
-        milliseconds = UUID(self.id.removeprefix(_CHAT).removeprefix(_TEXT)).int >> 80
-        return milliseconds // 1000
+        return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
     def url(self) -> str:
@@ -101,10 +102,19 @@ def new_embedding_id() -> str:
     return _VECTOR + new_request_id()
 
 
+def new_message_id() -> str:
+    return _MESSAGE + new_request_id().replace("-", "")
+
+
+def is_message_id(completion_id: str) -> bool:
+    """Whether it is the id of a completion that is answered as a message."""
+    return completion_id.startswith(_MESSAGE)
+
+
 def check_completion_id(completion_id: str) -> None:
     """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
     try:
-        UUID(completion_id.removeprefix(_CHAT).removeprefix(_TEXT))
+        _uuid_of(completion_id)
     except ValueError:
         raise RequestNotFoundError(f"no completion {completion_id[:80]!r} is known") from None
 
@@ -126,6 +136,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         echoes=echoes if call.echo else (),
         echo_only=call.echo_only,
         encoding_format=call.encoding_format,
+        prefill=call.fields.get("output_prefix", {}).get("text", ""),
     )
 
 
@@ -137,9 +148,10 @@ def stream_completion(
     first, num_choices = requests[0], _number(query, "choices", 1)
     n = _number(query, "n", 1)
     prompts = [_text(request.prompt) for request in requests]
+    prefix = first.output_prefix
     return Completion(
         id=completion_id,
-        is_chat=completion_id.startswith(_CHAT),
+        is_chat=completion_id.startswith((_CHAT, _MESSAGE)),
         model=first.model or model,
         num_choices=num_choices,
         n=n,
@@ -149,6 +161,7 @@ def stream_completion(
         detach=query.get("detach") == "1",
         echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
         echo_only=query.get("echo") == _ECHO_ONLY,
+        prefill=prefix.text if prefix is not None and is_message_id(completion_id) else "",
     )
 
 
@@ -161,6 +174,13 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
     num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
     ids = request_ids(completion_id, num_choices)
     return ids[::n] if _echo(query) else ids[:1]
+
+
+def _uuid_of(completion_id: str) -> UUID:
+    """Raises ValueError."""
+    for prefix in (_CHAT, _TEXT, _MESSAGE):
+        completion_id = completion_id.removeprefix(prefix)
+    return UUID(completion_id)
 
 
 def _echo(query: Mapping[str, str]) -> bool:

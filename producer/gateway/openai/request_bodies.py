@@ -136,7 +136,8 @@ class ChatOptions(CallOptions):
 class CompletionCall:
     """One call. `fields` are those of a payload. For a chat, `prompts` is a single None.
 
-    A call of /v1/responses is a chat that is answered in another form.
+    A call of /v1/responses or /v1/messages is a chat that is answered in another `form`. With
+    `count`, its tokens are told alone.
     """
 
     is_chat: bool
@@ -154,7 +155,7 @@ class CompletionCall:
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
     """How vectors are written, for a call that asks for them; None: it asks for text."""
-    is_response: bool = False
+    form: Literal["", "response", "message", "count"] = ""
 
     @property
     def num_choices(self) -> int:
@@ -187,7 +188,7 @@ class CompletionCall:
 
     def for_answer(self) -> CompletionCall:
         """The call with only what its answer needs. That is little unless it echoes texts."""
-        needed = ("model", "logprobs")
+        needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
         kept |= needed_of(self.fields)
         prompts: list[Prompt | None] = [None] * len(self.prompts)
@@ -213,8 +214,8 @@ class CompletionCall:
         if not isinstance(key, str):
             return self
         kind: bool | str = self.is_chat
-        if self.is_response or self.encoding_format is not None:
-            kind = "response" if self.is_response else "embeddings"
+        if self.form or self.encoding_format is not None:
+            kind = self.form or "embeddings"
         own = f"{tenant}\n{caller}\n{kind} {len(self.prompts)} {self.n}\n{key}"
         hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
         return self.with_fields(idempotency_key=hashed)

@@ -10,11 +10,3 @@ NAMES = {
     "logprobs": "top_logprobs",
 }
 """By their names in a payload."""
-
-
-def named_as_asked(message: str, field: str | None) -> tuple[str, str | None]:
-    """An error's message, which begins with the name of the field, and that field."""
-    name = NAMES.get(field or "")
-    if name is None:
-        return message, field
-    return name + message.removeprefix(field or ""), name

@@ -144,7 +144,7 @@ def read_response(
         detach=options.detach or options.background,
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body) + len(history or b""),
-        is_response=True,
+        form="response",
     )
     call = ResponseCall(
         id=response_id,

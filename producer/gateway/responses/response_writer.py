@@ -16,11 +16,11 @@ from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.logprobs import chat_logprobs
 from promptq.producer.gateway.openai.reading.model_text import Asked
+from promptq.producer.gateway.openai.reading.output_text import Kind, OutputText
+from promptq.producer.gateway.openai.reading.output_text import Piece as TextPiece
 from promptq.producer.gateway.openai.reading.tool_calls import call_id
 from promptq.producer.gateway.responses.ended_output import EndedOutput, Ending
-from promptq.producer.gateway.responses.field_names import named_as_asked
-from promptq.producer.gateway.responses.output_text import Kind, OutputText
-from promptq.producer.gateway.responses.output_text import Piece as TextPiece
+from promptq.producer.gateway.responses.field_names import NAMES
 from promptq.producer.gateway.responses.response_call import ResponseCall, Status
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.output_style import OutputStyle
@@ -120,10 +120,7 @@ class ResponseWriter:
         """The error of a request that ended without an answer."""
         num_tokens = ending.usage.completion_tokens
         error = failure(ending.finish_reason, ending.error, num_tokens)
-        if error is not None and error.param is not None:
-            message, error.param = named_as_asked(str(error), error.param)
-            error.args = (message,)
-        return error
+        return None if error is None else error.named(NAMES)
 
     def _object(self, status: Status) -> str:
         return self._call.object(status, model=self._model)

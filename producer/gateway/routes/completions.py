@@ -16,6 +16,8 @@ from promptq.producer.gateway.answering.reading.call_reader import (
 )
 from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.answering.respond_embeddings import respond_embeddings
+from promptq.producer.gateway.anthropic.field_names import NAMES as NAMES_OF_MESSAGES
+from promptq.producer.gateway.anthropic.request_body import CountOptions
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
@@ -71,6 +73,10 @@ def _body_schema(kind: type[BodyOptions]) -> dict[str, Any]:
         hidden |= {*SamplingParams.model_fields, "resume", "output_prefix"}
     if kind is CompletionOptions:
         fields["max_tokens"]["description"] = f"default: {DEFAULT_MAX_TOKENS}"
+    if issubclass(kind, CountOptions):
+        hidden |= {*NAMES_OF_MESSAGES, "logprobs", "prompt_logprobs"}
+        if "max_tokens" not in kind.model_fields:
+            hidden |= {*SamplingParams.model_fields, "resume"}
     rest = {name: value for name, value in fields.items() if name not in hidden}
     properties = {**rest, **own["properties"]}
     required = own.get("required", [])

@@ -19,6 +19,7 @@ from promptq.producer.gateway.answering.reading.forks import (
     read_fork,
 )
 from promptq.producer.gateway.answering.respond import check_positions, respond
+from promptq.producer.gateway.answering.respond_message import MessageStream
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
@@ -29,6 +30,7 @@ from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import (
     Completion,
     check_completion_id,
+    is_message_id,
     needed_request_ids,
     stream_completion,
 )
@@ -57,6 +59,8 @@ async def read_stream(
     The header `X-Stream-Url` of the completion is the address, including the query.
     """
     served, completion = await _find(gateway, caller, completion_id, request)
+    if is_message_id(completion_id):
+        return EventStream(gateway, served, MessageStream(completion))  # its events have no ids
     if not last_event_id:
         return EventStream(gateway, served, CompletionStream(completion))
     of_completion, have = read_event_id(last_event_id)

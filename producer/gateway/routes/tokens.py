@@ -6,21 +6,19 @@ answers before its engine would begin.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from promptq.producer.gateway.answering.disconnects import while_present
-from promptq.producer.gateway.answering.respond import begin, prepare
+from promptq.producer.gateway.answering.respond import prepare
+from promptq.producer.gateway.answering.respond_tokens import told_tokens
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.pydantic_body import described_body, json_body
-from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, described
+from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import new_completion_id
-from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.messages import normalised
 from promptq.producer.gateway.openai.request_bodies import CompletionCall
 from promptq.shared.protocol.events import Result
@@ -100,10 +98,7 @@ async def _told(
     prompt: str | list[int] | None,
     fields: dict[str, Any],
 ) -> tuple[Result, int | None]:
-    """What a worker tells of a prompt, or of the chat in `fields`; and the model's length.
-
-    Raises ApiError, PromptqError. If the client leaves, the request is cancelled.
-    """
+    """What a worker tells of a prompt, or of the chat in `fields`; and the model's length."""
     await admit_call(gateway, caller)
     is_chat = "messages" in fields
     call = CompletionCall(
@@ -113,15 +108,4 @@ async def _told(
     )
     completion_id = new_completion_id(is_chat)
     prepared = prepare(call, caller, completion_id, await gateway.queues.aliases())
-    served, completion, _ = await begin(gateway, caller, replace(prepared, taken=1))
-    try:
-        async with while_present(request.receive):
-            result = await served.client.result(completion.id, check=False)
-    except ClientLeftError:
-        gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
-    if (error := failure(result.finish_reason, result.error, num_tokens=0)) is not None:
-        raise error
-    if result.prompt_texts is None:  # a stranger wrote into the queue
-        raise ApiError(500, "the queue's record of this request has no tokens")
-    return result, (await served.watch.look()).max_model_len
+    return await told_tokens(request, gateway, caller, prepared)

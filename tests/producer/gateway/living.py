@@ -39,7 +39,8 @@ class LiveGateway:
 
 def error_of(answer: httpx2.Response) -> tuple[int, str]:
     """The status and the code of an error."""
-    return answer.status_code, answer.json()["error"]["code"]
+    error = answer.json()["error"]
+    return answer.status_code, error["code"] if "code" in error else error["details"]["error_code"]
 
 
 @contextmanager

@@ -23,10 +23,15 @@ from weakref import WeakValueDictionary
 from fastapi import Depends, Request
 
 from promptq.producer.gateway.answering.respond import Prepared, prepare
+from promptq.producer.gateway.anthropic.request_body import read_count_call, read_message_call
 from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.caller_rates import account_of
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.completion import new_completion_id, new_embedding_id
+from promptq.producer.gateway.openai.completion import (
+    new_completion_id,
+    new_embedding_id,
+    new_message_id,
+)
 from promptq.producer.gateway.openai.embeddings import read_embedding_call
 from promptq.producer.gateway.openai.request_bodies import HEADERS, CompletionCall, read_call
 from promptq.producer.gateway.responses.request_body import (
@@ -56,8 +61,8 @@ gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables that find the interpreter and this package. Others may hold passwords."""
 
-Endpoint = Literal["completions", "chats", "embeddings", "responses"]
-"""What a call may be one of."""
+Endpoint = Literal["completions", "chats", "embeddings", "responses", "messages", "counts"]
+"""What a call may be one of. Counts are those of a message's tokens."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
@@ -85,6 +90,10 @@ class _Reading:
             return read_response(body, self.headers, self.new_id, history)
         if self.endpoint == "embeddings":
             return read_embedding_call(body, self.headers), None
+        if self.endpoint == "messages":
+            return read_message_call(body, self.headers), None
+        if self.endpoint == "counts":
+            return read_count_call(body, self.headers), None
         return read_call(self.endpoint == "chats", body, self.headers), None
 
 
@@ -235,11 +244,14 @@ def answer(
 
 
 def _new_id(endpoint: Endpoint) -> str:
-    if endpoint == "responses":
-        return new_response_id()
-    return (
-        new_embedding_id() if endpoint == "embeddings" else new_completion_id(endpoint == "chats")
-    )
+    match endpoint:
+        case "responses":
+            return new_response_id()
+        case "embeddings":
+            return new_embedding_id()
+        case "messages" | "counts":
+            return new_message_id()
+    return new_completion_id(endpoint == "chats")
 
 
 def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:

@@ -62,11 +62,17 @@ def read_frames(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def opened(
-    http: httpx2.Client, worker: HandWorker, body: dict[str, Any], text: str = "a", **headers: str
+    http: httpx2.Client,
+    worker: HandWorker,
+    body: dict[str, Any],
+    text: str = "a",
+    *,
+    path: str = "",
+    **headers: str,
 ) -> Iterator[tuple[Reading, Claim]]:
     """A stream of a request that has emitted `text`, which is when its answer begins."""
     with ThreadPoolExecutor() as beside:
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        path = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
         asked = http.build_request("POST", path, json=body, headers=headers)
         asking = beside.submit(lambda: http.send(asked, stream=True))
         claim = worker.queue.take()

@@ -1,4 +1,4 @@
-"""Splits what a model writes into the parts of a response's output, in their order."""
+"""Splits what a model writes into reasoning, content and calls, in their order."""
 
 from __future__ import annotations
 

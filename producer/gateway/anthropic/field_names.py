@@ -1,0 +1,10 @@
+"""Fields of a payload that have another name in /v1/messages."""
+
+from __future__ import annotations
+
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "output_prefix": "messages",
+}
+"""By their names in a payload. An output's prefix is the last message, if it is the assistant's."""
