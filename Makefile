@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
+.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -57,6 +57,11 @@ test-update: $(SET_UP)
 # Every state that the queue's scripts can reach in small worlds; docs/reliability.md says which.
 states: $(SET_UP)
 	@$(BIN)/python -m tests.shared.states $(ARGS)
+
+# Other people's programs against a gateway, and docs/compatibility.md: ARGS="openai litellm" for some.
+# It installs each of them below .cache, from the registries of Python and Node.
+compat: $(SET_UP)
+	@$(BIN)/python -m tests.compat $(ARGS)
 
 check: $(SET_UP)
 	@$(BIN)/ruff check .
@@ -167,7 +172,7 @@ soak: $(SET_UP)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache
 
 $(SET_UP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,98 @@
+"""The programs: where the script of each lies, and the versions that it is run with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "programs"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program. It has scripts for one interpreter; one without pins is on the machine."""
+
+    name: str
+    scripts: tuple[str, ...]
+    pins: tuple[str, ...]
+    about: str = ""
+
+    @property
+    def is_node(self) -> bool:
+        return self.scripts[0].endswith(".mjs")
+
+    @property
+    def version(self) -> str:
+        """The program with its version, as the page shows it."""
+        separator = "@" if self.is_node else "=="
+        return ", ".join(" ".join(pin.rsplit(separator, 1)) for pin in self.pins)
+
+
+_OPENAI = ("chats", "tools", "responses", "others", "errors")
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program(
+            "openai",
+            tuple(f"clients/openai_{it}.py" for it in _OPENAI),
+            ("openai==3.57.0",),
+            "OpenAI's for Python",
+        ),
+        Program(
+            "openai-node",
+            ("clients/openai_node.mjs",),
+            ("openai@7.57.0", "zod@4.6.7"),
+            "OpenAI's for Node",
+        ),
+        Program(
+            "anthropic", ("clients/anthropic_python.py",), ("anthropic==2.14.0",), "Anthropic's"
+        ),
+        Program("curl", ("clients/curl_command.py", "clients/curl_paths.py"), ()),
+        Program(
+            "litellm",
+            ("frameworks/litellm_chats.py", "frameworks/litellm_others.py"),
+            ("litellm==1.110.2",),
+        ),
+        Program("langchain", ("frameworks/langchain_chat.py",), ("langchain-openai==1.7.4",)),
+        Program(
+            "pydantic-ai",
+            ("frameworks/pydantic_ai_agent.py",),
+            ("pydantic-ai-slim[openai]==2.68.0",),
+        ),
+        Program("instructor", ("frameworks/instructor_modes.py",), ("instructor==1.17.0",)),
+        Program(
+            "ai-sdk",
+            ("frameworks/ai_sdk.mjs",),
+            (
+                "ai@7.0.173",
+                "@ai-sdk/openai-compatible@3.0.92",
+                "@ai-sdk/openai@4.0.118",
+                "zod@4.6.7",
+            ),
+            "Vercel's AI SDK",
+        ),
+        Program("aisuite", ("frameworks/aisuite_client.py",), ("aisuite[openai,mcp]==0.2.0",)),
+        Program(
+            "llama-index",
+            ("frameworks/llama_index_like.py",),
+            ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
+        ),
+        Program("smolagents", ("agents/smolagents_server.py",), ("smolagents[openai]==1.26.0",)),
+        Program("openai-agents", ("agents/openai_agents_sdk.py",), ("openai-agents==0.24.0",)),
+        Program("llm", ("tools/llm_command.py",), ("llm==0.36",), "Simon Willison's command"),
+        Program(
+            "rq-dashboard",
+            ("tools/rq_dashboard_pages.py",),
+            ("rq-dashboard==0.9.0", "six==1.17.0"),
+            "It needs six, and does not say so.",
+        ),
+        Program("aiperf", ("measuring/aiperf_profile.py",), ("aiperf==0.13.0",)),
+        Program("guidellm", ("measuring/guidellm_benchmark.py",), ("guidellm==0.8.1",)),
+        Program(
+            "lm-eval",
+            ("measuring/lm_eval_tasks.py",),
+            ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
+        ),
+    )
+}

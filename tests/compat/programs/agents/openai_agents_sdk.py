@@ -1,0 +1,116 @@
+"""OpenAI's Agents SDK, on chats and on the Responses API."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import agents
+import openai
+import trying
+from pydantic import BaseModel
+from trying import attempt, is_tale, same
+
+client = openai.AsyncOpenAI(max_retries=0)
+agents.set_tracing_disabled(True)
+
+
+class Tale(BaseModel):
+    hero: Literal["fox", "hare", "owl"]
+    friends: Literal[1, 2, 3]
+
+
+painted: list[Any] = []
+
+
+@agents.function_tool
+def paint(hero: Literal["fox", "hare", "owl"], friends: Literal[1, 2, 3]) -> str:
+    """Paint a hero."""
+    painted.append({"hero": hero, "friends": friends})
+    return f"{friends} {hero}"
+
+
+def try_api(api: str, model: Any) -> None:
+    def agent(name: str = trying.MODEL, **fields: Any) -> Any:
+        max_tokens = fields.pop("max_tokens", trying.ENOUGH_TOKENS)
+        settings = {"temperature": 0, "max_tokens": max_tokens, **fields.pop("settings", {})}
+        return agents.Agent(
+            name="Teller",
+            instructions=trying.SYSTEM,
+            model=model(name, client),
+            model_settings=agents.ModelSettings(**settings),
+            **fields,
+        )
+
+    @attempt(f"{api}: an agent's answer")
+    async def _() -> str:
+        """With the Responses API it takes one that is cut for an error, so this one is not."""
+        got, wanted = await agents.Runner.run(agent(), trying.GREETING), trying.greeting()
+        same("text", got.final_output, wanted.text)
+        usage = got.context_wrapper.usage
+        same("usage", (usage.input_tokens, usage.output_tokens), wanted.usage)
+        return str(got.final_output)
+
+    @attempt(f"{api}: an agent's streamed answer")
+    async def _() -> str:
+        """It asks servers other than OpenAI's for the usage only if it is told to."""
+        asked, wanted = agent(settings={"include_usage": True}), trying.greeting()
+        run = agents.Runner.run_streamed(asked, trying.GREETING)
+        pieces = [
+            event.data.delta
+            async for event in run.stream_events()
+            if event.type == "raw_response_event"
+            and event.data.type == "response.output_text.delta"
+        ]
+        assert len(pieces) > 2, f"only {len(pieces)} pieces"
+        same("text", "".join(pieces), wanted.text)
+        same("output", run.final_output, wanted.text)
+        usage = run.context_wrapper.usage
+        same("usage", (usage.input_tokens, usage.output_tokens), wanted.usage)
+        return f"{len(pieces)} pieces"
+
+    @attempt(f"{api}: a forced tool runs, and its result goes back")
+    async def _() -> str:
+        painted.clear()
+        settings = {"tool_choice": "paint"}
+        asked = agent(max_tokens=200, tools=[paint], settings=settings)
+        got = await agents.Runner.run(asked, trying.QUESTION, max_turns=3)
+        assert got.final_output
+        [call] = painted
+        is_tale(call)
+        return str(call)
+
+    @attempt(f"{api}: structured output of a class")
+    async def _() -> str:
+        got = await agents.Runner.run(agent(max_tokens=200, output_type=Tale), trying.QUESTION)
+        is_tale(got.final_output)
+        return repr(got.final_output)
+
+    @attempt(f"{api}: a forced tool of an agent that has an output class")
+    async def _() -> str:
+        painted.clear()
+        fields = {"tools": [paint], "output_type": Tale, "settings": {"tool_choice": "paint"}}
+        got = await agents.Runner.run(agent(max_tokens=200, **fields), trying.QUESTION)
+        is_tale(got.final_output)
+        [call] = painted
+        is_tale(call)
+        return str(call)
+
+    @attempt(f"{api}: error: unknown model")
+    async def _() -> str:
+        try:
+            got = await agents.Runner.run(agent(trying.UNKNOWN), trying.QUESTION)
+        except Exception as error:
+            return trying.says(error, "NotFoundError", *trying.UNKNOWN_SAYS)
+        raise AssertionError(f"no error was raised: {got!r}")
+
+    @attempt(f"{api}: error: prompt too long")
+    async def _() -> str:
+        try:
+            got = await agents.Runner.run(agent(), trying.LONG)
+        except Exception as error:
+            return trying.says(error, "BadRequestError", *trying.LONG_SAYS)
+        raise AssertionError(f"no error was raised: {got!r}")
+
+
+try_api("chat", agents.OpenAIChatCompletionsModel)
+try_api("responses", agents.OpenAIResponsesModel)

@@ -1,0 +1,101 @@
+"""OpenAI's client for Python: chats, their streams, fields and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import trying
+from trying import attempt, same
+
+client = openai.OpenAI(max_retries=0)
+CHAT: Any = {
+    "model": trying.MODEL,
+    "messages": trying.MESSAGES,
+    "temperature": 0,
+    "max_tokens": trying.MAX_TOKENS,
+}
+
+
+def same_chat(got: Any) -> str:
+    wanted, [choice] = trying.chat(), got.choices
+    same("text", choice.message.content, wanted.text)
+    same("finish_reason", choice.finish_reason, wanted.finish_reason)
+    same("usage", (got.usage.prompt_tokens, got.usage.completion_tokens), wanted.usage)
+    return choice.message.content
+
+
+@attempt("models")
+def _() -> Any:
+    same("models", {it.id for it in client.models.list()}, {trying.ALIAS, trying.MODEL})
+    return client.models.retrieve(trying.MODEL).id
+
+
+@attempt("chat")
+def _() -> str:
+    return same_chat(client.chat.completions.create(**CHAT))
+
+
+FIELDS: dict[str, Any] = {
+    "max_completion_tokens": trying.MAX_TOKENS,
+    "metadata": {"purpose": "test"},
+    "modalities": ["text"],
+    "n": 1,
+    "prediction": {"type": "content", "content": "Once"},
+    "prompt_cache_key": "key",
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "safety_identifier": "somebody",
+    "service_tier": "auto",
+    "store": False,
+    "user": "somebody",
+    "verbosity": "medium",
+}
+"""Fields that programs send, and that need not change the answer of this model."""
+for name, value in FIELDS.items():
+
+    @attempt(f"chat by an alias, with {name}")
+    def _(name: str = name, value: Any = value) -> str:
+        most = {} if name == "max_completion_tokens" else {"max_tokens": trying.MAX_TOKENS}
+        fields: Any = {"model": trying.ALIAS, "messages": trying.MESSAGES, "temperature": 0}
+        return same_chat(client.chat.completions.create(**fields, **most, **{name: value}))
+
+
+@attempt("streamed chat with usage")
+def _() -> str:
+    wanted = trying.chat()
+    stream = client.chat.completions.create(
+        **CHAT, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert len(choices) > 2, f"only {len(choices)} chunks"
+    same("text", "".join(it.delta.content or "" for it in choices), wanted.text)
+    same("finish_reason", choices[-1].finish_reason, wanted.finish_reason)
+    usage = chunks[-1].usage
+    same("usage", usage and (usage.prompt_tokens, usage.completion_tokens), wanted.usage)
+    return f"{len(chunks)} chunks"
+
+
+@attempt("chat.completions.stream")
+def _() -> str:
+    """An answer that is cut is an error there, so a stop string ends it."""
+    wanted, fields = trying.chat(stop=["."]), {"stream_options": {"include_usage": True}}
+    with client.chat.completions.stream(**CHAT, **fields, stop=["."]) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        got = stream.get_final_completion()
+    same("deltas", "".join(deltas), wanted.text)
+    same("text", got.choices[0].message.content, wanted.text)
+    same("finish_reason", got.choices[0].finish_reason, "stop")
+    assert got.usage
+    same("usage", (got.usage.prompt_tokens, got.usage.completion_tokens), wanted.usage)
+    return wanted.text
+
+
+@attempt("logprobs of a chat")
+def _() -> str:
+    [choice] = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2).choices
+    content = (choice.logprobs and choice.logprobs.content) or []
+    same("tokens", "".join(it.token for it in content), trying.chat().text)
+    same("top", {len(it.top_logprobs) for it in content}, {2})
+    return f"{len(content)} tokens"

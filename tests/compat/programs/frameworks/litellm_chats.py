@@ -1,0 +1,96 @@
+"""LiteLLM with the providers openai/ and hosted_vllm/: chats and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import litellm
+import trying
+from trying import attempt, is_tale, same
+
+litellm.telemetry = False
+CALL: Any = {
+    "messages": trying.MESSAGES,
+    "max_tokens": trying.MAX_TOKENS,
+    "temperature": 0,
+    "num_retries": 0,
+    "api_base": trying.URL,
+    "api_key": trying.KEY,
+}
+
+
+def same_chat(got: Any) -> str:
+    wanted, [choice] = trying.chat(), got.choices
+    same("text", choice.message.content, wanted.text)
+    same("finish_reason", choice.finish_reason, wanted.finish_reason)
+    same("usage", (got.usage.prompt_tokens, got.usage.completion_tokens), wanted.usage)
+    return choice.message.content
+
+
+def try_provider(provider: str) -> None:
+    model = f"{provider}/{trying.MODEL}"
+
+    @attempt(f"{provider}: chat")
+    def _() -> str:
+        return same_chat(litellm.completion(model, **CALL))
+
+    @attempt(f"{provider}: streamed chat with usage")
+    def _() -> str:
+        options = {"include_usage": True}
+        chunks = list(litellm.completion(model, **CALL, stream=True, stream_options=options))
+        assert len(chunks) > 2, f"only {len(chunks)} chunks"
+        return same_chat(litellm.stream_chunk_builder(chunks, messages=trying.MESSAGES))
+
+    @attempt(f"{provider}: forced tool call")
+    def _() -> str:
+        fields = {**CALL, "max_tokens": 200}
+        got = litellm.completion(
+            model, **fields, tools=[trying.TOOL], tool_choice=trying.TOOL_CHOICE
+        )
+        [call] = got.choices[0].message.tool_calls
+        same("name", call.function.name, "paint")
+        is_tale(call.function.arguments)
+        return call.function.arguments
+
+    @attempt(f"{provider}: structured output")
+    def _() -> str:
+        schema = {"name": "tale", "schema": trying.SCHEMA, "strict": True}
+        form = {"type": "json_schema", "json_schema": schema}
+        got = litellm.completion(model, **{**CALL, "max_tokens": 200}, response_format=form)
+        is_tale(got.choices[0].message.content)
+        return got.choices[0].message.content
+
+    @attempt(f"{provider}: reasoning_effort")
+    def _() -> str:
+        allowed = ["reasoning_effort"]
+        return same_chat(
+            litellm.completion(model, **CALL, reasoning_effort="low", allowed_openai_params=allowed)
+        )
+
+    @attempt(f"{provider}: embeddings")
+    def _() -> str:
+        got = litellm.embedding(
+            model, input=[trying.QUESTION], api_base=trying.URL, api_key=trying.KEY
+        )
+        assert len(got.data[0]["embedding"]) > 1
+        return "a vector"
+
+    @attempt(f"{provider}: error: unknown model")
+    def _() -> str:
+        def call() -> Any:
+            return litellm.completion(f"{provider}/{trying.UNKNOWN}", **CALL)
+
+        return trying.fails(call, "NotFoundError", *trying.UNKNOWN_SAYS)
+
+    @attempt(f"{provider}: error: prompt too long")
+    def _() -> str:
+        fields = {**CALL, "messages": [{"role": "user", "content": trying.LONG}]}
+        return trying.fails(
+            lambda: litellm.completion(model, **fields),
+            "ContextWindowExceededError",
+            *trying.LONG_SAYS,
+        )
+
+
+for each in ("openai", "hosted_vllm"):
+    try_provider(each)
