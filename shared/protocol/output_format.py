@@ -50,17 +50,15 @@ def wanted_output(
 ) -> Output | None:
     """What the three fields ask for together; None for any text.
 
+    A call that is required is no text, so it does not follow the `response_format`.
+
     Raises ValueError whose message begins with the name of the field that is wrong.
     """
-    if tool_choice is not None and not tools:
-        raise ValueError("tool_choice: needs tools, and there are none")
     json_output = _json_output(response_format)
     if tool_choice in (None, "auto", "none"):
         return json_output
-    if json_output is not None:
-        raise ValueError(
-            "tool_choice: asks for the call of a tool, and response_format for JSON; choose one"
-        )
+    if not tools:
+        raise ValueError("tool_choice: needs tools, and there are none")
     if tool_choice == "required":
         return ToolCallOutput(tuple(_tool_schema(tool) for tool in tools or ()))
     name = _named_function(tool_choice)
@@ -121,7 +119,7 @@ def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
     if not isinstance(name, str) or not name:
         raise ValueError("tools: a function has no name")
     parameters = function.get("parameters")
-    if parameters is None:
+    if parameters is None or parameters == {}:
         parameters = NO_ARGUMENTS
     elif not isinstance(parameters, dict):
         raise ValueError(f"tools: the parameters of {name!r} must be an object, a JSON schema")

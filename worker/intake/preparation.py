@@ -223,7 +223,7 @@ class Preparation:
         longest = self.limits.max_model_len - 1
         if len(prompt) > longest:
             raise InvalidRequestError(
-                f"{field_name}: this model's maximum context length is"
+                f"{field_name}: the prompt is too long: this model's maximum context length is"
                 f" {self.limits.max_model_len} tokens, of which at most {longest} can be the"
                 f" prompt; this one has {len(prompt)}",
                 field=field_name,

@@ -192,7 +192,8 @@ class HuggingFaceTokenizer:
     def _check_length(self, field: str, text: str) -> None:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
             raise InvalidRequestError(
-                f"{field}: this model's maximum context length is {self._max_prompt_tokens} tokens,"
+                f"{field}: the prompt is too long: this model's maximum context length is"
+                f" {self._max_prompt_tokens} tokens,"
                 f" which have at most {self._max_prompt_chars} characters; this has {len(text)}",
                 field=field,
                 code="context_length_exceeded",

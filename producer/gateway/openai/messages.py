@@ -57,8 +57,8 @@ def _tool_call(index: int, call: Any) -> Any:
         return call
     try:
         read = from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        raise _wrong(index, "the arguments of a tool call are not JSON") from None
+    except ValueError:  # such as those of a call that was cut
+        return call
     return {**call, "function": {**function, "arguments": read}}
 
 

@@ -60,6 +60,8 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises InvalidRequestError for what is not served.
     """
     fields = {**given}
+    if fields.get("seed") == -1:  # vLLM's word for none
+        del fields["seed"]
     for name, instead in _FORMER.items():
         if name in fields:
             raise InvalidRequestError(

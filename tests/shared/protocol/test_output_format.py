@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.output_format import JsonOutput, ToolCallOutput
+from promptq.shared.protocol.output_format import NO_ARGUMENTS, JsonOutput, ToolCallOutput
 from promptq.shared.protocol.request import Request
 
 SCHEMA = {"type": "integer"}
@@ -84,7 +84,8 @@ JSON = "response_format: json_schema: "
             },
             JSON + "strict must be true, false or null, not 1",
         ),
-        ({"tool_choice": "auto"}, "tool_choice: needs tools"),
+        ({"tool_choice": "required"}, "tool_choice: needs tools"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice: needs tools"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is not one of"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice: {'type'"),
         (
@@ -96,14 +97,6 @@ JSON = "response_format: json_schema: "
             {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
             "tools: a function has no name",
         ),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
-            "tool_choice: asks for the call of a tool, and response_format for JSON; choose one",
-        ),
     ],
 )
 def test_what_is_not_well_formed_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -111,3 +104,22 @@ def test_what_is_not_well_formed_is_refused(fields: dict[str, Any], message: str
         build(**fields)
     assert str(caught.value).startswith(message)
     assert caught.value.field == message.split(":")[0]
+
+
+def test_a_call_that_is_required_does_not_follow_the_response_format() -> None:
+    fields = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+    assert isinstance(build(**fields, tool_choice="required").wanted_output, ToolCallOutput)
+    assert isinstance(build(**fields, tool_choice="auto").wanted_output, JsonOutput)
+
+
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_tool_without_parameters_takes_no_arguments(parameters: dict[str, Any] | None) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    wanted = build(tools=[tool], tool_choice="required").wanted_output
+    assert isinstance(wanted, ToolCallOutput)
+    assert wanted.tools[0].parameters == NO_ARGUMENTS
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_no_tools_need_no_choice(choice: str) -> None:
+    assert build(tools=[], tool_choice=choice).wanted_output is None

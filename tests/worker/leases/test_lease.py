@@ -51,8 +51,8 @@ def test_bad_words_that_no_output_has_room_for_are_left_out() -> None:
 def test_a_prompt_must_leave_room_for_an_answer(length: int) -> None:
     with pytest.raises(
         InvalidRequestError,
-        match="^prompt: this model's maximum context length is 20 tokens, of which at most 19 can"
-        f" be the prompt; this one has {length}",
+        match="^prompt: the prompt is too long: this model's maximum context length is 20 tokens,"
+        f" of which at most 19 can be the prompt; this one has {length}",
     ):
         prepare(prompt="x" * length)
     assert prepare(prompt="x" * 19).engine_request.max_tokens == 1

@@ -170,3 +170,18 @@ def test_pages_of_other_sites_are_not_answered_unless_told(http: httpx2.Client) 
     page = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     answer = http.options("/v1/chat/completions", headers=page)
     assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize("arguments", ['{"her', '{"a": NaN}', "[" * 100_000])
+def test_a_call_that_was_cut_may_be_sent_back(
+    http: httpx2.Client, own_worker: HandWorker, arguments: str
+) -> None:
+    """What is not JSON stays text."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+    payload = payload_of(http, own_worker, messages=messages)
+    assert payload["messages"][1]["tool_calls"] == [call]
+
+
+def test_a_seed_of_minus_one_is_none(http: httpx2.Client, own_worker: HandWorker) -> None:
+    assert "seed" not in payload_of(http, own_worker, seed=-1)
