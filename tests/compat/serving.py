@@ -37,6 +37,7 @@ def served(python: Path, folder: Path) -> Iterator[Served]:
     """A gateway with a worker, jobs, an API key and an alias, all in `folder`, until the end."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     stranger = Stranger(python, folder, "promptq", cache=cache)
+    stranger.environment["PROMPTQ_HTTP_CORS_ORIGINS"] = '["*"]'
     with running(stranger) as url:
         key = json.loads(stranger.run("promptq", "keys", "create", "compat", "--json"))["key"]
         request = urllib.request.Request(
