@@ -34,7 +34,7 @@ def chat_of(
     for index, message in enumerate(messages):
         where = f"messages: message {index}"
         role = message.get("role")
-        if role not in _SERVED:
+        if not isinstance(role, str) or role not in _SERVED:
             raise _wrong(f"{where}: role {str(role)[:80]!r} is not one of {', '.join(_SERVED)}")
         blocks = _blocks_of(where, message.get("content"), _SERVED[role])
         if role == "user":

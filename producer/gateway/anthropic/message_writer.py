@@ -140,7 +140,7 @@ class _Given:
         self._prefill = completion.prefill
         self._alone = OutputText(style, completion.asked)
         self._mark = "" if style is None else style.reasoning_before
-        self._held = ""
+        self._held: Piece | None = None
         """What of it may still be given as output, since it might have become a mark."""
 
     def split(self, event: TokenEvent) -> tuple[str, str]:
@@ -153,20 +153,25 @@ class _Given:
         at = text.find(self._prefill, 0, len(self._mark) + len(self._prefill))
         end = at + len(self._prefill) if at >= 0 else 0 if event.is_last else len(text)
         self._alone.feed(text[:end])
-        released = self._alone.feed(_NO_MARK)
-        self._held = "".join(it.text for it in released if it.kind != "call").removesuffix(_NO_MARK)
+        for piece in self._alone.feed(_NO_MARK):
+            self._held = Piece(piece.kind, piece.text.removesuffix(_NO_MARK))
         return text[:end], text[end:]
 
     def without(self, pieces: list[Piece]) -> list[Piece]:
         """The pieces without what was held back of the given text."""
         own = []
         for piece in pieces:
-            length = min(len(self._held), len(piece.text))
-            if piece.kind == "call" or piece.text[:length] != self._held[:length]:
-                length, self._held = 0, ""
-            self._held = self._held[length:]
-            if length < len(piece.text) or piece.name is not None:
-                own.append(Piece(piece.kind, piece.text[length:], piece.name))
+            held, self._held = self._held, None
+            if held is None or held.kind != piece.kind or piece.kind == "call":
+                own.append(piece)
+                continue
+            length = min(len(held.text), len(piece.text))
+            if piece.text[:length] != held.text[:length]:
+                length = 0
+            elif length < len(held.text):
+                self._held = Piece(held.kind, held.text[length:])
+            if length < len(piece.text):
+                own.append(Piece(piece.kind, piece.text[length:]))
         return own
 
 

@@ -63,9 +63,12 @@ def test_the_text_ends_before_the_first_stop_string(text: str, stop: list[str]) 
     if ends:
         assert got == ends[0][: min(at for s in stop if (at := ends[0].find(s)) >= 0)]
         assert stream.stopped
+        assert stream.stop_string is not None
+        assert got + stream.stop_string == ends[0]
     else:
         assert got == text
         assert not stream.stopped
+        assert stream.stop_string is None
 
 
 def test_only_what_could_become_a_stop_string_is_held_back() -> None:

@@ -33,9 +33,10 @@ CALL = '<call>{"name": "paint", "arguments": {"colour": "red"}}</call>'
 
 
 def test_a_message(letters_gateway: LiveGateway) -> None:
+    turns: Any = [{"role": "user", "content": "Go on. " * 50}]
     with client_of(letters_gateway) as client:
         got = client.messages.create(
-            model="model-free", max_tokens=7, messages=TURNS, extra_body={"seed": 3}
+            model="model-free", max_tokens=7, messages=turns, extra_body={"seed": 3}
         )
         assert re.fullmatch("msg_[0-9a-f]{32}", got.id)
         assert got._request_id == got.id
@@ -45,11 +46,12 @@ def test_a_message(letters_gateway: LiveGateway) -> None:
         assert block.text == text_of(3, 7)
         assert (got.stop_reason, got.stop_sequence) == ("max_tokens", None)
         again = client.messages.create(
-            model="", max_tokens=7, messages=TURNS, extra_body={"seed": 3}
+            model="", max_tokens=7, messages=turns, extra_body={"seed": 3}
         )
     first, second = got.usage, again.usage
     assert (first.output_tokens, second.output_tokens) == (7, 7)
     assert first.input_tokens > 0
+    assert second.cache_read_input_tokens
     told = [(it.input_tokens + (it.cache_read_input_tokens or 0)) for it in (first, second)]
     assert told[0] == told[1]
 
@@ -215,6 +217,9 @@ def test_a_client_that_comes_back(gateway: LiveGateway, own_worker: HandWorker) 
             own_worker.send(claim, "look:")
             assert reading.next()[1]["type"] == "message_start"
             url = reading.response.headers["X-Stream-Url"]
+        with begun(client_of(gateway), own_worker) as (_, other):
+            pass
+        until(lambda: is_cancelled(own_worker, other.request_id))  # which left later
         own_worker.send(claim, CALL)
         assert not is_cancelled(own_worker, claim.request_id)
         own_worker.finish(claim)
