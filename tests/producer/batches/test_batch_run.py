@@ -99,7 +99,7 @@ async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str)
         "",
         line(0),
         line(2, method="GET"),
-        line(3, url="/v1/embeddings"),
+        line(3, url="/v1/moderations"),
         line(4, body=[]),
         line(5, body=bad_body),
         line(6, body={"prompt": "x", "no_such_field": 1}),

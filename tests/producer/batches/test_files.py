@@ -39,7 +39,7 @@ async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
             )
     with pytest.raises(openai.BadRequestError, match="endpoint"):
         await client.batches.create(
-            endpoint="/v1/embeddings", completion_window="24h", input_file_id=ids[1]
+            endpoint="/v1/moderations", completion_window="24h", input_file_id=ids[1]
         )
     for seconds in (60, 10**9):
         with pytest.raises(openai.BadRequestError, match=r"output_expires_after\.seconds"):

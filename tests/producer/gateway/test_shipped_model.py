@@ -164,7 +164,7 @@ def test_a_prompt_over_the_limit(stories: OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         stories.completions.create(model="", prompt="once " * 20000, stream=stream)
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
-    assert "characters are more than" in str(raised.value)
+    assert "maximum context length is 2048" in str(raised.value)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES, TOOLS, Family
@@ -24,13 +26,22 @@ def marks_of(tokenizer: HuggingFaceTokenizer, **fields: Any) -> OutputMarks:
     return OutputMarks(tokenizer, style, request, tokenizer.encode_prompt(request))
 
 
+def stream_of(
+    tokenizer: HuggingFaceTokenizer, token_ids: list[int], text: str, **fields: Any
+) -> TextStream:
+    """The text behind what an earlier attempt emitted."""
+    event = TokenEvent(index=0, token_ids=token_ids, text=text)
+    stream, _ = marks_of(tokenizer, **fields).text_stream([], [event] if token_ids else [], 0)
+    return stream
+
+
 def output_of(tokenizer: HuggingFaceTokenizer, text: str, **fields: Any) -> str:
     """The text of an output in these tokens. A resumed one goes on with the same text."""
     token_ids = tokenizer.encode_text(text)
-    stream = marks_of(tokenizer, **fields).text_stream([], "")
+    stream = stream_of(tokenizer, [], "", **fields)
     pieces = [stream.push(token_id) for token_id in token_ids]
     for at in (0, 1, len(token_ids) // 2, len(token_ids)):
-        resumed = marks_of(tokenizer, **fields).text_stream(token_ids[:at], "".join(pieces[:at]))
+        resumed = stream_of(tokenizer, token_ids[:at], "".join(pieces[:at]), **fields)
         assert [resumed.push(token_id) for token_id in token_ids[at:]] == pieces[at:]
     return "".join(pieces) + stream.flush()
 
@@ -87,7 +98,7 @@ def test_an_output_that_an_earlier_release_began_goes_on_as_it_was() -> None:
     """Its text has no marks."""
     tokenizer = NAMED.tokenizer("[THINK]")
     token_ids = tokenizer.encode_text("ab[/THINK]cd")
-    stream = marks_of(tokenizer, **CHAT).text_stream(token_ids[:4], "abc")
+    stream = stream_of(tokenizer, token_ids[:4], "abc", **CHAT)
     assert stream.push(token_ids[4]) == "d"
 
 
