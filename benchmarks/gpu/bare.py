@@ -35,6 +35,7 @@ class SamplingParams:
     logit_bias: Any = None
     bad_words: Any = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: Any = None
     speculative_tokens: int | None = None
 
@@ -74,4 +75,5 @@ def stand_in() -> None:
         module = sys.modules[name] = ModuleType(name)
         for each in classes:
             setattr(module, each.__name__, each)
-    sys.modules["promptq.shared.protocol.request"].__dict__["NEUTRAL"] = SamplingParams()
+    names = {"NEUTRAL": SamplingParams(), "Pooling": str}
+    sys.modules["promptq.shared.protocol.request"].__dict__.update(names)

@@ -191,8 +191,9 @@ class HuggingFaceTokenizer:
 
     def _check_length(self, field: str, text: str) -> None:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
+            what = "it" if field == "output_prefix" else "the prompt"
             raise InvalidRequestError(
-                f"{field}: the prompt is too long: this model's maximum context length is"
+                f"{field}: {what} is too long: this model's maximum context length is"
                 f" {self._max_prompt_tokens} tokens,"
                 f" which have at most {self._max_prompt_chars} characters; this has {len(text)}",
                 field=field,

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,9 @@ class FaultyTokenizer:
             raise RuntimeError("a stop string bug")
         text: str = self._tokenizer.decode(token_ids)
         return text
+
+    def decoder(self, _marks: Sequence[str]) -> Callable[[list[int]], str]:
+        return self.decode
 
 
 def _text(request: Request) -> str:

@@ -287,7 +287,7 @@ def test_a_malformed_prefix(story: Story, given: Any, message: str) -> None:
     [
         ({"token_ids": [10**6]}, "output_prefix: token id 1000000 is outside"),
         ({"token_ids": [5] * 3000}, "output_prefix: this model's maximum context length is 2048"),
-        ({"text": "a fox " * 9000}, "output_prefix: this model's maximum context length is 2048"),
+        ({"text": "a fox " * 9000}, "output_prefix: it is too long: this model's maximum"),
     ],
 )
 def test_a_prefix_that_does_not_fit_the_model(story: Story, given: Any, message: str) -> None:

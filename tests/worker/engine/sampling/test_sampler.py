@@ -116,7 +116,7 @@ DRAWN: dict[str, Callable[[np.random.Generator, int], Any]] = {
 NOT_DRAWN = {
     "max_tokens", "stop", "stop_token_ids", "ignore_eos",  # of the end alone
     "seed", "bad_words", "response_format",  # are something else by the time a token is chosen
-    "logprobs", "speculative_tokens",  # change no token
+    "logprobs", "prompt_logprobs", "speculative_tokens",  # change no token
 }  # fmt: skip
 
 
