@@ -24,11 +24,10 @@ _DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionStream:
-    """A completion for `EventStream`, from where its client stopped reading."""
+class StreamedCompletion:
+    """What `EventStream` asks of a completion, in whichever form it is streamed."""
 
     completion: Completion
-    have: Sequence[Position] = ()
 
     @property
     def id(self) -> str:
@@ -45,6 +44,13 @@ class CompletionStream:
     @property
     def detach(self) -> bool:
         return self.completion.detach
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionStream(StreamedCompletion):
+    """A completion for `EventStream`, from where its client stopped reading."""
+
+    have: Sequence[Position] = ()
 
     def frames(self, served: ServedQueue, out: Out) -> CompletionFrames:
         have = self.have or [Position()] * self.completion.num_choices

@@ -95,7 +95,7 @@ def prepare(
         if names := _NAMES.get(call.form):
             message, field = named_as_asked(names, str(error), error.field)
             raise InvalidRequestError(message, field=field or "") from None
-        raise error if call.encoding_format is None else as_asked(error) from None
+        raise as_asked(error) if call.form == "embeddings" else error from None
     return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from fastapi import Request
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.completion_stream import learned
+from promptq.producer.gateway.answering.completion_stream import StreamedCompletion, learned
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.answering.event_stream import EventStream, Out
 from promptq.producer.gateway.answering.respond import Prepared, begin, with_headers
@@ -46,26 +46,8 @@ async def respond_message(
 
 
 @dataclass(frozen=True, slots=True)
-class MessageStream:
+class MessageStream(StreamedCompletion):
     """A message for `EventStream`, from its beginning."""
-
-    completion: Completion
-
-    @property
-    def id(self) -> str:
-        return self.completion.id
-
-    @property
-    def url(self) -> str:
-        return self.completion.url
-
-    @property
-    def request_ids(self) -> list[str]:
-        return self.completion.request_ids
-
-    @property
-    def detach(self) -> bool:
-        return self.completion.detach
 
     def frames(self, served: ServedQueue, out: Out) -> MessageFrames:
         return MessageFrames(served, self.completion, out)

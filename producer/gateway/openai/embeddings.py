@@ -84,6 +84,7 @@ def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCa
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body),
         encoding_format=options.encoding_format,
+        form="embeddings",
     )
 
 

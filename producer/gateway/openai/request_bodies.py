@@ -155,7 +155,7 @@ class CompletionCall:
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
     """How vectors are written, for a call that asks for them; None: it asks for text."""
-    form: Literal["", "response", "message", "count"] = ""
+    form: Literal["", "embeddings", "response", "message", "count"] = ""
 
     @property
     def num_choices(self) -> int:
@@ -213,9 +213,7 @@ class CompletionCall:
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
             return self
-        kind: bool | str = self.is_chat
-        if self.form or self.encoding_format is not None:
-            kind = self.form or "embeddings"
+        kind = self.form or self.is_chat
         own = f"{tenant}\n{caller}\n{kind} {len(self.prompts)} {self.n}\n{key}"
         hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
         return self.with_fields(idempotency_key=hashed)

@@ -6,7 +6,7 @@ written for them need not be changed. A value that asks for what is not served i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -69,7 +69,11 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     for name in _SCHEMAS:
         if name in fields:
-            _set(fields, "response_format", _format_of(name, fields.pop(name)), name)
+            if "response_format" in fields:
+                raise InvalidRequestError(
+                    f"{name}: cannot be combined with response_format", field=name
+                )
+            fields["response_format"] = _format_of(name, fields.pop(name))
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         fields["tools"], fields["tool_choice"] = _allowed_tools(choice, fields.get("tools"))
@@ -79,12 +83,6 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}
 _SCHEMAS = ("structured_outputs", "guided_json")
 """Names of vLLM, the newer one first."""
-
-
-def _set(fields: dict[str, Any], name: str, value: Any, whence: str) -> None:
-    if name in fields:
-        raise InvalidRequestError(f"{whence}: cannot be combined with {name}", field=whence)
-    fields[name] = value
 
 
 def _format_of(name: str, given: Any) -> dict[str, Any]:
@@ -112,7 +110,7 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
 
     A tool that may not be called is not shown to the model either.
     """
-    allowed = choice.get("allowed_tools", choice)  # /v1/responses has no inner object
+    allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
@@ -121,15 +119,20 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
             ' [{"type": "function", "function": {"name": ...}}]}',
             field="tool_choice",
         )
-    by_name = {_name_of(tool): tool for tool in tools} if isinstance(tools, list) else {}
-    names = [_name_of(tool) for tool in listed]
+    tools = tools if isinstance(tools, list) else []
+    return tools_named([_name_of(tool) for tool in listed], tools), mode
+
+
+def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
+    """The tools of these names, which a choice allows. Raises InvalidRequestError for another."""
+    known = [_name_of(tool) for tool in tools]
     for name in names:
-        if name is None or name not in by_name:
+        if name is None or name not in known:
             raise InvalidRequestError(
                 f"tool_choice: allows {str(name)[:80]!r}, which is not among the tools",
                 field="tool_choice",
             )
-    return [tool for name, tool in by_name.items() if name in names], mode
+    return [tool for name, tool in zip(known, tools, strict=True) if name in names]
 
 
 def _name_of(tool: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from promptq.producer.gateway.openai.tolerated_fields import tools_named
 from promptq.shared.errors import InvalidRequestError
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -88,13 +89,7 @@ def _allowed(tools: list[Tool], choice: Mapping[str, Any]) -> list[Tool]:
             field="tool_choice",
         )
     names = [it.get("name") if isinstance(it, Mapping) else it for it in listed]
-    for name in names:
-        if not any(it["function"]["name"] == name for it in tools):
-            raise InvalidRequestError(
-                f"tool_choice: allows {str(name)[:80]!r}, which is not among the tools",
-                field="tool_choice",
-            )
-    return [it for it in tools if it["function"]["name"] in names]
+    return tools_named(names, tools)
 
 
 def _wrong_choice(given: Any) -> InvalidRequestError:

@@ -18,7 +18,7 @@ MESSAGES = [
 class Paint(Tool):
     name = "paint"
     description = "Paint a hero."
-    inputs = {  # noqa: RUF012
+    inputs = {  # noqa: RUF012 # as its own documentation writes tools
         "hero": {"type": "string", "description": "who", "enum": ["fox", "hare", "owl"]},
         "friends": {"type": "integer", "description": "how many", "enum": [1, 2, 3]},
     }
