@@ -48,7 +48,10 @@ class Subscriptions:
     def __init__(self, client: Any) -> None:
         self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
-        self._asked: dict[_Channel, None] = {}  # subscriptions asked of the server, in this order
+        self._asked: set[_Channel] = set()  # subscriptions asked of the server, and not refused
+        self._unanswered: deque[_Channel] = (
+            deque()
+        )  # subscriptions without a reply, as they were sent
         self._leaving: Counter[_Channel] = Counter()  # unsubscriptions without a reply
         self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
@@ -111,6 +114,7 @@ class Subscriptions:
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
         """Hear messages until the connection is lost. Raises its error if nothing was heard."""
         self._asked.clear()
+        self._unanswered.clear()
         self._leaving.clear()
         self._confirmed.clear()
         self._changed.set()
@@ -141,12 +145,12 @@ class Subscriptions:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            new = list(self._mailboxes.keys() - self._asked.keys())
-            old = list(self._asked.keys() - self._mailboxes.keys())
-            for channel in old:
-                del self._asked[channel]
-                self._leaving[channel] += 1
-            self._asked.update(dict.fromkeys(new))
+            new = list(self._mailboxes.keys() - self._asked)
+            old = list(self._asked - self._mailboxes.keys())
+            self._asked.difference_update(old)
+            self._leaving.update(old)
+            self._asked.update(new)
+            self._unanswered.extend(new)
             commands = [("SSUBSCRIBE" if sharded else "SUBSCRIBE", name) for name, sharded in new]
             commands += [
                 ("SUNSUBSCRIBE" if sharded else "UNSUBSCRIBE", name) for name, sharded in old
@@ -176,6 +180,7 @@ class Subscriptions:
         if kind in _MESSAGES:
             self._put(channel, data)
         elif kind in _CONFIRMATIONS:
+            self._unanswered.popleft()
             self._confirmed.add(channel)
             self._put(channel, Subscribed.SUBSCRIBED)
         elif kind in _ENDS:
@@ -186,12 +191,14 @@ class Subscriptions:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Give the error to the first command without a reply, because replies come in order."""
-        for channel in self._asked:
-            if channel not in self._confirmed:
-                del self._asked[channel]
-                self._put(channel, error)
-                return
+        """Give the error to the first subscription without a reply, because replies come in order.
+
+        While a stream still waits for a refused channel, it is asked for again and refused again.
+        """
+        if self._unanswered:
+            channel = self._unanswered.popleft()
+            self._asked.discard(channel)
+            self._put(channel, error)
 
     def _put(self, channel: _Channel, item: _Heard) -> None:
         for mailbox in self._mailboxes.get(channel, ()):
