@@ -63,14 +63,14 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
 
 def _secret_of(request: Request) -> str:
-    """The key that a call comes with, as OpenAI's or as Anthropic's clients send it; or ''.
+    """The key that a call comes with, as OpenAI's, Anthropic's or Azure's clients send it; or ''.
 
-    A page of another site cannot send either header without asking first (CORS).
+    A page of another site cannot send any of these headers without asking first (CORS).
     """
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret.strip():
         return secret.strip()
-    return request.headers.get("x-api-key", "").strip()
+    return (request.headers.get("x-api-key") or request.headers.get("api-key", "")).strip()
 
 
 async def admin_of(caller: ThisCaller) -> Caller:

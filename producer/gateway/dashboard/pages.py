@@ -73,6 +73,12 @@ def _files() -> dict[str, bytes]:
     }
 
 
+@router.get("/favicon.ico")
+async def favicon() -> Response:
+    """The page's icon, for pages of this gateway that name none."""
+    return await file("icon.svg")
+
+
 @router.get("/")
 async def page() -> Response:
     """The dashboard's one page. It holds no data, so it is open to anybody."""

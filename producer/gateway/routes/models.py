@@ -17,6 +17,8 @@ router = APIRouter(
 )
 
 
+@router.get("/v1/models/", include_in_schema=False)  # else a model without a name
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
     """List the models, and further names of them. A queue without a model yet is left out."""

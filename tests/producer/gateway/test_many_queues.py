@@ -87,7 +87,10 @@ def test_a_model_that_nobody_serves_is_refused_while_the_own_queue_has_none(
 @pytest.mark.usefixtures("workers")
 def test_all_models_are_listed(http: httpx2.Client, redis_url: str, server: redis.Redis) -> None:
     server.hset(ALIASES, mapping={"gpt-4o": "wren", "gone": "no such model"})
-    found = {it["id"]: it for it in http.get("/v1/models").json()["data"]}
+    listed = http.get("/v1/models").json()
+    assert http.get("/v1/models/").json() == listed
+    assert http.head("/v1/models").status_code == 200
+    found = {it["id"]: it for it in listed["data"]}
     assert [*found] == ["owl", "wren", "gpt-4o"]
     assert found["wren"]["max_model_len"] == 4096
     assert found["gpt-4o"]["root"] == "wren"

@@ -33,10 +33,8 @@ for header in ("x-api-key", "api-key"):
     try_path(f"API key in the header {header}", "/v1/models", "-H", f"{header}: {trying.KEY}")
 try_path("/health, as probes for vLLM and llama.cpp ask", "/health")
 try_path("/v1/models/ with a slash at the end", "/v1/models/", *KEY)
-try_path("/models, with a base URL that has no /v1", "/models", *KEY)
 chat = ("-d", json.dumps(CHAT))
-try_path("/chat/completions, likewise", "/chat/completions", *KEY, *chat)
-try_path("/v1/chat/completions/ with a slash", "/v1/chat/completions/", *KEY, *chat)
+try_path("/v1/chat/completions/ with a slash", "/v1/chat/completions/", "-L", *KEY, *chat)
 try_path("HEAD /v1/models", "/v1/models", "--head", "-o", "/dev/null", *KEY)
 try_path("HEAD /healthz, as monitors ask", "/healthz", "--head", "-o", "/dev/null")
 try_path("/favicon.ico, as browsers ask", "/favicon.ico")
@@ -48,6 +46,15 @@ def _() -> str:
     same("status", status, 404)
     message = json.loads(answer)["error"]["message"]
     assert "/v1/no-such-path" in message, message
+    return str(message)
+
+
+@attempt("error: a base URL without /v1 is told the right path")
+def _() -> str:
+    status, answer = curl("/chat/completions", *KEY, *chat)
+    same("status", status, 404)
+    message = json.loads(answer)["error"]["message"]
+    assert "do you mean /v1/chat/completions?" in message, message
     return str(message)
 
 

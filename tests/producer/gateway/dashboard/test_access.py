@@ -56,7 +56,7 @@ BODY = {"id": "r", "priority": 1, "all": True, "prompt": "x"}
 
 
 async def test_the_list_of_data_is_complete() -> None:
-    open_to_anybody = {"/", "/dashboard/files/{name:path}"}
+    open_to_anybody = {"/", "/favicon.ico", "/dashboard/files/{name:path}"}
     routes = [*pages.router.routes, *actions.router.routes]
     paths = {route.path for route in routes}
     assert paths - open_to_anybody == {path.split("?")[0] for _, path in DATA}
@@ -242,6 +242,8 @@ async def test_files_come_with_a_strict_policy(gateway: LiveGateway) -> None:
         assert "style=" not in answer.text
         script = await http.get("/dashboard/files/app.js")
         assert script.headers["Content-Type"].startswith("text/javascript")
+        icon = await http.get("/favicon.ico")
+        assert icon.headers["content-type"].startswith("image/svg+xml")
         assert (await http.get("/dashboard/files/nothing.js")).status_code == 404
         assert (await http.get("/dashboard/files/..%2f__init__.py")).status_code == 404
 
