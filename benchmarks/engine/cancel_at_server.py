@@ -2,7 +2,9 @@
 
 A worker forwards to the real server, where a few requests run with the suite's 54M model. One of
 them is cancelled, and the server is asked how many it still computes until it is one less. Times in
-milliseconds, from just before the cancel is sent; they include what asking takes. With a model of a
+milliseconds, from just before the cancel is sent; they include what asking takes. With `--apart`
+the server has one core, and everything else has the others, as beside a GPU. Without it vLLM's
+compute threads use every core, and at times nothing else runs for half a second. With a model of a
 few layers the server makes tokens faster than it can tell them, and its own count is seconds late.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from contextlib import aclosing
@@ -105,23 +108,37 @@ async def _read(http: Server, dialect: Dialect, number: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-cancel-at-server", description=__doc__)
     parser.add_argument("--cancels", type=int, default=30)
+    parser.add_argument("--apart", action="store_true", help="the server has a core of its own")
     options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    of_server, of_others = (cores[:1], cores[1:]) if options.apart else (cores, cores)
+    if options.apart:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[0])
     model = model_dir(MODELS["54m"], _CACHE)
     for name in NAMES:
         if why := why_missing(name):
             print(f"{name}: {why}")
             continue
-        with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as redis:
-            bring_in_roles(redis.url)
-            flags = ("--engine", name, "--dtype", "float32", "--model", str(model))
-            with (
-                real_server(name, Path(folder), model=model) as server,
-                started(Path(folder), redis.url, *flags, "--upstream", server.url),
-                Client(as_role("operator", redis.url)) as client,
-            ):
-                _tell(f"{name}, cancelled", measure(server, client, options.cancels))
-                directly = measure_directly(server, DIALECTS[name](is_exact=True), options.cancels)
-                _tell(f"{name}, closed directly", asyncio.run(directly))
+        os.sched_setaffinity(0, of_server)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            real_server(name, Path(folder), model=model) as server,
+        ):
+            os.sched_setaffinity(0, of_others)
+            _measure_both(name, server, model, options.cancels)
+
+
+def _measure_both(name: str, server: RealServer, model: Path, count: int) -> None:
+    flags = ("--engine", name, "--dtype", "float32", "--model", str(model))
+    with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as redis:
+        bring_in_roles(redis.url)
+        with (
+            started(Path(folder), redis.url, *flags, "--upstream", server.url),
+            Client(as_role("operator", redis.url)) as client,
+        ):
+            _tell(f"{name}, cancelled", measure(server, client, count))
+            directly = measure_directly(server, DIALECTS[name](is_exact=True), count)
+            _tell(f"{name}, closed directly", asyncio.run(directly))
 
 
 def _tell(what: str, seconds: list[float]) -> None:
