@@ -83,7 +83,8 @@ def _function(tool: Mapping[str, Any]) -> Tool:
 
 def _allowed(tools: list[Tool], choice: Mapping[str, Any]) -> list[Tool]:
     listed = choice.get("tools")
-    if choice.get("mode") not in ("auto", "required") or not isinstance(listed, list):
+    mode = choice.get("mode")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise InvalidRequestError(
             "tool_choice: allowed_tools needs a mode, auto or required, and tools",
             field="tool_choice",

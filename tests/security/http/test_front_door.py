@@ -210,15 +210,31 @@ def code_of(gateway: LiveGateway, path: str, secret: str) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
+def stall_until(
+    gateway: LiveGateway, path: str, secrets: list[str], code: tuple[int, str], stack: ExitStack
+) -> None:
+    """Have a body of each key stand until a call of the first one gets this code.
+
+    A body that comes at the same moment as that call may be refused in its place. It is sent again.
+    """
+    standing: dict[str, socket.socket] = {}
+
+    def is_full() -> bool:
+        for secret in secrets:
+            if secret not in standing or select.select([standing[secret]], [], [], 0)[0]:
+                standing[secret] = stack.enter_context(stalled(gateway, path, secret))
+        return code_of(gateway, path, secrets[0]) == code
+
+    until(is_full)
+
+
 def test_bodies_count_by_tenant_and_small_ones_always_get_in(redis_url: str) -> None:
     """Bytes that have come count; once their connections are gone, there is room again."""
     greedy = [make_key(redis_url, f"greedy-{number}", tenant="greedy") for number in range(2)]
     limits = {"http_max_body_bytes": MIB, "http_body_bytes_per_tenant": 2 * MIB}
     with live_gateway(redis_url, **limits) as gateway:
         with ExitStack() as stack:
-            for secret in greedy:
-                stack.enter_context(stalled(gateway, CHAT, secret))
-            until(lambda: code_of(gateway, CHAT, greedy[0]) == (429, "bodies_of_tenant"))
+            stall_until(gateway, CHAT, greedy, (429, "bodies_of_tenant"), stack)
             assert is_served(gateway, greedy[0])
         until(lambda: code_of(gateway, CHAT, greedy[0]) == (400, "invalid_request"))
 
@@ -234,9 +250,7 @@ def test_many_keys_of_one_tenant_leave_room_for_another(
     greedy = [make_key(redis_url, f"greedy-{number}", tenant="greedy") for number in range(4)]
     other = make_key(redis_url, "other")
     with live_gateway(redis_url, files_dir=tmp_path, **limits) as gateway, ExitStack() as stack:
-        for secret in greedy[:2]:
-            stack.enter_context(stalled(gateway, path, secret))
-        until(lambda: code_of(gateway, path, greedy[0]) == (503, "bodies"))
+        stall_until(gateway, path, greedy[:2], (503, "bodies"), stack)
         for secret in greedy[2:] * 2:
             beyond = stack.enter_context(stalled(gateway, path, secret))
             assert answer_of(beyond)[0].startswith(b"HTTP/1.1 503 ")

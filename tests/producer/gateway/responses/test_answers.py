@@ -271,6 +271,11 @@ def test_an_answer_by_schema(stories: OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format: json_schema"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' is not one of"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice",
+            "and tools",
+        ),
         ({"max_output_tokens": 3, "min_tokens": 4}, "min_tokens", "more than max_tokens"),
         ({"background": True, "store": False}, "background", "needs store"),
         ({"reasoning": {"depth": 3}}, "reasoning", "'depth' is not one of"),
