@@ -49,9 +49,7 @@ class Subscriptions:
         self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
         self._asked: set[_Channel] = set()  # subscriptions asked of the server, and not refused
-        self._unanswered: deque[_Channel] = (
-            deque()
-        )  # subscriptions without a reply, as they were sent
+        self._unanswered: deque[_Channel] = deque()  # those without a reply, in the order sent
         self._leaving: Counter[_Channel] = Counter()  # unsubscriptions without a reply
         self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
