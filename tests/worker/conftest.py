@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import structlog
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import configure_logs
 from tests.roles import AsyncQueueClient, as_role
 
 
@@ -20,3 +23,15 @@ async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
 @pytest.fixture
 def worker_url(redis_url: str) -> str:
     return as_role("worker", redis_url)
+
+
+@pytest.fixture
+def logs_in_json() -> Iterator[None]:
+    """Log as a worker does, for one test: others in this process read logs of another form."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logs("info", "json")
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)

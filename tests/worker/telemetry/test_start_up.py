@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.served_model import build
@@ -36,10 +35,10 @@ def test_each_stage_is_measured_until_the_next_begins() -> None:
     assert str(start_up) == "weights 3.0 s, checking 0.5 s"
 
 
+@pytest.mark.usefixtures("logs_in_json")
 def test_a_long_stage_is_logged_where_there_is_no_bar(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    configure_logs("info", "json")
     clock = Clock()
     start_up = StartUp(Console(file=io.StringIO()), clock)
     start_up("weights")
@@ -102,12 +101,12 @@ def test_the_way_a_model_is_computed_is_said() -> None:
     assert "float16" in build(Settings(**settings, dtype="float16")).way
 
 
+@pytest.mark.usefixtures("logs_in_json")
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_worker_that_would_be_faster_in_fp32_says_so(
     dtype: Literal["float32", "bfloat16"], native: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure_logs("info", "json")
     build(Settings(max_num_seqs=2, device="cpu", dtype=dtype, native=native))
     is_slow = dtype == "bfloat16" and not native and not has_fast_bf16_products()
     assert ("--dtype float32 is many times faster" in capsys.readouterr().err) == is_slow

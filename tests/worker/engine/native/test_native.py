@@ -10,7 +10,6 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.runtime.logs import configure_logs
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
@@ -276,11 +275,11 @@ def test_code_for_kinds_of_processors_serves_where_there_is_no_compiler(
         build._library()
 
 
+@pytest.mark.usefixtures("logs_in_json")
 def test_a_compiler_that_fails_is_quoted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And that it compiles, which takes a minute or two, is said before."""
-    configure_logs("info", "json")
     compiler = tmp_path / "cc"
     compiler.write_text(
         "#!/bin/sh\necho 'decoder.cpp:1: fatal error: no such header' >&2\nexit 1\n"
