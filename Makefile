@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
+.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update try-changes wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -53,6 +53,10 @@ test-sanitizers: $(SET_UP)
 # The last release and this one on the same queues, under faults, updated and rolled back.
 test-update: $(SET_UP)
 	@$(BIN)/python -m tests.chaos --beside-last-release --seconds 600 $(ARGS)
+
+# The example changes of docs/design/cost-of-a-change.md, applied to a copy of the tree and tested there.
+try-changes: $(SET_UP)
+	@$(BIN)/python -m tests.docs.changes $(ARGS)
 
 # Every state that the queue's scripts can reach in small worlds; docs/reliability.md says which.
 states: $(SET_UP)

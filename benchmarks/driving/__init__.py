@@ -1,1 +1,1 @@
-"""What several rows use to start a server, send it a workload and note when tokens come."""
+"""What rows use to start a server or a peer, send it a workload and note when tokens come."""

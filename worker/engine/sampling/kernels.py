@@ -53,7 +53,7 @@ class Distributions:
         """[len(DRAWS), R], in that order. The random numbers, which change in each step, are
         missing."""
         self.draws[1] = np.where(self._is_sampled, self._temperature, 0.0)
-        self.draws[2:] = np.array(filter_values(self._params, vocab_size)).reshape(-1, 3).T
+        self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
 
     @cached_property
     def is_sampled(self) -> torch.Tensor:

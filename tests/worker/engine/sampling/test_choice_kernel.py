@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.sampling.choice_kernel import TILE, choose_tokens
-from promptq.worker.engine.sampling.filters import FIRST_CANDIDATES
+from promptq.worker.engine.sampling.filters import FILTERS, FIRST_CANDIDATES
 from promptq.worker.engine.sampling.kernels import Distributions, TorchKernels
 
 TOP_P = [0.0001, 0.9, 0.999]
@@ -82,12 +82,25 @@ def test_banned_tokens_are_never_chosen(seed: int) -> None:
     check(logits, top_k=250)
 
 
+VALUES: dict[str, list[Any]] = {"min_p": [0.02, 0.5], "top_k": [1, 9, 80], "top_p": [0.2, 0.9]}
+
+
 def random_params(random: Random) -> SamplingParams:
     fields: dict[str, Any] = {"temperature": random.choice([0.0, 0.3, 1.0, 1.7])}
-    for name, values in {"min_p": [0.02, 0.5], "top_k": [1, 9, 80], "top_p": [0.2, 0.9]}.items():
+    for name, values in VALUES.items():
         if random.random() < 0.5:
             fields[name] = random.choice(values)
     return SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_kernel_knows_every_filter(name: str, seed: int) -> None:
+    """In ascending order, the first token that stays shows how many it leaves out."""
+    logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(seed)).sort(dim=1).values
+    params = [SamplingParams(**{name: value}) for value in VALUES[name]]
+    found, expected = choose(logits, params, [0.0] * len(params))
+    assert found == expected
+    assert min(found) > 0
 
 
 def test_draws_as_torch_does(seed: int) -> None:

@@ -1,0 +1,36 @@
+"""The example changes fit this tree, and are as small as docs/design/cost-of-a-change.md says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.changes import PATCHES, TESTS, git
+from tests.paths import ROOT
+
+PAGE = (ROOT / "docs/design/cost-of-a-change.md").read_text()
+
+
+def test_each_has_its_tests() -> None:
+    assert PATCHES.keys() == TESTS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(PATCHES))
+def test_a_change_can_be_applied(name: str) -> None:
+    git(ROOT, "apply", "--check", PATCHES[name])
+
+
+@pytest.mark.parametrize("name", sorted(PATCHES))
+def test_a_change_touches_few_files(name: str) -> None:
+    touched = [
+        line.split("\t")[2] for line in git(ROOT, "apply", "--numstat", PATCHES[name]).splitlines()
+    ]
+    counts = [
+        sum(path.startswith(folders) for path in touched)
+        for folders in (("producer/", "shared/", "worker/"), "docs/", "tests/")
+    ]
+    assert counts[0] <= 4
+    row = re.search(rf"^\| \[`{name}`\]\(.*\) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+    assert row is not None
+    assert [*map(int, row.groups())] == counts
