@@ -130,7 +130,7 @@ class Grammars:
 
         if isinstance(wanted, JsonOutput):
             return LLMatcher.grammar_from_json_schema(
-                wanted.schema, overrides=cast("Any", _options(wanted.strict))
+                closed(wanted.schema), overrides=cast("Any", _options(wanted.strict))
             )
         ours = self._tokenizer
         style = output_style(ours.chat_template, ours.response_template).forced

@@ -1,4 +1,4 @@
-"""Closes the schemas of tools, whose authors mean the arguments that they name and no others."""
+"""Closes schemas, whose authors mean the properties that they name and no others."""
 
 from __future__ import annotations
 
