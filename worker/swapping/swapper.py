@@ -14,8 +14,8 @@ from promptq.shared.queue.work import Work, measure_work
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.liveness.health_server import Health
 from promptq.worker.liveness.service_manager import notify
+from promptq.worker.swapping.model_choice import Candidate, Choice, Loaded, SwapTimes, choose
 from promptq.worker.swapping.model_process import ModelProcess, ProcessState
-from promptq.worker.swapping.rule import Candidate, Choice, Loaded, SwapTimes, choose
 from promptq.worker.swapping.standby import Known
 
 _LOOK_SECONDS = 0.02

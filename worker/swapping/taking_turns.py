@@ -24,8 +24,8 @@ from promptq.worker.liveness.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.liveness.service_manager import notify, watchdog_seconds
 from promptq.worker.process import handle_signals, open_when_there, serve_until_told, unless
 from promptq.worker.served_model import MODEL_FREE, NATIVE, shown_name
+from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
-from promptq.worker.swapping.rule import SwapTimes
 from promptq.worker.swapping.standby import Standby, Tells
 from promptq.worker.swapping.swapper import Swapper
 

@@ -35,9 +35,9 @@ from promptq.worker.upstream.faults import (
     malformed_as_fault,
 )
 from promptq.worker.upstream.outbox import Outbox
-from promptq.worker.upstream.recovery import Recovery
 from promptq.worker.upstream.server import Server
 from promptq.worker.upstream.server_process import ServerProcess
+from promptq.worker.upstream.server_recovery import ServerRecovery
 
 _AWAY = "the inference server is away"
 _OF_SERVER = (403, 404)
@@ -108,7 +108,7 @@ class ForwardingEngine:
         self._running: dict[int, _Sequence] = {}  # by slot, until its connection is closed
         self._successors: dict[int, _Sequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
-        self._recovery = Recovery(dialect, model, limits.max_model_len, process)
+        self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
         self._busy_since: float | None = None

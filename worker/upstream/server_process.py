@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.upstream import guard
+from promptq.worker.upstream import process_guard
 
 _HOST = "127.0.0.1"
 """A server that only its worker uses listens here."""
@@ -32,7 +32,7 @@ class ServerProcess:
             )
         self._name = command[0]
         self._guard = subprocess.Popen(  # noqa: S603 # the operator's own command
-            [sys.executable, str(Path(guard.__file__)), program, *command[1:]],
+            [sys.executable, str(Path(process_guard.__file__)), program, *command[1:]],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             start_new_session=True,  # a Ctrl-C is for the worker, which drains first

@@ -13,8 +13,8 @@ import pytest
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import Settings
+from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
-from promptq.worker.swapping.rule import SwapTimes
 from promptq.worker.swapping.swapper import ModelFailedError, Swapper
 from tests.requests import async_put
 from tests.waiting import async_until

@@ -23,8 +23,13 @@ from promptq.worker.engine.api.messages import (
 )
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.failed_steps import (
+    Collected,
+    StepRecovery,
+    collect,
+    is_out_of_memory,
+)
 from promptq.worker.engine.core.prefill_pacing import Pacing
-from promptq.worker.engine.core.recovery import Collected, Recovery, collect, is_out_of_memory
 from promptq.worker.engine.core.runner import Runner, SampledToken
 from promptq.worker.engine.core.scheduler import Scheduler, most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
@@ -107,7 +112,7 @@ class LLMEngine:
             self._block_manager,
             most_reported_rows(runner.vocab_size),
         )
-        self._recovery = Recovery(runner, self._commit, self._leave, self._set_back)
+        self._recovery = StepRecovery(runner, self._commit, self._leave, self._set_back)
         self._pacing = Pacing()
         self._sequences: dict[int, Sequence] = {}
         self._totals = EngineStats(num_blocks=layout.num_blocks)

@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of weights that it can compute with."""
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-"""The kinds of patterns as native/src/attention/pieces.h numbers them."""
+"""The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
 
 
 class NativeDecoder(LlamaDecoder):

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "machine/elements.h"
-#include "attention/pieces.h"
+#include "attention/work_pieces.h"
 #include "attention/tile_attention.h"
 #include "machine/vectors.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "machine/elements.h"
-#include "attention/pieces.h"
+#include "attention/work_pieces.h"
 #include "machine/tiles.h"
 #include "machine/vectors.h"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.queue.work import Work
-from promptq.worker.swapping.rule import Candidate, Loaded, SwapTimes, choose
+from promptq.worker.swapping.model_choice import Candidate, Loaded, SwapTimes, choose
 
 TIMES = SwapTimes(least_loaded=15, longest_wait=60, idle=300)
 NEVER = float("-inf")

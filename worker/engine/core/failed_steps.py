@@ -52,7 +52,7 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
     return Collected(sampled, reported)
 
 
-class Recovery:
+class StepRecovery:
     """Computes the shares of a step that failed.
 
     `commit` takes what a batch gave. `leave` removes one sequence, with a reason if it failed

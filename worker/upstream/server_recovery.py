@@ -24,7 +24,7 @@ _STEADY_SECONDS = 10.0
 """A server that breaks streams again sooner than that is asked less and less often."""
 
 
-class Recovery:
+class ServerRecovery:
     """Asks a server at once, and then less and less often."""
 
     def __init__(

@@ -1,10 +1,10 @@
 """Runs an inference server for a worker, and ends all of its processes with the worker.
 
-`python guard.py COMMAND ...` starts the command in a process group of its own. When standard input
-ends, which it does however the worker dies, the group is ended: a server whose main process alone
-is killed may leave others behind that hold the device. Before a line came on standard input, which
-says that the server has answered, the end of the command ends the guard too, with the same exit
-code. After that it is started again.
+`python process_guard.py COMMAND ...` starts the command in a process group of its own. When
+standard input ends, which it does however the worker dies, the group is ended: a server whose main
+process alone is killed may leave others behind that hold the device. Before a line came on standard
+input, which says that the server has answered, the end of the command ends the guard too, with the
+same exit code. After that it is started again.
 """
 
 import os
