@@ -1,6 +1,7 @@
-"""What a request wants its output to be: any text, JSON, JSON of a schema, or the call of a tool.
+"""What a request wants its output to be: any text, JSON, text of a form, or the call of a tool.
 
-`response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API.
+`response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API, to which the types
+`regex` and `choice` are added.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from reprlib import repr as shown
 from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+MAX_CHOICES = 1000
+"""More make the grammar library slow, and it refuses 2,000."""
+
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -20,6 +24,22 @@ class JsonOutput:
 
     schema: dict[str, Any]
     strict: bool
+    field: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class RegexOutput:
+    """Text that a regular expression matches as a whole."""
+
+    regex: str
+    field: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """One of these texts."""
+
+    texts: tuple[str, ...]
     field: str = "response_format"
 
 
@@ -40,7 +60,7 @@ class ToolCallOutput:
     field: str = "tools"
 
 
-Output = JsonOutput | ToolCallOutput
+Output = JsonOutput | RegexOutput | ChoiceOutput | ToolCallOutput
 
 
 def wanted_output(
@@ -54,9 +74,9 @@ def wanted_output(
 
     Raises ValueError whose message begins with the name of the field that is wrong.
     """
-    json_output = _json_output(response_format)
+    of_text = _text_output(response_format)
     if tool_choice in (None, "auto", "none"):
-        return json_output
+        return of_text
     if not tools:
         raise ValueError("tool_choice: needs tools, and there are none")
     if tool_choice == "required":
@@ -69,21 +89,46 @@ def wanted_output(
     raise ValueError(f"tool_choice: names the function {name!r}, which is not among the tools")
 
 
-def _json_output(response_format: Mapping[str, Any] | None) -> JsonOutput | None:
+def _text_output(
+    response_format: Mapping[str, Any] | None,
+) -> JsonOutput | RegexOutput | ChoiceOutput | None:
     if response_format is None:
         return None
     kind = response_format.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise ValueError(
-            f"response_format: type {shown(kind)} is not one of text, json_object, json_schema"
-        )
-    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    _refuse_unknown(response_format, known, "response_format")
+    if not (isinstance(kind, str) and kind in _TYPES):
+        raise ValueError(f"response_format: type {shown(kind)} is not one of {', '.join(_TYPES)}")
+    _refuse_unknown(response_format, {"type", _TYPES[kind]} - {""}, "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
         return JsonOutput(ANY_OBJECT, strict=True)
-    return _schema_output(response_format.get("json_schema"))
+    asked = response_format.get(_TYPES[kind])
+    if kind == "json_schema":
+        return _schema_output(asked)
+    if kind == "regex":
+        if not isinstance(asked, str) or not asked:
+            raise ValueError("response_format: regex must be a text with a regular expression")
+        return RegexOutput(asked)
+    if not (
+        isinstance(asked, list)
+        and 0 < len(asked) <= MAX_CHOICES
+        and all(it and isinstance(it, str) for it in asked)
+    ):
+        raise ValueError(
+            f"response_format: choice must be a list of 1 to {MAX_CHOICES:,} texts, none of them"
+            " empty"
+        )
+    return ChoiceOutput(tuple(asked))
+
+
+_TYPES = {
+    "text": "",
+    "json_object": "",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+}
+"""Types of a `response_format`, and the key that says more of each."""
 
 
 def _schema_output(described: Any) -> JsonOutput:

@@ -15,7 +15,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.output_format import JsonOutput, Output, ToolCallOutput
+from promptq.shared.protocol.output_format import (
+    ChoiceOutput,
+    JsonOutput,
+    Output,
+    RegexOutput,
+    ToolCallOutput,
+)
 from promptq.shared.protocol.output_style import NAMED, OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import output_style
@@ -119,10 +125,10 @@ class Grammars:
         try:
             text = self._grammar_text(wanted)
         except ValueError as error:
-            raise _refusal(wanted.field, f"the schema is refused: {error}") from error
+            raise _refusal(wanted.field, _refused(wanted, error)) from error
         if len(text) > _MAX_GRAMMAR_CHARS:
-            reason = f"a schema of {len(text)} characters is longer than the {_MAX_GRAMMAR_CHARS}"
-            raise _refusal(wanted.field, f"{reason} allowed")
+            reason = f"{len(text)} characters are more than the {_MAX_GRAMMAR_CHARS} allowed"
+            raise _refusal(wanted.field, reason)
         return text
 
     def _grammar_text(self, wanted: Output) -> str:
@@ -133,6 +139,11 @@ class Grammars:
                 closed(wanted.schema), overrides=cast("Any", _options(wanted.strict))
             )
         ours = self._tokenizer
+        if isinstance(wanted, RegexOutput):
+            return LLMatcher.grammar_from_regex(wanted.regex)
+        if isinstance(wanted, ChoiceOutput):
+            texts = " | ".join(_terms(text, ours.added_tokens) for text in wanted.texts)
+            return LLMatcher.grammar_from_lark(f"%llguidance {{}}\nstart: {texts}")
         style = output_style(ours.chat_template, ours.response_template).forced
         return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
 
@@ -162,7 +173,7 @@ class Grammars:
             matcher = masker.compile(text)
             error = reason_of(matcher)
         if error:
-            reason = f"the schema is refused: {error}"
+            reason = _refused(wanted, error)
             self._refuse(key, reason)
             raise _refusal(wanted.field, reason)
         self._remember(key, matcher, len(text))
@@ -282,7 +293,12 @@ def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
 def _schemas(wanted: Output) -> list[dict[str, Any]]:
     if isinstance(wanted, JsonOutput):
         return [wanted.schema]
-    return [tool.parameters for tool in wanted.tools]
+    return [tool.parameters for tool in wanted.tools] if isinstance(wanted, ToolCallOutput) else []
+
+
+def _refused(wanted: Output, error: object) -> str:
+    forms = {RegexOutput: "regex", ChoiceOutput: "choice"}
+    return f"the {forms.get(type(wanted), 'schema')} is refused: {error}"
 
 
 def _options(strict: bool) -> dict[str, Any]:

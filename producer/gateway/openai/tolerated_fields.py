@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.output_format import wanted_output
 from promptq.shared.runtime.logs import get_logger
 
 
@@ -67,7 +68,7 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{name}: is the former name of {instead}; send {instead}", field=name
             )
-    for name in _SCHEMAS:
+    for name in _FORMS:
         if name in fields:
             if "response_format" in fields:
                 raise InvalidRequestError(
@@ -81,28 +82,37 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}
-_SCHEMAS = ("structured_outputs", "guided_json")
+_FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
 """Names of vLLM, the newer one first."""
 
 
 def _format_of(name: str, given: Any) -> dict[str, Any]:
     """The `response_format` that asks for the same."""
-    schema = given
+    kind = name.removeprefix("guided_")
     if name == "structured_outputs":
-        if not (
-            isinstance(given, dict) and len(given) == 1 and {*given} <= {"json", "json_object"}
-        ):
+        if not (isinstance(given, dict) and len(given) == 1 and {*given} <= _KINDS):
             raise InvalidRequestError(
-                f'{name}: must be {{"json": SCHEMA}} or {{"json_object": true}}; other forms are'
-                " not served",
+                f'{name}: must be one of {{"json": SCHEMA}}, {{"regex": TEXT}},'
+                ' {"choice": [TEXT, ...]} and {"json_object": true}; other forms are not served',
                 field=name,
             )
-        if given.get("json_object") is True:
-            return {"type": "json_object"}
-        schema = given.get("json")
-    if not isinstance(schema, dict):
+        [(kind, given)] = given.items()
+    if kind in ("regex", "choice"):
+        asked = {"type": kind, kind: given}
+        try:
+            wanted_output(asked, None, None)
+        except ValueError as error:
+            told = str(error).replace("response_format", name, 1)
+            raise InvalidRequestError(told, field=name) from None
+        return asked
+    if kind == "json_object" and given is True:
+        return {"type": "json_object"}
+    if not isinstance(given, dict):
         raise InvalidRequestError(f"{name}: the schema must be a JSON object", field=name)
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}
+
+
+_KINDS = {"json", "json_object", "regex", "choice"}
 
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:

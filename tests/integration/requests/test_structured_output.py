@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -16,6 +17,8 @@ from tests.model_free_worker import finished, running_worker
 from tests.requests import async_put
 from tests.roles import AsyncQueueClient, as_role
 from tests.worker.text.structured import SCHEMAS, TOOLS, compilations, json_schema, served
+
+TEXTS = ["Yes, please.", 'No, "never".']
 
 
 async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
@@ -36,6 +39,8 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(
             refused = await put(queue, response_format=json_schema({"not": {}}))
             chat = [{"role": "user", "content": "Hello"}]
             call = await put(queue, messages=chat, tools=TOOLS, tool_choice="required")
+            told = await put(queue, response_format={"type": "regex", "regex": r"[A-Z]{3}-\d/\d"})
+            chosen = await put(queue, response_format={"type": "choice", "choice": TEXTS})
             again = await put(queue, seed=50, response_format=json_schema(SCHEMAS["enum"]))
             for name, request_id in ids.items():
                 result = await finished(queue, request_id)
@@ -49,7 +54,9 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(
             called = json.loads((await finished(queue, call))["text"])
             assert called["name"] in ("get_weather", "stop_all")
             jsonschema.validate(json.loads((await finished(queue, again))["text"]), SCHEMAS["enum"])
-    assert len(texts) == len(SCHEMAS) + 2, "each once, and the refused one"
+            assert re.fullmatch(r"[A-Z]{3}-\d/\d", (await finished(queue, told))["text"])
+            assert (await finished(queue, chosen))["text"] in TEXTS
+    assert len(texts) == len(SCHEMAS) + 4, "each once, and the refused one"
 
 
 async def test_another_worker_goes_on_in_the_middle(redis_url: str) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.output_format import NO_ARGUMENTS, JsonOutput, ToolCallOutput
+from promptq.shared.protocol.output_format import (
+    NO_ARGUMENTS,
+    ChoiceOutput,
+    JsonOutput,
+    RegexOutput,
+    ToolCallOutput,
+)
 from promptq.shared.protocol.request import Request
 
 SCHEMA = {"type": "integer"}
@@ -42,6 +48,13 @@ def test_json() -> None:
         request = build(response_format={"type": "json_schema", "json_schema": described})
         assert request.wanted_output == JsonOutput(SCHEMA, strict)
         assert Request.parse(request.to_payload()).wanted_output == request.wanted_output
+
+
+def test_a_regex_and_a_choice() -> None:
+    asked = {"type": "regex", "regex": "a+"}
+    assert build(response_format=asked).wanted_output == RegexOutput("a+")
+    asked = {"type": "choice", "choice": ["a", "b"]}
+    assert build(response_format=asked).wanted_output == ChoiceOutput(("a", "b"))
 
 
 def test_calls_of_tools() -> None:
@@ -84,6 +97,22 @@ JSON = "response_format: json_schema: "
             },
             JSON + "strict must be true, false or null, not 1",
         ),
+        *(
+            ({"response_format": {"type": kind, **given}}, f"response_format: {kind} must be")
+            for kind, given in [
+                ("regex", {}),
+                ("regex", {"regex": 3}),
+                ("regex", {"regex": ""}),
+                ("choice", {}),
+                ("choice", {"choice": "a"}),
+                ("choice", {"choice": []}),
+                ("choice", {"choice": ["a", 3]}),
+                ("choice", {"choice": ["a", ""]}),
+                ("choice", {"choice": ["a"] * 1001}),
+            ]
+        ),
+        ({"response_format": {"type": []}}, "response_format: type [] is not one of"),
+        ({"response_format": {"type": "regex", "choice": []}}, "response_format: 'choice' is not"),
         ({"tool_choice": "required"}, "tool_choice: needs tools"),
         ({"tool_choice": "required", "tools": []}, "tool_choice: needs tools"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is not one of"),

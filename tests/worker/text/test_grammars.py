@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,7 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
     NO_ARGUMENTS,
+    ChoiceOutput,
     JsonOutput,
+    RegexOutput,
     ToolCallOutput,
     ToolSchema,
 )
@@ -74,6 +77,39 @@ def test_whatever_is_allowed_leads_to_what_matches(kind: str, name: str, seed: i
     tokens = walk(compiled.start(JsonOutput(SCHEMAS[name], True), frozenset({END})), seed, size)
     decode = HuggingFaceTokenizer(tokenizer) if tokenizer else compiled._tokenizer
     jsonschema.validate(json.loads(decode.decode(tokens)), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "regex", [r"(ab|c/){2,4}", r'\w{1,5}@[a-z]\.(de|"ü")\n?', "^yes$", "a\nb|[^a]"]
+)
+def test_what_a_regex_allows_leads_to_what_it_matches(regex: str, seed: int) -> None:
+    compiled = grammars()
+    tokens = walk(compiled.start(RegexOutput(regex), frozenset({END})), seed)
+    assert re.fullmatch(regex, compiled._tokenizer.decode(tokens))
+
+
+def test_a_choice_allows_each_of_its_texts_and_no_other() -> None:
+    texts = ("yes", 'yes, "sir"', "nö\n", "a|b /c/")
+    compiled = grammars()
+    found = {
+        compiled._tokenizer.decode(
+            walk(compiled.start(ChoiceOutput(texts), frozenset({END})), seed)
+        )
+        for seed in range(60)
+    }
+    assert found == {*texts}
+
+
+@pytest.mark.parametrize(
+    ("regex", "reason"),
+    [("(?=a)b", "look-around"), ("(", "regex parse error"), (r"(a)\1", "backreferences")],
+)
+def test_a_refused_regex_is_an_error_with_the_reason(regex: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        grammars().start(RegexOutput(regex), frozenset({END}))
+    assert str(caught.value).startswith("response_format: the regex is refused: ")
+    assert reason in str(caught.value)
 
 
 def test_one_schema_is_compiled_once_and_its_states_are_apart(

@@ -83,6 +83,12 @@ def test_the_log_names_each_of_them_once(calls: httpx2.Client) -> None:
         ("structured_outputs", {"grammar": "root ::= x"}),
         ("structured_outputs", {"json": 3}),
         ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+        ("guided_regex", 3),
+        ("guided_regex", ""),
+        ("guided_choice", "yes"),
+        ("guided_choice", []),
+        ("guided_choice", ["yes", ""]),
         ("guided_json", "text"),
         ("tool_choice", {"type": "allowed_tools"}),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
@@ -120,9 +126,20 @@ def test_vllms_names_of_a_schema(
     assert (asked["type"], asked["json_schema"]["schema"]) == ("json_schema", SCHEMA)
 
 
-def test_vllms_name_of_any_json(http: httpx2.Client, own_worker: HandWorker) -> None:
-    payload = payload_of(http, own_worker, structured_outputs={"json_object": True})
-    assert payload["response_format"] == {"type": "json_object"}
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"structured_outputs": {"json_object": True}}, {"type": "json_object"}),
+        ({"structured_outputs": {"regex": "a+"}}, {"type": "regex", "regex": "a+"}),
+        ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"type": "choice", "choice": ["a"]}),
+        ({"guided_choice": ["a"]}, {"type": "choice", "choice": ["a"]}),
+    ],
+)
+def test_vllms_names_of_other_forms(
+    http: httpx2.Client, own_worker: HandWorker, fields: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    assert payload_of(http, own_worker, **fields)["response_format"] == asked
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
