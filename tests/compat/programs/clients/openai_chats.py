@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import openai
@@ -99,3 +100,15 @@ def _() -> str:
     same("tokens", "".join(it.token for it in content), trying.chat().text)
     same("top", {len(it.top_logprobs) for it in content}, {2})
     return f"{len(content)} tokens"
+
+
+@attempt("a choice and a regular expression, by vLLM's names")
+def _() -> str:
+    got = []
+    for asked in ({"choice": ["fox", "hare"]}, {"regex": "[a-c]{3}"}):
+        answer = client.chat.completions.create(**CHAT, extra_body={"structured_outputs": asked})
+        got.append(answer.choices[0].message.content or "")
+        same("finish_reason", answer.choices[0].finish_reason, "stop")
+    assert got[0] in ("fox", "hare"), got
+    assert re.fullmatch("[a-c]{3}", got[1]), got
+    return ", ".join(got)
