@@ -58,7 +58,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
     raise _unauthorised(
         "the API key is unknown or was revoked"
         if secret
-        else "an API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY"
+        else "an API key is needed: Authorization: Bearer KEY, X-Api-Key: KEY or Api-Key: KEY"
     )
 
 

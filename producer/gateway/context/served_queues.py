@@ -245,9 +245,10 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """What was not found may be in a queue that is away."""
-        for error in self._away.values():
-            raise error
+        """What was not found may be in a queue that is away, unless that was forgotten meanwhile."""
+        for name, error in self._away.items():
+            if name in self._names or name in self._directory.names:
+                raise error
 
     def _refuse(self, name: str, error: ResponseError) -> None:
         if name not in self._refused:

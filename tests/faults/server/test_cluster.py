@@ -256,8 +256,10 @@ def test_a_gateway_serves_the_queues_of_the_nodes_that_live() -> None:
         assert (away.status_code, unknown.status_code) == (503, 503)  # it may be in that queue
         lost.start()
         lost.wait()
-        serve(on_lost[0])  # it kept nothing
-        serve(own)
+        serve(own)  # the node kept nothing, so the other queue is forgotten
+        asked = body | {"model": f"model of {on_lost[0]}"}
+        until(lambda: http.post("/v1/completions", json=asked).status_code == 404)
+        serve(on_lost[0])
         until(lambda: len(http.get("/v1/models").json()["data"]) == 2)
         unknown = http.post("/v1/completions", json=body | {"model": "nobody's"})
         assert unknown.status_code == 404
