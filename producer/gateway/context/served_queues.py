@@ -245,7 +245,7 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """What was not found may be in a queue that is away, unless that was forgotten meanwhile."""
+        """What was not found may be in a queue that is away, unless that one was forgotten."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error

@@ -62,7 +62,8 @@ _TYPES_OF_MESSAGES = {
 }
 _MEANINGS = {
     400: "something is wrong with what was asked; `param` names the field",
-    401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or it is not known",
+    401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
+    " it is not known",
     403: "more than the API key allows",
     404: "no model, stream, file or batch of this id, or it is another tenant's",
     408: "`deadline_ms` passed before the answer began",
