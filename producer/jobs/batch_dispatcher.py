@@ -17,8 +17,8 @@ from rq import Queue
 
 from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.runner_lease import LEASE_MS
+from promptq.producer.jobs.pending_lists import entries_of, shown
 from promptq.producer.jobs.rq_queues import batches_waiting, enqueue_batch, is_taken, num_workers
-from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts

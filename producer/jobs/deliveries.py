@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import redis
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from promptq.producer.jobs.untrusted_entries import entries_of, shown
+from promptq.producer.jobs.pending_lists import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.producer.webhooks.webhook_attempts import (

@@ -1,4 +1,4 @@
-"""Reads entries that strangers may have written or replaced."""
+"""Reads the lists of what waits for the jobs, which strangers may have spoilt."""
 
 from __future__ import annotations
 
