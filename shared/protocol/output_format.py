@@ -13,7 +13,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
-"""More make the grammar library slow, and it refuses 2,000."""
+"""A limit on what preparing a request costs."""
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -192,7 +192,9 @@ class SamplingParams(BaseModel):
         le=20,
         description="report each token of the prompt and this many of the likeliest in its place",
     )
-    response_format: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = Field(
+        None, description="of type text, json_object, json_schema, regex or choice"
+    )
     speculative_tokens: int | None = Field(
         None, ge=0, le=64, description="most tokens drafted a step; left out: the worker's setting"
     )

@@ -29,9 +29,9 @@ def worker_url(redis_url: str) -> str:
 def logs_in_json() -> Iterator[None]:
     """Log as a worker does, for one test: others in this process read logs of another form."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, before = root.handlers[:], root.level, structlog.get_config()
     configure_logs("info", "json")
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -11,7 +11,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import InvalidRequestError
@@ -116,6 +118,7 @@ class Grammars:
 
     def _text(self, wanted: Output) -> str:
         for schema in _schemas(wanted):
+            _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
             if (count := num_combined_patterns(schema)) > MAX_COMBINED_PATTERNS:
                 raise _refusal(
                     wanted.field,
@@ -126,9 +129,7 @@ class Grammars:
             text = self._grammar_text(wanted)
         except ValueError as error:
             raise _refusal(wanted.field, _refused(wanted, error)) from error
-        if len(text) > _MAX_GRAMMAR_CHARS:
-            reason = f"{len(text)} characters are more than the {_MAX_GRAMMAR_CHARS} allowed"
-            raise _refusal(wanted.field, reason)
+        _check_length(len(text), wanted.field)
         return text
 
     def _grammar_text(self, wanted: Output) -> str:
@@ -140,10 +141,13 @@ class Grammars:
             )
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
+            # The library drops a backslash that escapes nothing.
+            if (len(wanted.regex) - len(wanted.regex.rstrip("\\"))) % 2:
+                raise ValueError("it ends with a backslash, which escapes nothing")
             return LLMatcher.grammar_from_regex(wanted.regex)
         if isinstance(wanted, ChoiceOutput):
-            texts = " | ".join(_terms(text, ours.added_tokens) for text in wanted.texts)
-            return LLMatcher.grammar_from_lark(f"%llguidance {{}}\nstart: {texts}")
+            grammar = _choice(wanted, ours.added_tokens, ours.special_tokens)
+            return LLMatcher.grammar_from_lark(grammar)
         style = output_style(ours.chat_template, ours.response_template).forced
         return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
 
@@ -279,10 +283,39 @@ def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mappin
     return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
 
 
+def _choice(
+    wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
+) -> str:
+    """A Lark grammar. One terminal has all texts of letters: rules would make masks slow.
+
+    Raises ValueError for a text with a special token, which is no text.
+    """
+    added = _any_of(tuple(added_tokens))
+    letters: list[str] = []
+    others: list[str] = []
+    for text in dict.fromkeys(wanted.texts):
+        if not (held := added.findall(text)):
+            letters.append(json.dumps(text))
+            continue
+        for name in held:
+            if name in special_tokens:
+                raise ValueError(f"{shown(text)} holds {name}, a special token and no text")
+        others.append(_terms(text, added_tokens))
+    starts = ["TEXT"] * bool(letters) + others
+    terminal = [f"TEXT: {' | '.join(letters)}"] * bool(letters)
+    return "\n".join(["%llguidance {}", f"start: {' | '.join(starts)}", *terminal])
+
+
+@lru_cache(maxsize=4)
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds these names, the longest first; the group keeps them where a text is split."""
+    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(f"({any_name})" if names else "((?!))")
+
+
 def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
     """The text in a Lark grammar, where an added token must be named: its letters are others."""
-    names = sorted((it for it in added_tokens if it in text), key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    pieces = _any_of(tuple(added_tokens)).split(text)
     return " ".join(
         f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
         for piece in pieces
@@ -294,6 +327,12 @@ def _schemas(wanted: Output) -> list[dict[str, Any]]:
     if isinstance(wanted, JsonOutput):
         return [wanted.schema]
     return [tool.parameters for tool in wanted.tools] if isinstance(wanted, ToolCallOutput) else []
+
+
+def _check_length(num_chars: int, field: str) -> None:
+    if num_chars > _MAX_GRAMMAR_CHARS:
+        reason = f"{num_chars} characters are more than the {_MAX_GRAMMAR_CHARS} allowed"
+        raise _refusal(field, reason)
 
 
 def _refused(wanted: Output, error: object) -> str:

@@ -68,12 +68,11 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{name}: is the former name of {instead}; send {instead}", field=name
             )
-    for name in _FORMS:
-        if name in fields:
-            if "response_format" in fields:
-                raise InvalidRequestError(
-                    f"{name}: cannot be combined with response_format", field=name
-                )
+    asked = [name for name in ("response_format", *_FORMS) if name in fields]
+    if len(asked) > 1:
+        raise InvalidRequestError(f"{asked[1]}: cannot be combined with {asked[0]}", field=asked[1])
+    for name in asked:
+        if name in _FORMS:
             fields["response_format"] = _format_of(name, fields.pop(name))
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -90,6 +89,8 @@ def _format_of(name: str, given: Any) -> dict[str, Any]:
     """The `response_format` that asks for the same."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
+        if isinstance(given, dict):  # vLLM's own class may be written out whole
+            given = {key: value for key, value in given.items() if value is not None}
         if not (isinstance(given, dict) and len(given) == 1 and {*given} <= _KINDS):
             raise InvalidRequestError(
                 f'{name}: must be one of {{"json": SCHEMA}}, {{"regex": TEXT}},'

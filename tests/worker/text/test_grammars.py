@@ -101,9 +101,27 @@ def test_a_choice_allows_each_of_its_texts_and_no_other() -> None:
     assert found == {*texts}
 
 
+def test_a_choice_may_have_tokens_of_their_own_but_no_special_ones() -> None:
+    tokenizer = FAMILIES["Hermes"].tokenizer()
+    size = tokenizer.num_tokens
+    compiled = Grammars(tokenizer, size, frozenset({END}))
+    wanted = ChoiceOutput(("a<think>b", "a", "ac"))
+    walks = [walk(compiled.start(wanted, frozenset({END})), seed, size) for seed in range(60)]
+    assert {tokenizer.decode(it) for it in walks} == {*wanted.texts}
+    assert any(tokenizer.added_tokens["<think>"] in it for it in walks)
+    special = next(iter(tokenizer.special_tokens))
+    with pytest.raises(InvalidRequestError, match=r"the choice is refused: .* a special token"):
+        compiled.start(ChoiceOutput(("a", f"b{special}")), frozenset({END}))
+
+
 @pytest.mark.parametrize(
     ("regex", "reason"),
-    [("(?=a)b", "look-around"), ("(", "regex parse error"), (r"(a)\1", "backreferences")],
+    [
+        ("(?=a)b", "look-around"),
+        ("(", "regex parse error"),
+        (r"(a)\1", "backreferences"),
+        ("a\\", "ends with a backslash"),
+    ],
 )
 def test_a_refused_regex_is_an_error_with_the_reason(regex: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:

@@ -20,37 +20,53 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     An object with `additionalProperties` stays as it is. So does one that other schemas add to,
     such as a branch of `allOf`, because it would refuse what they name.
     """
-    parts, num_before = set[str](), -1
-    while len(parts) > num_before:  # a part may refer to another one
-        num_before = len(parts)
-        _note_parts(schema, "#", False, parts)
+    parts = _parts(schema)
     if not all(f"{reference}/".startswith("#/") for reference in parts):
         return schema  # by a name, and finding it would need all of JSON schema
-    found: dict[str, Any] = _closed(schema, "#", False, parts)
+    found: dict[str, Any] = _closed(schema, "#", parts)
     return found
 
 
-def _note_parts(schema: Any, path: str, is_part: bool, parts: set[str]) -> None:
-    """Note where schemas are that describe an object together with others."""
-    if not isinstance(schema, dict):
-        return
-    is_part = is_part or path in parts
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and (is_part or _combines(schema)):
-        parts.add(unquote(reference).rstrip("/"))
-    for keys, child, is_branch in _children(schema):
-        is_part_too = is_branch and (is_part or _combines(schema))
-        _note_parts(child, _below(path, keys), is_part_too, parts)
+def _parts(schema: dict[str, Any]) -> set[str]:
+    """The paths of schemas that describe an object together with others, and what they refer to."""
+    schemas = dict(_by_path(schema, "#"))
+    pending = [
+        other
+        for path, it in schemas.items()
+        if _combines(it)
+        for other in _described_with(it, path)
+    ]
+    parts = set[str]()
+    while pending:
+        path = pending.pop()
+        if path not in parts:
+            parts.add(path)
+            if path in schemas:
+                pending += _described_with(schemas[path], path)
+    return parts
 
 
-def _closed(schema: Any, path: str, is_part: bool, parts: set[str]) -> Any:
+def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(schema, dict):
+        yield path, schema
+        for keys, child, _ in _children(schema):
+            yield from _by_path(child, _below(path, keys))
+
+
+def _described_with(schema: dict[str, Any], path: str) -> list[str]:
+    """The paths of what describes the same value as a schema: what it refers to, and branches."""
+    found = [_below(path, keys) for keys, _, is_branch in _children(schema) if is_branch]
+    if isinstance(reference := schema.get("$ref"), str):
+        found.append(unquote(reference).rstrip("/"))
+    return found
+
+
+def _closed(schema: Any, path: str, parts: set[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    is_part = is_part or path in parts
     result = dict(schema)
-    for keys, child, is_branch in _children(schema):
-        is_part_too = is_branch and (is_part or _combines(schema))
-        value = _closed(child, _below(path, keys), is_part_too, parts)
+    for keys, child, _ in _children(schema):
+        value = _closed(child, _below(path, keys), parts)
         first, *rest = keys
         if not rest:
             result[first] = value
@@ -58,7 +74,7 @@ def _closed(schema: Any, path: str, is_part: bool, parts: set[str]) -> Any:
         if result[first] is schema[first]:
             result[first] = schema[first].copy()
         result[first][rest[0]] = value
-    if _names_all(schema) and not (is_part or _COMBINING & schema.keys()):
+    if _names_all(schema) and path not in parts and not _COMBINING & schema.keys():
         result.setdefault("additionalProperties", False)
     return result
 

@@ -130,7 +130,7 @@ def test_vllms_names_of_a_schema(
     ("fields", "asked"),
     [
         ({"structured_outputs": {"json_object": True}}, {"type": "json_object"}),
-        ({"structured_outputs": {"regex": "a+"}}, {"type": "regex", "regex": "a+"}),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, {"type": "regex", "regex": "a+"}),
         ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
         ({"structured_outputs": {"choice": ["a"]}}, {"type": "choice", "choice": ["a"]}),
         ({"guided_choice": ["a"]}, {"type": "choice", "choice": ["a"]}),
