@@ -152,8 +152,7 @@ class Grammars:
         return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
-        text = self._text(wanted)
-        key = _key(text)
+        key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
@@ -162,6 +161,7 @@ class Grammars:
                 raise _refusal(wanted.field, refused)
         if only_known:
             raise NewGrammarError
+        text = self._text(wanted)
         try:
             error = self._vetter.vet(text) if self._vetter is not None else ""
         except NotVettedError as too_much:
@@ -200,10 +200,6 @@ class Grammars:
 
 def _untold(field: str, reason: str) -> InvalidRequestError:
     return _refusal(field, f"the model's tokenizer does not suit the grammar library: {reason}")
-
-
-def _key(text: str) -> bytes:
-    return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 class LLMasker:
@@ -301,9 +297,10 @@ def _choice(
             if name in special_tokens:
                 raise ValueError(f"{shown(text)} holds {name}, a special token and no text")
         others.append(_terms(text, added_tokens))
-    starts = ["TEXT"] * bool(letters) + others
-    terminal = [f"TEXT: {' | '.join(letters)}"] * bool(letters)
-    return "\n".join(["%llguidance {}", f"start: {' | '.join(starts)}", *terminal])
+    if not letters:
+        return f"%llguidance {{}}\nstart: {' | '.join(others)}"
+    start = " | ".join(["TEXT", *others])
+    return f"%llguidance {{}}\nstart: {start}\nTEXT: {' | '.join(letters)}"
 
 
 @lru_cache(maxsize=4)
