@@ -14,10 +14,15 @@ demo: $(SET_UP)
 test: $(SET_UP)
 	@$(BIN)/python -m pytest $(ARGS)
 
-# The wheel, in dist/, made of the sdist.
+# The wheel, in dist/, made of the sdist: make wheel DIST=elsewhere. auditwheel says for which systems
+# its native code is; torch brings the OpenMP runtime. There is nothing to say of a wheel without it.
+DIST := dist
 wheel: $(SET_UP)
-	@rm -rf dist
-	@$(BIN)/python -m build --outdir dist
+	@rm -rf $(DIST)
+	@$(BIN)/python -m build --outdir $(DIST)
+	@for made in $(DIST)/*-linux_*.whl; do test ! -e "$$made" || \
+		{ PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir $(DIST) "$$made" && \
+		rm "$$made"; }; done
 
 # The package as strangers meet it: the wheel in an environment of its own, in an empty folder.
 test-package: $(SET_UP)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from promptq.worker.engine.native import build
 from tests.paths import ROOT
 
 FILES = sorted((ROOT / "deploy" / "images").glob("Containerfile*"))
@@ -28,9 +27,3 @@ def test_an_image_runs_as_nobody_and_hears_that_it_is_to_stop(file: Path) -> Non
     assert re.search(r"^USER (\d+):\1$", last, re.MULTILINE)
     assert 'ENTRYPOINT ["promptq"]' in last  # no shell in between, which would keep SIGTERM
     assert "STOPSIGNAL SIGTERM" in last
-
-
-def test_the_image_for_cpus_has_native_code_for_each_kind_of_processor() -> None:
-    [file] = [file for file in FILES if file.name == "Containerfile"]
-    [kinds] = re.findall(r"native\.build\s*\\\n\s*(.*?); \\", file.read_text())
-    assert set(kinds.split()) == build.KINDS.keys()

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from promptq.worker.engine.native.build import KINDS, name_for
 from tests.paths import ROOT
 
 FOLDERS = ("producer", "worker", "shared")
@@ -14,7 +15,7 @@ FOLDERS = ("producer", "worker", "shared")
 
 def build(folder: Path) -> Path:
     """The wheel, made of the sdist, which is made of the checkout."""
-    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
+    command = ["make", "-C", str(ROOT), "wheel", f"DIST={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
@@ -22,10 +23,12 @@ def build(folder: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """All that the checkout's folders hold is in it, and nothing else."""
+    """All that the checkout's folders hold is in it, native code for each kind of processor, and
+    nothing else."""
     listed = ["git", "-C", str(ROOT), "ls-files", *FOLDERS]
     tracked = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
     expected = {f"promptq/{path}" for path in tracked} | {"promptq/__init__.py", "promptq/py.typed"}
+    expected |= {f"promptq/worker/engine/native/built/{name_for(kind)}" for kind in KINDS}
     with zipfile.ZipFile(wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
     assert held == expected, f"missing: {expected - held}, too much: {held - expected}"

@@ -13,9 +13,10 @@ from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.llama.native_decoder import DTYPES, NativeDecoder
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.native.build import NativeCodeError, load_native
-from promptq.worker.engine.native.decoder import DTYPES, NativeDecoder
+from promptq.worker.engine.native.build import NativeCodeError
+from promptq.worker.engine.native.library import load_native
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
 """In order of speed, the fastest first."""

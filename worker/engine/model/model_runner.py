@@ -42,6 +42,7 @@ from promptq.worker.engine.device.memory import (
     give_back,
 )
 from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.engine.llama.native_decoder import NativeDecoder, release_weights
 from promptq.worker.engine.model.backend_choice import (
     NOT_ASKED_FOR,
     backends_on,
@@ -68,7 +69,6 @@ from promptq.worker.engine.model.trial_steps import (
     largest_step,
     trial_batch,
 )
-from promptq.worker.engine.native.decoder import NativeDecoder, release_weights
 from promptq.worker.engine.sampling.grammar_masks import Masks
 from promptq.worker.engine.sampling.logprobs import LEAST
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput

@@ -18,6 +18,7 @@ import torch
 from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.device.scratch import Scratch
+from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.sampling.draw import draw
 from promptq.worker.engine.sampling.filters import (
     FILTERS,
@@ -118,21 +119,40 @@ class TorchKernels:
 
 
 class NativeKernels:
-    """Computes in native code, on a CPU for which it is loaded (native/build.py)."""
+    """Computes in native code, on a CPU for which it is loaded (native/library.py)."""
+
+    def __init__(self) -> None:
+        self._library = load_native()
 
     def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
-        token_ids, is_sound = torch.ops.promptq.choose(
-            _known(logits), asked.is_sampled, asked.temperature, asked.filters.table, draws[0]
+        logits, filters = _known(logits), asked.filters.table
+        count, vocab_size = logits.shape
+        token_ids = torch.empty(count, dtype=torch.int64)
+        is_sound = torch.empty(count, dtype=torch.bool)
+        self._library.choose_tokens(
+            logits.dtype == torch.bfloat16,
+            *(logits.data_ptr(), count, vocab_size),
+            *(asked.is_sampled.data_ptr(), asked.temperature.data_ptr()),
+            *(filters.data_ptr(), filters.shape[1], draws[0].data_ptr()),
+            *(torch.get_num_threads(), token_ids.data_ptr(), is_sound.data_ptr()),
         )
         return token_ids, is_sound
 
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
-        index = torch.tensor(rows)
-        return ChosenLogprobs(
-            *torch.ops.promptq.report_logprobs(_known(logits), index, chosen, num_top)
+        logits, index = _known(logits), torch.tensor(rows)
+        logprobs = torch.empty(len(rows), dtype=torch.float32)
+        ranks = torch.empty(len(rows), dtype=torch.int64)
+        top_ids = torch.empty(len(rows), num_top, dtype=torch.int64)
+        top_logprobs = torch.empty(len(rows), num_top, dtype=torch.float32)
+        self._library.report_logprobs(
+            logits.dtype == torch.bfloat16,
+            *(logits.data_ptr(), logits.shape[1], index.data_ptr(), len(rows)),
+            *(chosen.data_ptr(), num_top, torch.get_num_threads()),
+            *(each.data_ptr() for each in (logprobs, ranks, top_ids, top_logprobs)),
         )
+        return ChosenLogprobs(logprobs, ranks, top_ids, top_logprobs)
 
 
 class TritonKernels(TorchKernels):

@@ -1,8 +1,9 @@
 """Runs the tests of the native code on a build of it that watches itself.
 
 The address sanitizer ends a run at the first read or write beside an object, the other one at the
-first step whose result C++ leaves undefined. Each warning of the compiler is an error here.
-Arguments are given to pytest instead of the tests.
+first step whose result C++ leaves undefined. Each warning of the compiler is an error here. Where
+a processor lacks only the tile registers of AMX, the tests run once more with emulated ones
+(emulated_tiles.h). Arguments are given to pytest instead of the tests.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from promptq.worker.engine.native.build import processor_features
+
 TESTS = [
     "tests/worker/engine/native/test_native.py",
     "tests/worker/engine/native/test_native_attention.py",
     "tests/worker/engine/sampling/test_sampler.py",
 ]
 
-BUILD = "from promptq.worker.engine.native.build import load_native; load_native()"
+BUILD = "from promptq.worker.engine.native.library import load_native; load_native()"
 
 FLAGS = [
     "-Wall",
@@ -30,7 +33,6 @@ FLAGS = [
     "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
-    "-fno-sanitize=vptr",  # torch does not export what it would compare
     "-fno-sanitize-recover=undefined",
 ]
 
@@ -39,14 +41,27 @@ PRELOADED = ["libasan.so", "libubsan.so", "libstdc++.so"]
 first can watch exceptions."""
 
 
+EMULATION = Path(__file__).parent / "emulated_tiles.h"
+EMULATED_TILES = ["-D__AMX_TILE__", "-D__AMX_BF16__", "-include", str(EMULATION)]
+
+
 def main(tests: list[str]) -> int:
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if compiler is None:
         print("there is no compiler; install g++ or set CXX", file=sys.stderr)
         return 1
+    code = run(compiler, FLAGS, tests)
+    features = processor_features()
+    if not code and "avx512_bf16" in features and "amx_bf16" not in features:
+        print("again, with emulated tile registers", flush=True)
+        code = run(compiler, [*FLAGS, *EMULATED_TILES], tests)
+    return code
+
+
+def run(compiler: str, flags: list[str], tests: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="promptq-sanitizers-") as folder:
         watching = Path(folder, "c++")
-        watching.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" {shlex.join(FLAGS)}\n')
+        watching.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" {shlex.join(flags)}\n')
         watching.chmod(0o755)
         environment = {
             **os.environ,

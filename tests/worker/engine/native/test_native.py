@@ -15,7 +15,8 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.native import build
-from promptq.worker.engine.native.build import NativeCodeError, load_native
+from promptq.worker.engine.native.build import NativeCodeError, library_path
+from promptq.worker.engine.native.library import load_native
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
 
 SEED = 11
@@ -185,26 +186,35 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
         (97, 64, 33),
     ],
 )
-@pytest.mark.parametrize("products", ["widening_linear", "tile_linear"])
-def test_bf16_products_of_our_own(
-    products: str, rows: int, inputs: int, columns: int, with_bias: bool
-) -> None:
+@pytest.mark.parametrize("products", ["fp32", "bf16", "tiles"])
+def test_products(products: str, rows: int, inputs: int, columns: int, with_bias: bool) -> None:
     """Within the rounding of the result, and each row to the last bit as it is alone."""
-    load_native()
-    if not hasattr(torch.ops.promptq, products):
+    native = load_native()
+    if products == "tiles" and not native.has_tile_registers():
         pytest.skip("this processor has no tile registers")
+    dtype = torch.float32 if products == "fp32" else torch.bfloat16
     print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
 
     def draw(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator).bfloat16()
+        return torch.randn(*sizes, generator=generator).to(dtype)
 
     x, weight, bias = draw(rows, inputs), draw(columns, inputs), draw(columns) * with_bias
-    linear: Any = getattr(torch.ops.promptq, products)
-    found = linear(x, weight, bias if with_bias else None)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(x), columns, dtype=dtype)
+        biases = bias.data_ptr() if with_bias else None
+        native.linear(
+            *(dtype == torch.bfloat16, products == "tiles", x.data_ptr(), len(x)),
+            *(weight.data_ptr(), columns, inputs, biases, y.data_ptr()),
+        )
+        return y
+
+    found = product(x)
     exact = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * inputs)
-    alone = [linear(x[row : row + 1], weight, bias if with_bias else None) for row in range(rows)]
+    rounding = 2**-22 if products == "fp32" else 2**-8
+    torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=1e-5 * inputs)
+    alone = [product(x[row : row + 1]) for row in range(rows)]
     assert torch.equal(torch.cat(alone), found)
 
 
@@ -214,7 +224,7 @@ def test_without_a_compiler_the_reason_is_told(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeCodeError, match="no compiler"):
-        load_native.__wrapped__()
+        library_path()
 
 
 @pytest.mark.parametrize("missing", ["sources", "a folder to write to"])
@@ -229,7 +239,7 @@ def test_without_sources_or_a_folder_the_reason_is_told(
         monkeypatch.setattr(build, "_SOURCES", tmp_path)
         said = "sources are missing"
     with pytest.raises(NativeCodeError, match=said):
-        load_native.__wrapped__()
+        library_path()
 
 
 def test_another_version_of_the_compiler_compiles_anew(
@@ -254,25 +264,24 @@ def test_another_version_of_the_compiler_compiles_anew(
     assert libraries() == 2
 
 
-def test_code_for_kinds_of_processors_serves_where_there_is_no_compiler(
+def test_code_of_the_wheel_serves_the_processors_that_it_fits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """The fastest that fits, without a compiler; no other."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor last; do :; done; touch "$last"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(build, "_BUILT", tmp_path / "built")
-    old, new = build.build_for(["x86-64-v3", "x86-64-v4"])
+    made = dict(zip(build.KINDS, build.build_for(build.KINDS, tmp_path / "built"), strict=True))
     compiler.unlink()
-    features = set(build.KINDS["x86-64-v3"])
-    monkeypatch.setattr(build, "_features", lambda: features)
-    assert build._library() == old
-    features |= build.KINDS["x86-64-v4"]
-    assert build._library() == new
-    features.remove("fma")
+    for name, kind in build.KINDS.items():
+        monkeypatch.setattr(build, "processor_features", lambda kind=kind: kind.features | {"sse2"})
+        assert library_path() == made[name]
+    monkeypatch.setattr(build, "processor_features", lambda: build.KINDS["amx"].features - {"fma"})
     with pytest.raises(NativeCodeError, match="no compiler"):
-        build._library()
+        library_path()
 
 
 @pytest.mark.usefixtures("logs_in_json")
@@ -288,6 +297,6 @@ def test_a_compiler_that_fails_is_quoted(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(NativeCodeError, match="fatal error: no such header"):
-        load_native.__wrapped__()
+        library_path()
     assert not list((tmp_path / "promptq").glob("*.so"))
     assert "compiling native code" in capsys.readouterr().err

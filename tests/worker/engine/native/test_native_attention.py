@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import byref
 from itertools import product
 
 import pytest
@@ -16,8 +17,8 @@ from promptq.worker.engine.attention.backend import (
     Scoring,
     StepLayout,
 )
-from promptq.worker.engine.native.build import load_native
-from promptq.worker.engine.native.decoder import VISIBLE
+from promptq.worker.engine.llama.native_decoder import native_cache
+from promptq.worker.engine.native.library import Layout, load_native
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -69,17 +70,27 @@ def over(
     tables: torch.Tensor,
 ) -> torch.Tensor:
     """Attention over a cache that holds all K and V."""
-    visible, size = VISIBLE[scoring.pattern.kind], scoring.pattern.size
-    found: torch.Tensor = torch.ops.promptq.paged_attention(
-        query,
-        cache.key,
-        cache.value,
+    query, tables = query.contiguous(), tables.contiguous()
+    found, starts_at, lengths = (
+        torch.empty_like(query),
         torch.tensor(starts),
         torch.tensor(contexts),
-        tables,
-        visible,
-        size,
+    )
+    layout = Layout(
+        num_sequences=len(contexts),
+        max_blocks=tables.shape[1],
+        query_starts=starts_at.data_ptr(),
+        context_lens=lengths.data_ptr(),
+        block_tables=tables.data_ptr(),
+    )
+    load_native().paged_attention(
+        query.dtype == torch.bfloat16,
+        query.data_ptr(),
+        query.shape[1],
+        byref(native_cache(cache, scoring.pattern)),
+        byref(layout),
         scoring.scale,
+        found.data_ptr(),
     )
     return found
 
@@ -88,7 +99,6 @@ def over(
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
-    load_native()
     for shape in SHAPES:
         case = Case(STEPS[step], shape, dtype=dtype, device=CPU, seed=seed)
         scoring = Scoring(0.3, pattern)
@@ -100,7 +110,6 @@ def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_sequences_may_share_blocks(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
-    load_native()
     for shape in SHAPES:
         case = Case(SHARING, shape, dtype=dtype, device=CPU, seed=seed, shared=SHARED)
         scoring = Scoring(0.3, pattern)
@@ -112,7 +121,6 @@ def test_sequences_may_share_blocks(pattern: Pattern, dtype: torch.dtype, seed: 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_rows_do_not_depend_on_each_other(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
     """To the last bit, for a row of a chunk becomes a decode when a sequence is taken up again."""
-    load_native()
     for shape, (step, shared) in product(SHAPES, [(STEPS["all at once"], {}), (SHARING, SHARED)]):
         case = Case(step, shape, dtype=dtype, device=CPU, seed=seed, shared=shared)
         scoring, layout = Scoring(0.3, pattern), case.layout

@@ -25,7 +25,8 @@ from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Sequence
-from promptq.worker.engine.native.build import NativeCodeError, load_native
+from promptq.worker.engine.native.build import NativeCodeError
+from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.sampling import draw as drawing
 from promptq.worker.engine.sampling import filters
 from promptq.worker.engine.sampling.constraints import Constraints

@@ -5,244 +5,265 @@
 //   logits = head(norm(hidden of the sampling rows))
 //
 // Python builds it (native/decoder.py) and compares it with the library's own model at load.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <c10/core/InferenceMode.h>
 #include <malloc.h>
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
-#include <tuple>
+#include <algorithm>
+#include <cstring>
+#include <memory>
 #include <vector>
 
-#include "machine/elements.h"
-#include "linear/linear.h"
 #include "attention/paged_attention.h"
+#include "guarded.h"
+#include "interface.h"
+#include "linear/linear.h"
+#include "machine/buffer.h"
+#include "machine/elements.h"
 #include "machine/team.h"
 
 namespace promptq {
 
-struct Layer {
-  at::Tensor input_norm;
-  Linear qkv;
-  OptionalTensor query_norm, key_norm;
-  Linear output;
-  at::Tensor inner_norm;
-  Linear gate_up, down;
-  LayerCache cache;
-};
-
-class Decoder : public torch::CustomClassHolder {
+template <typename T>
+class DecoderOf : public Decoder {
  public:
-  // `cosine` and `sine` are [positions, rotary] in fp32; the others have the weights' type.
-  Decoder(
-      at::Tensor embedding, at::Tensor cosine, at::Tensor sine, at::Tensor norm, at::Tensor head,
-      int64_t num_heads, int64_t num_kv_heads, int64_t head_size, double epsilon, double scale)
-      : embedding_(std::move(embedding)), cosine_(std::move(cosine)), sine_(std::move(sine)),
-        norm_(std::move(norm)), head_({head}, {}, kGranule, kHeadSlices * num_slices()),
-        num_heads_(num_heads), num_kv_heads_(num_kv_heads), head_size_(head_size),
-        vocab_size_(head.size(0)), epsilon_(epsilon), scale_(scale) {}
+  DecoderOf(const ModelShape& shape, const ModelWeights& weights, int num_threads)
+      : shape_(shape), embedding_(numbers(weights.embedding)), cosine_(weights.cosine),
+        sine_(weights.sine), norm_(numbers(weights.norm)), num_threads_(num_threads),
+        head_(
+            {{numbers(weights.head), shape.vocab_size, shape.size}}, nullptr, kGranule, num_threads,
+            kHeadSlices) {}
 
-  void add_layer(
-      at::Tensor input_norm, at::Tensor qkv, OptionalTensor qkv_bias, OptionalTensor query_norm,
-      OptionalTensor key_norm, at::Tensor output, OptionalTensor output_bias,
-      at::Tensor inner_norm, at::Tensor gate, at::Tensor up, at::Tensor down, at::Tensor keys,
-      at::Tensor values, int64_t visible, int64_t window) {
-    inner_size_ = gate.size(0);
+  void add_layer(const LayerWeights& weights) override {
+    const int64_t size = shape_.size, inner_size = shape_.inner_size;
+    const int64_t query_size = shape_.num_heads * shape_.head_size;
+    const int64_t qkv_size = query_size + 2 * shape_.num_kv_heads * shape_.head_size;
+    const auto linear = [&](std::vector<Matrix<T>> stacked, const void* bias, int64_t granule) {
+      return Linear<T>(stacked, numbers(bias), granule, num_threads_);
+    };
+    const auto matrix = [](const void* weight, int64_t outputs, int64_t inputs) {
+      return Matrix<T>{numbers(weight), outputs, inputs};
+    };
     layers_.push_back(Layer{
-        std::move(input_norm), Linear({qkv}, qkv_bias, head_size_, num_slices()),
-        std::move(query_norm), std::move(key_norm),
-        Linear({output}, output_bias, kGranule, num_slices()), std::move(inner_norm),
-        Linear({gate, up}, {}, kGranule, num_slices()), Linear({down}, {}, kGranule, num_slices()),
-        LayerCache{keys, values, Pattern{static_cast<Visible>(visible), window}}});
+        numbers(weights.input_norm),
+        linear({matrix(weights.qkv, qkv_size, size)}, weights.qkv_bias, shape_.head_size),
+        numbers(weights.query_norm), numbers(weights.key_norm),
+        linear({matrix(weights.output, size, query_size)}, weights.output_bias, kGranule),
+        numbers(weights.inner_norm),
+        linear(
+            {matrix(weights.gate, inner_size, size), matrix(weights.up, inner_size, size)}, nullptr,
+            kGranule),
+        linear({matrix(weights.down, size, inner_size)}, nullptr, kGranule), weights.cache});
   }
 
-  // Logits [rows, vocabulary] of these rows of the packed step, and the final hidden states [kept, size] of the
-  // rows `kept`; K and V of all rows are written.
-  std::tuple<at::Tensor, at::Tensor> logits_and_states(
-      const at::Tensor& ids, const at::Tensor& positions, const at::Tensor& rows,
-      const at::Tensor& kept, const at::Tensor& query_starts, const at::Tensor& context_lens,
-      const at::Tensor& block_tables, const at::Tensor& write_blocks,
-      const at::Tensor& write_offsets) {
-    const c10::InferenceMode without_gradients;
-    const Layout layout{
-        query_starts, context_lens, block_tables.contiguous(), write_blocks, write_offsets};
-    at::Tensor hidden = embedding_.index_select(0, ids);
-    return hidden.scalar_type() == at::kBFloat16 ? run<Bf16>(hidden, positions, rows, kept, layout)
-                                                 : run<float>(hidden, positions, rows, kept, layout);
+  void run(const Step& step) override {
+    const int64_t num_rows = step.num_rows, size = shape_.size, inner_size = shape_.inner_size;
+    const int64_t query_size = shape_.num_heads * shape_.head_size, vocab_size = shape_.vocab_size;
+    T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
+    T *query = query_.reserve(num_rows * query_size), *inner = inner_.reserve(num_rows * inner_size);
+    T* attended = attended_.reserve(num_rows * query_size);
+    T* last = last_.reserve(step.num_outputs * size);
+    T *logits = static_cast<T*>(step.logits), *states = static_cast<T*>(step.states);
+    for (int64_t row = 0; row < num_rows; ++row)
+      std::copy_n(embedding_ + step.ids[row] * size, size, hidden + row * size);
+    const auto norm_row = [&](int64_t row, const T* weight, T* out) {
+      rms_norm_row(hidden + row * size, weight, static_cast<float>(shape_.epsilon), size, out);
+    };
+    const auto norm_rows = [&](Team& team, const T* weight) {
+      constexpr int64_t kRows = 8;  // of an item
+      team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
+        for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row)
+          norm_row(row, weight, normed + row * size);
+      });
+    };
+    // hidden += linear(x)
+    const auto add_product = [&](Team& team, const Linear<T>& linear, const T* x) {
+      linear.multiply(team, x, num_rows, [&](const T* y, Range rows, Range columns) {
+        for (int64_t i = 0; i < rows.count; ++i)
+          add_row(
+              hidden + (rows.first + i) * size + columns.first, y + i * columns.count,
+              columns.count);
+      });
+    };
+    const Pieces pieces(
+        step.layout, layers_[0].cache, shape_.num_heads / shape_.num_kv_heads, num_threads_);
+    Team::run(num_threads_, [&](Team& team) {
+      std::vector<float> scratch;
+      for (const Layer& layer : layers_) {
+        norm_rows(team, layer.input_norm);
+        layer.qkv.multiply(team, normed, num_rows, [&](T* y, Range rows, Range columns) {
+          for (int64_t i = 0; i < rows.count; ++i)
+            place_heads(
+                y + i * columns.count, columns.first / shape_.head_size,
+                columns.count / shape_.head_size, rows.first + i, layer, step, query);
+        });
+        team.share(pieces.count(), [&](int64_t index) {
+          attend_sized(
+              pieces.at<T>(
+                  index, query, attended, layer.cache, static_cast<float>(shape_.scale)),
+              scratch);
+        });
+        add_product(team, layer.output, attended);
+        norm_rows(team, layer.inner_norm);
+        layer.gate_up.multiply(team, normed, num_rows, [&](const T* y, Range rows, Range columns) {
+          for (int64_t i = 0; i < rows.count; ++i) {
+            const T* gate = y + i * 2 * columns.count;
+            T* out = inner + (rows.first + i) * inner_size + columns.first;
+            silu_and_multiply_row(gate, gate + columns.count, columns.count, out);
+          }
+        });
+        add_product(team, layer.down, inner);
+      }
+      team.share(step.num_outputs, [&](int64_t i) {
+        norm_row(step.outputs[i], norm_, last + i * size);
+      });
+      if (step.num_kept > 0)
+        team.share(step.num_kept, [&](int64_t i) {
+          norm_row(step.kept[i], norm_, states + i * size);
+        });
+      head_.multiply(team, last, step.num_outputs, [&](const T* y, Range rows, Range columns) {
+        for (int64_t i = 0; i < rows.count; ++i)
+          std::copy_n(
+              y + i * columns.count, columns.count,
+              logits + (rows.first + i) * vocab_size + columns.first);
+      });
+    });
   }
 
  private:
+  struct Layer {
+    const T* input_norm;
+    Linear<T> qkv;
+    const T *query_norm, *key_norm;
+    Linear<T> output;
+    const T* inner_norm;
+    Linear<T> gate_up, down;
+    LayerCache cache;
+  };
+
   // Slices of weights end at multiples of so many columns.
   static constexpr int64_t kGranule = 64;
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
   static constexpr int64_t kHeadSlices = 8;
 
-  static int64_t num_slices() { return at::get_num_threads(); }
-
-  template <typename T>
-  std::tuple<at::Tensor, at::Tensor> run(
-      at::Tensor& hidden, const at::Tensor& positions, const at::Tensor& rows,
-      const at::Tensor& kept, const Layout& layout) {
-    const int64_t num_rows = hidden.size(0), size = hidden.size(1), query_size = num_heads_ * head_size_;
-    const auto rows_of = [&](int64_t count, int64_t size) {
-      return at::empty({std::max(count, kLeastRows), size}, hidden.options());
-    };
-    at::Tensor normed = rows_of(num_rows, size), query = rows_of(num_rows, query_size);
-    at::Tensor attended = rows_of(num_rows, query_size), inner = rows_of(num_rows, inner_size_);
-    at::Tensor last = rows_of(rows.size(0), size);
-    at::Tensor logits = at::empty({rows.size(0), vocab_size_}, hidden.options());
-    at::Tensor states = at::empty({kept.size(0), size}, hidden.options());
-    const auto norm_last = [&](const at::Tensor& rows, int64_t i, at::Tensor& normed) {
-      const T* row = data<T>(hidden) + data<int64_t>(rows)[i] * size;
-      rms_norm_row(row, data<T>(norm_), static_cast<float>(epsilon_), size, data<T>(normed) + i * size);
-    };
-    const Pieces pieces(
-        layout, layers_[0].cache, num_heads_ / num_kv_heads_, at::get_num_threads());
-    Team::run(at::get_num_threads(), [&](Team& team) {
-      const c10::InferenceMode without_gradients;
-      std::vector<float> scratch;
-      for (const Layer& layer : layers_) {
-        norm_rows<T>(team, hidden, layer.input_norm, normed);
-        layer.qkv.multiply(team, normed, num_rows, [&](const at::Tensor& y, Range rows, Range columns) {
-          for (int64_t i = 0; i < rows.count; ++i)
-            place_heads(
-                data<T>(y) + i * columns.count, columns.first / head_size_,
-                columns.count / head_size_, rows.first + i, layer, positions, layout,
-                data<T>(query));
-        });
-        team.share(pieces.count(), [&](int64_t index) {
-          attend_sized(pieces.at<T>(index, query, attended, layer.cache, scale_), scratch);
-        });
-        add_product<T>(team, layer.output, attended, hidden);
-        norm_rows<T>(team, hidden, layer.inner_norm, normed);
-        layer.gate_up.multiply(
-            team, normed, num_rows, [&](const at::Tensor& y, Range rows, Range columns) {
-              for (int64_t i = 0; i < rows.count; ++i) {
-                const T* gate = data<T>(y) + i * 2 * columns.count;
-                T* out = data<T>(inner) + (rows.first + i) * inner_size_ + columns.first;
-                silu_and_multiply_row(gate, gate + columns.count, columns.count, out);
-              }
-            });
-        add_product<T>(team, layer.down, inner, hidden);
-      }
-      team.share(rows.size(0), [&](int64_t i) { norm_last(rows, i, last); });
-      if (kept.size(0) > 0)
-        team.share(kept.size(0), [&](int64_t i) { norm_last(kept, i, states); });
-      head_.multiply(team, last, rows.size(0), [&](const at::Tensor& y, Range rows, Range columns) {
-        for (int64_t i = 0; i < rows.count; ++i)
-          std::memcpy(
-              data<T>(logits) + (rows.first + i) * vocab_size_ + columns.first,
-              data<T>(y) + i * columns.count, columns.count * sizeof(T));
-      });
-    });
-    return {logits, states};
-  }
-
-  // normed = norm of each row
-  template <typename T>
-  void norm_rows(
-      Team& team, const at::Tensor& hidden, const at::Tensor& weight, at::Tensor& normed) const {
-    constexpr int64_t kRows = 8;  // of an item
-    const int64_t num_rows = hidden.size(0), size = hidden.size(1);
-    team.share((num_rows + kRows - 1) / kRows, [&](int64_t item) {
-      for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row)
-        rms_norm_row(
-            data<T>(hidden) + row * size, data<T>(weight), static_cast<float>(epsilon_), size,
-            data<T>(normed) + row * size);
-    });
-  }
-
-  // hidden += linear(x)
-  template <typename T>
-  static void add_product(
-      Team& team, const Linear& linear, const at::Tensor& x, at::Tensor& hidden) {
-    const int64_t size = hidden.size(1);
-    linear.multiply(
-        team, x, hidden.size(0), [&](const at::Tensor& y, Range rows, Range columns) {
-          for (int64_t i = 0; i < rows.count; ++i)
-            add_row(
-                data<T>(hidden) + (rows.first + i) * size + columns.first,
-                data<T>(y) + i * columns.count, columns.count);
-        });
-  }
+  static const T* numbers(const void* weight) { return static_cast<const T*>(weight); }
 
   // Norm and rotate `count` heads of a row, from the model's head `first` on, and store them: queries in
   // `query` [T, num_heads * head_size], K and V in the cache.
-  template <typename T>
   void place_heads(
-      T* head, int64_t first, int64_t count, int64_t row, const Layer& layer,
-      const at::Tensor& positions, const Layout& layout, T* query) const {
-    const int64_t size = head_size_, rotary = cosine_.size(1);
-    const int64_t position = data<int64_t>(positions)[row];
+      T* head, int64_t first, int64_t count, int64_t row, const Layer& layer, const Step& step,
+      T* query) const {
+    const int64_t size = shape_.head_size, rotary = shape_.rotary, num_heads = shape_.num_heads;
+    const int64_t num_kv_heads = shape_.num_kv_heads, position = step.positions[row];
     const LayerCache& cache = layer.cache;
-    const int64_t place = data<int64_t>(layout.write_blocks)[row] * cache.key.stride(0) +
-                          data<int64_t>(layout.write_offsets)[row] * size;
+    const int64_t place = step.layout.write_blocks[row] * cache.block_stride +
+                          step.layout.write_offsets[row] * size;
     for (int64_t index = first; index < first + count; ++index, head += size) {
-      const int64_t kv_head = (index - num_heads_) % num_kv_heads_;
-      const bool is_query = index < num_heads_, is_value = index >= num_heads_ + num_kv_heads_;
+      const int64_t kv_head = (index - num_heads) % num_kv_heads;
+      const bool is_query = index < num_heads, is_value = index >= num_heads + num_kv_heads;
       if (!is_value) {
-        const OptionalTensor& norm = is_query ? layer.query_norm : layer.key_norm;
-        if (norm) rms_norm_row(head, data<T>(*norm), static_cast<float>(epsilon_), size, head);
-        rotate_row(
-            head, data<float>(cosine_) + position * rotary, data<float>(sine_) + position * rotary,
-            rotary);
+        const T* norm = is_query ? layer.query_norm : layer.key_norm;
+        if (norm) rms_norm_row(head, norm, static_cast<float>(shape_.epsilon), size, head);
+        rotate_row(head, cosine_ + position * rotary, sine_ + position * rotary, rotary);
       }
-      T* target = is_query ? query + (row * num_heads_ + index) * size
-                           : data<T>(is_value ? cache.value : cache.key) + place +
-                                 kv_head * cache.key.stride(1);
-      std::memcpy(target, head, size * sizeof(T));
+      T* target = is_query ? query + (row * num_heads + index) * size
+                           : static_cast<T*>(is_value ? cache.values : cache.keys) + place +
+                                 kv_head * cache.head_stride;
+      std::copy_n(head, size, target);
     }
   }
 
-  at::Tensor embedding_, cosine_, sine_, norm_;
-  Linear head_;
-  int64_t num_heads_, num_kv_heads_, head_size_, vocab_size_, inner_size_ = 0;
-  double epsilon_, scale_;
+  const ModelShape shape_;
+  const T* embedding_;
+  const float *cosine_, *sine_;
+  const T* norm_;
+  const int num_threads_;
+  Linear<T> head_;
   std::vector<Layer> layers_;
+  Buffer<T> hidden_, normed_, query_, attended_, inner_, last_;
 };
 
-// Activations of some megabytes come and go in each layer; without this, the C library would ask
-// the system for each of them, and the system would clear every page.
+template <typename T>
+void attend_rows(
+    const void* query, int64_t num_heads, const LayerCache& cache, const Layout& layout,
+    double scale, void* out) {
+  const Pieces pieces(layout, cache, num_heads / cache.num_kv_heads, 1);
+  std::vector<float> scratch;
+  for (int64_t index = 0; index < pieces.count(); ++index)
+    attend_sized(
+        pieces.at(
+            index, static_cast<const T*>(query), static_cast<T*>(out), cache,
+            static_cast<float>(scale)),
+        scratch);
+}
+
+template <typename T>
+void multiply_rows(
+    const Products<T>& products, const void* x, int64_t rows, const void* weight, int64_t outputs,
+    int64_t inputs, const void* bias, void* y) {
+  products.multiply(
+      static_cast<const T*>(x), rows,
+      products.pack({static_cast<const T*>(weight), outputs, inputs}),
+      static_cast<const T*>(bias), static_cast<T*>(y));
+}
+
+}  // namespace promptq
+
+const char* decoder_new(
+    const promptq::ModelShape* shape, const promptq::ModelWeights* weights, int64_t num_threads,
+    promptq::Decoder** made) {
+  return promptq::guarded([&] {
+    const int threads = static_cast<int>(num_threads);
+    if (shape->is_bf16)
+      *made = new promptq::DecoderOf<promptq::Bf16>(*shape, *weights, threads);
+    else
+      *made = new promptq::DecoderOf<float>(*shape, *weights, threads);
+  });
+}
+
+void decoder_free(promptq::Decoder* decoder) { delete decoder; }
+
+const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWeights* weights) {
+  return promptq::guarded([&] { decoder->add_layer(*weights); });
+}
+
+const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step) {
+  return promptq::guarded([&] { decoder->run(*step); });
+}
+
 void keep_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
-// Attention of packed rows [T, num_heads, size] over one layer's cache, which has their K and V already.
-at::Tensor attend_packed(
-    const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-    const at::Tensor& query_starts, const at::Tensor& context_lens, const at::Tensor& block_tables,
-    int64_t visible, int64_t window, double scale) {
-  const Layout layout{query_starts, context_lens, block_tables, {}, {}};
-  const LayerCache cache{keys, values, Pattern{static_cast<Visible>(visible), window}};
-  const at::Tensor rows = query.flatten(1);
-  at::Tensor out = at::empty_like(rows);
-  const Pieces pieces(layout, cache, query.size(1) / keys.size(1), 1);
-  std::vector<float> scratch;
-  for (int64_t index = 0; index < pieces.count(); ++index)
-    if (query.scalar_type() == at::kBFloat16)
-      attend_sized(pieces.at<Bf16>(index, rows, out, cache, static_cast<float>(scale)), scratch);
-    else
-      attend_sized(pieces.at<float>(index, rows, out, cache, static_cast<float>(scale)), scratch);
-  return out.view_as(query);
+const char* paged_attention(
+    int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
+    const promptq::Layout* layout, double scale, void* out) {
+  return promptq::guarded([&] {
+    const auto attend = is_bf16 ? promptq::attend_rows<promptq::Bf16> : promptq::attend_rows<float>;
+    attend(query, num_heads, *cache, *layout, scale, out);
+  });
 }
 
-}  // namespace promptq
+const char* linear(
+    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const void* weight,
+    int64_t outputs, int64_t inputs, const void* bias, void* y) {
+  using namespace promptq;
+  return guarded([&] {
+    const auto multiply = [&](const auto& products) {
+      multiply_rows(products, x, rows, weight, outputs, inputs, bias, y);
+    };
+    if (in_tiles)
+      multiply(products_of<Bf16>());
+    else if (is_bf16)
+      multiply(Products<Bf16>{VectorLinear<Bf16>::pack, VectorLinear<Bf16>::multiply});
+    else
+      multiply(products_of<float>());
+  });
+}
 
-TORCH_LIBRARY(promptq, library) {
-  using promptq::Decoder;
-  library.class_<Decoder>("Decoder")
-      .def(torch::init<
-           at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, int64_t, int64_t, int64_t,
-           double, double>())
-      .def("add_layer", &Decoder::add_layer)
-      .def("logits_and_states", &Decoder::logits_and_states);
-  library.def("keep_freed_memory", &promptq::keep_freed_memory);
-  // Decoders use the same code. Under these names it can be compared on any processor that can run it.
-  library.def("paged_attention", &promptq::attend_packed);
-  library.def("widening_linear", &promptq::linear<promptq::WideningWeight>);
+bool has_tile_registers() {
 #ifdef __AMX_BF16__
-  if (promptq::has_tiles()) library.def("tile_linear", &promptq::linear<promptq::TileWeight>);
+  return promptq::has_tiles();
+#else
+  return false;
 #endif
 }

@@ -1,20 +1,20 @@
 // Chooses tokens and reports log-probabilities. Threads share the rows, and each takes a row at a time.
 //
 // sampling/filters.py, draw.py and logprobs.py define what is computed.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 #include <tuple>
+#include <utility>
 
+#include "guarded.h"
+#include "interface.h"
 #include "machine/elements.h"
 #include "machine/exponential.h"
+#include "machine/team.h"
 #include "selection.h"
 
 namespace promptq {
@@ -107,39 +107,16 @@ std::pair<int64_t, bool> choose_row(
   return {draw(threshold_of(asked, size, space), uniform, size, space), true};
 }
 
-// Calls action(index, workspace) for each of `count` rows of `size` numbers, on all threads.
+// Calls action(index, workspace) for each of `count` rows of `size` numbers, on at most `num_threads`.
 template <typename Action>
-void for_rows(int64_t count, int64_t size, Action action) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    thread_local Workspace space;
-    space.prepare(size);
-    for (int64_t index = next++; index < count; index = next++) action(index, space);
+void for_rows(int64_t count, int64_t size, int64_t num_threads, const Action& action) {
+  Team::run(static_cast<int>(std::clamp<int64_t>(count, 1, num_threads)), [&](Team& team) {
+    team.share(count, [&](int64_t index) {
+      thread_local Workspace space;
+      space.prepare(size);
+      action(index, space);
+    });
   });
-}
-
-// Tokens [R] chosen by `logits` [R, vocabulary], and whether each is sound. `filters` are
-// [R, kNumFilters], the others [R] or [R, 1].
-std::tuple<at::Tensor, at::Tensor> choose(
-    const at::Tensor& logits, const at::Tensor& is_sampled, const at::Tensor& temperature,
-    const at::Tensor& filters, const at::Tensor& uniforms) {
-  TORCH_CHECK(filters.size(1) == kNumFilters, "filters are not those of this code");
-  const int64_t num_rows = logits.size(0), size = logits.size(1);
-  at::Tensor tokens = at::empty({num_rows}, at::kLong), is_sound = at::empty({num_rows}, at::kBool);
-  for_rows(num_rows, size, [&](int64_t row, Workspace& space) {
-    Asked asked;
-    std::memcpy(&asked, data<double>(filters) + row * kNumFilters, sizeof asked);
-    const auto choose = [&](const auto* numbers) {
-      return choose_row(
-          numbers + row * size, size, data<bool>(is_sampled)[row], data<float>(temperature)[row],
-          asked, data<double>(uniforms)[row], space);
-    };
-    const auto [token, sound] = logits.scalar_type() == at::kBFloat16 ? choose(data<Bf16>(logits))
-                                                                      : choose(data<float>(logits));
-    data<int64_t>(tokens)[row] = token;
-    data<bool>(is_sound)[row] = sound;
-  });
-  return {tokens, is_sound};
 }
 
 // Where a row's report goes.
@@ -189,30 +166,46 @@ void report_row(
   }
 }
 
-// For `rows` [L] of `logits` [R, vocabulary]: log-probability and rank [L] of the tokens `chosen` [R],
-// and ids and log-probabilities [L, num_top] of the likeliest tokens, in descending order.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> report_logprobs(
-    const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& chosen, int64_t num_top) {
-  const int64_t count = rows.size(0), size = logits.size(1);
-  at::Tensor logprob = at::empty({count}, at::kFloat), rank = at::empty({count}, at::kLong);
-  at::Tensor ids = at::empty({count, num_top}, at::kLong);
-  at::Tensor logprobs = at::empty({count, num_top}, at::kFloat);
-  for_rows(count, size, [&](int64_t index, Workspace& space) {
-    const int64_t row = data<int64_t>(rows)[index], token = data<int64_t>(chosen)[row];
-    const Report report{data<float>(logprob)[index], data<int64_t>(rank)[index],
-                        data<int64_t>(ids) + index * num_top,
-                        data<float>(logprobs) + index * num_top};
-    if (logits.scalar_type() == at::kBFloat16)
-      report_row(data<Bf16>(logits) + row * size, size, token, num_top, report, space);
-    else
-      report_row(data<float>(logits) + row * size, size, token, num_top, report, space);
-  });
-  return {logprob, rank, ids, logprobs};
-}
-
 }  // namespace promptq
 
-TORCH_LIBRARY_FRAGMENT(promptq, library) {
-  library.def("choose", &promptq::choose);
-  library.def("report_logprobs", &promptq::report_logprobs);
+const char* choose_tokens(
+    int64_t is_bf16, const void* logits, int64_t rows, int64_t vocab_size, const bool* is_sampled,
+    const float* temperature, const double* filters, int64_t num_filters, const double* uniforms,
+    int64_t num_threads, int64_t* tokens, bool* is_sound) {
+  using namespace promptq;
+  return guarded([&] {
+    if (num_filters != kNumFilters) throw std::invalid_argument("filters are not those of this code");
+    for_rows(rows, vocab_size, num_threads, [&](int64_t row, Workspace& space) {
+      Asked asked;
+      std::memcpy(&asked, filters + row * kNumFilters, sizeof asked);
+      const auto choose = [&](const auto* numbers) {
+        return choose_row(
+            numbers + row * vocab_size, vocab_size, is_sampled[row], temperature[row], asked,
+            uniforms[row], space);
+      };
+      std::tie(tokens[row], is_sound[row]) = is_bf16 ? choose(static_cast<const Bf16*>(logits))
+                                                     : choose(static_cast<const float*>(logits));
+    });
+  });
+}
+
+const char* report_logprobs(
+    int64_t is_bf16, const void* logits, int64_t vocab_size, const int64_t* reported, int64_t count,
+    const int64_t* chosen, int64_t num_top, int64_t num_threads, float* logprob, int64_t* rank,
+    int64_t* ids, float* logprobs) {
+  using namespace promptq;
+  return guarded([&] {
+    for_rows(count, vocab_size, num_threads, [&](int64_t index, Workspace& space) {
+      const int64_t row = reported[index];
+      const Report report{
+          logprob[index], rank[index], ids + index * num_top, logprobs + index * num_top};
+      const auto tell = [&](const auto* numbers) {
+        report_row(numbers + row * vocab_size, vocab_size, chosen[row], num_top, report, space);
+      };
+      if (is_bf16)
+        tell(static_cast<const Bf16*>(logits));
+      else
+        tell(static_cast<const float*>(logits));
+    });
+  });
 }

@@ -7,15 +7,14 @@
 #pragma once
 
 #ifdef __AMX_BF16__
-#include <ATen/ceil_div.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "machine/elements.h"
 #include "attention/work_pieces.h"
+#include "machine/buffer.h"
+#include "machine/elements.h"
 #include "machine/tiles.h"
 #include "machine/vectors.h"
 
@@ -27,11 +26,11 @@ class TileAttention {
   TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
       : piece_(piece), stretches_(piece.stretches()), begin_(piece.begin()),
         num_scores_(piece.num_scores()),
-        num_spans_(at::ceil_div(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
-        num_columns_(queries_each_ <= kTileRows ? queries_each_ : at::round_up(queries_each_, kTileRows)),
-        num_sums_(2 * at::round_up(queries_each_, kHalf)) {
+        num_spans_(ceil_div(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
+        num_columns_(queries_each_ <= kTileRows ? queries_each_ : round_up(queries_each_, kTileRows)),
+        num_sums_(2 * round_up(queries_each_, kHalf)) {
     const int64_t num_heads = piece.num_kv_heads, num_queries = num_heads * queries_each_;
-    const int64_t most_halves = at::ceil_div(queries_each_, kHalf);
+    const int64_t most_halves = ceil_div(queries_each_, kHalf);
     constexpr int64_t kFloats = kTileSize / 2, kFloatsOfLine = kLine / 2;  // of a tile, of a line
     const int64_t sums_size = num_heads * num_spans_ * num_sums_ * kTileRows;
     const int64_t scores_size = num_queries * num_scores_;
@@ -167,7 +166,7 @@ class TileAttention {
 
   void score(const Tile& tile, int64_t head, const CacheTile& keys) {
     const Stretch& stretch = tile.stretch;
-    for_pairs(at::ceil_div(stretch.num_queries, kTileRows), [&](auto groups, int64_t group) {
+    for_pairs(ceil_div(stretch.num_queries, kTileRows), [&](auto groups, int64_t group) {
       alignas(64) float scores[groups()][kTileRows * kTileRows];
       TileProducts::add<1, groups(), true>(
           num_spans_,
@@ -194,7 +193,7 @@ class TileAttention {
 
   void accumulate(const Tile& tile, int64_t head, const CacheTile& values) {
     const Stretch& stretch = tile.stretch;
-    const int64_t num_halves = at::ceil_div(stretch.num_queries, kHalf);
+    const int64_t num_halves = ceil_div(stretch.num_queries, kHalf);
     for (int64_t half = 0; half < num_halves; ++half) lay_out_weights(tile, head, half);
     for_pairs(num_halves, [&](auto halves, int64_t half) {
       for_pairs(num_spans_, [&](auto spans, int64_t span) {

@@ -1,13 +1,11 @@
 // Which rows of a step attend together, and what they read of the paged KV cache.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/ceil_div.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "machine/buffer.h"
 #include "machine/elements.h"
 #include "machine/vectors.h"
 
@@ -27,17 +25,20 @@ struct Pattern {
   }
 };
 
-// One layer's K [num_blocks, num_kv_heads, block_size, head_size] and V likewise.
+// One layer's K [num_blocks, num_kv_heads, block_size, head_size] and V likewise, in fp32 or bf16. The strides
+// are those of the blocks and of the heads in a block.
 struct LayerCache {
-  at::Tensor key, value;
+  void *keys, *values;
+  int64_t num_kv_heads, block_size, head_size, block_stride, head_stride;
   Pattern pattern;
 };
 
-// Where a step's rows are (StepLayout in attention/backend.py). The tensors are int64 and contiguous.
+// Where a step's rows are (StepLayout in attention/backend.py).
 struct Layout {
-  at::Tensor query_starts, context_lens;   // [num_sequences + 1], [num_sequences]
-  at::Tensor block_tables;                 // [num_sequences, max_blocks]
-  at::Tensor write_blocks, write_offsets;  // [T]
+  int64_t num_sequences, max_blocks;
+  const int64_t *query_starts, *context_lens;    // [num_sequences + 1], [num_sequences]
+  const int64_t* block_tables;                   // [num_sequences, max_blocks]
+  const int64_t *write_blocks, *write_offsets;   // [T]
 };
 
 // A row of the step, and the blocks of its sequence.
@@ -92,7 +93,7 @@ struct Piece {
 
   // The scores of a query are whole vectors. The first of these has the score of first().
   int64_t begin() const { return first() / kLanes * kLanes; }
-  int64_t num_scores() const { return at::round_up<int64_t>(last() - begin(), kLanes); }
+  int64_t num_scores() const { return round_up(last() - begin(), kLanes); }
 
   // Turn a query's scores into weights, which are numbers of type W. `begin` is begin().
   template <typename W>
@@ -101,7 +102,7 @@ struct Piece {
     // Its scores go on to the position of the last row of its sequence.
     const int64_t last = (shared > 0 ? position : rows[num_rows - 1].position) + 1;
     softmax<W>(
-        scores, at::round_up<int64_t>(last - begin, kLanes), pattern.first(position) - begin,
+        scores, round_up(last - begin, kLanes), pattern.first(position) - begin,
         position + 1 - begin, scale);
   }
 
@@ -141,15 +142,14 @@ class Pieces {
  public:
   // `cache` is that of any layer. `group` query heads have one KV head.
   Pieces(const Layout& layout, const LayerCache& cache, int64_t group, int64_t num_threads)
-      : num_kv_heads_(cache.key.size(1)), group_(group), block_size_(cache.key.size(2)) {
-    const int64_t* starts = data<int64_t>(layout.query_starts);
-    const int64_t* contexts = data<int64_t>(layout.context_lens);
+      : num_kv_heads_(cache.num_kv_heads), group_(group), block_size_(cache.block_size) {
+    const int64_t *starts = layout.query_starts, *contexts = layout.context_lens;
     std::vector<Row> lone;
-    for (int64_t sequence = 0; sequence < layout.context_lens.size(0); ++sequence) {
+    for (int64_t sequence = 0; sequence < layout.num_sequences; ++sequence) {
       const int64_t count = starts[sequence + 1] - starts[sequence];
       Row row{
           starts[sequence], contexts[sequence] - count,
-          data<int64_t>(layout.block_tables) + sequence * layout.block_tables.size(1)};
+          layout.block_tables + sequence * layout.max_blocks};
       if (count == 1 && group <= kSharingQueries)
         lone.push_back(row);
       else
@@ -164,16 +164,15 @@ class Pieces {
   // `query` and `out` are [T, num_heads * size].
   template <typename T>
   Piece<T> at(
-      int64_t index, const at::Tensor& query, const at::Tensor& out, const LayerCache& cache,
-      float scale) const {
+      int64_t index, const T* query, T* out, const LayerCache& cache, float scale) const {
     const Part& part = parts_[index];
-    const int64_t size = cache.key.size(3), offset = part.kv_head * group_ * size;
-    const int64_t head_stride = cache.key.stride(1), in_block = part.kv_head * head_stride;
+    const int64_t size = cache.head_size, offset = part.kv_head * group_ * size;
+    const int64_t in_block = part.kv_head * cache.head_stride;
     return Piece<T>{
-        data<T>(query) + offset, data<T>(out) + offset, query.size(1), &rows_[part.first_row], part.num_rows,
-        part.shared, data<T>(cache.key) + in_block, data<T>(cache.value) + in_block, cache.key.stride(0),
-        head_stride, block_size_, std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size,
-        cache.pattern, scale};
+        query + offset, out + offset, num_kv_heads_ * group_ * size, &rows_[part.first_row], part.num_rows,
+        part.shared, static_cast<const T*>(cache.keys) + in_block,
+        static_cast<const T*>(cache.values) + in_block, cache.block_stride, cache.head_stride, block_size_,
+        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size, cache.pattern, scale};
   }
 
  private:

@@ -1,58 +1,59 @@
 // Products with bf16 weights in tile registers.
 //
-// The result of a row does not depend on the rows beside it. The library does not ensure that there,
-// because it chooses its kernels by the number of rows.
+// Each sum goes through the inputs in order, so the result of a row does not depend on the rows beside it.
 #pragma once
 
 #ifdef __AMX_BF16__
-#include <ATen/ATen.h>
-#include <ATen/ceil_div.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "linear/packed.h"
+#include "machine/buffer.h"
 #include "machine/elements.h"
-#include "machine/pages.h"
 #include "machine/tiles.h"
 #include "machine/vectors.h"
 
 namespace promptq {
 
-class TileWeight {
+class TileLinear {
  public:
-  // Packs `weight` [columns, in] into panels of two tiles' columns. Each is [steps, 2, pairs, columns, 2],
-  // as the products read them, with zeros after the last column and the last input.
-  static at::Tensor pack(const at::Tensor& weight) {
-    const int64_t columns = weight.size(0), in = weight.size(1);
-    const int64_t num_panels = at::ceil_div(columns, kColumns), num_steps = at::ceil_div(in, kTileInputs);
-    at::Tensor padded = at::zeros({num_panels * kColumns, num_steps * kTileInputs}, weight.options());
-    padded.narrow(0, 0, columns).narrow(1, 0, in).copy_(weight);
-    const at::Tensor panels =
-        padded.view({num_panels, 2, kTileRows, num_steps, kTileInputs / 2, 2})
-            .permute({0, 3, 1, 4, 2, 5});
-    return empty_in_huge_pages(panels.sizes(), panels.options()).copy_(panels);
+  // Packs `weight` [outputs, inputs] into panels of two tiles' columns. Each is [steps, 2, pairs, columns, 2],
+  // as the products read them, with zeros after the last output and the last input.
+  static Packed<Bf16> pack(const Matrix<Bf16>& weight) {
+    const int64_t outputs = weight.rows, inputs = weight.columns;
+    const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(inputs, kTileInputs);
+    const int64_t size = num_panels * num_steps * kStep;
+    Packed<Bf16> packed{Buffer<Bf16>(size), outputs, inputs};
+    Bf16* to = packed.numbers.data();
+    std::fill_n(to, size, Bf16(0));
+    for (int64_t output = 0; output < outputs; ++output) {
+      const int64_t column = output % kColumns;
+      Bf16* panel = to + output / kColumns * num_steps * kStep;
+      Bf16* tile = panel + column / kTileRows * kTileSize + column % kTileRows * 2;
+      for (int64_t i = 0; i < inputs; ++i)
+        tile[i / kTileInputs * kStep + i % kTileInputs / 2 * 2 * kTileRows + i % 2] =
+            weight.numbers[output * inputs + i];
+    }
+    return packed;
   }
 
-  // y = x w' + b, [rows, columns] of bf16. `x` is [rows, in], and `bias` has `columns` numbers if it is
-  // given.
-  static at::Tensor multiply(
-      const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
-      int64_t columns) {
-    const int64_t rows = x.size(0), num_panels = packed.size(0), num_steps = packed.size(1);
-    const int64_t num_blocks = at::ceil_div(rows, 2 * kTileRows);
-    const at::Tensor whole = in_steps(x);
-    at::Tensor panels = at::empty({num_panels, rows, kColumns}, x.options());
-    Bf16* to = data<Bf16>(panels);
-    const Bf16 *inputs = data<Bf16>(whole), *all_weights = data<Bf16>(packed);
-    const Bf16* all_biases = bias ? data<Bf16>(*bias) : nullptr;
+  // y = x w' + b: `x` is [rows, inputs], `y` is [rows, outputs], and `bias` may be null.
+  static void multiply(
+      const Bf16* x, int64_t rows, const Packed<Bf16>& weight, const Bf16* bias, Bf16* y) {
+    const int64_t outputs = weight.outputs;
+    const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(weight.inputs, kTileInputs);
+    const int64_t num_blocks = ceil_div(rows, 2 * kTileRows);
+    const Bf16 *inputs = in_steps(x, rows, weight.inputs), *all_weights = weight.numbers.data();
+    thread_local Buffer<Bf16> memory;
+    Bf16 *panels = memory.reserve(num_panels * rows * kColumns), *to = panels;
     TileProducts products;
     for (int64_t panel = 0, configured = 0; panel < num_panels; ++panel) {
       const Bf16* weights = all_weights + panel * num_steps * kStep;
       const Bf16* next = panel + 1 < num_panels ? weights + num_steps * kStep : weights;
       alignas(64) float biases[kColumns] = {};
-      for (int64_t i = panel * kColumns; bias && i < std::min(columns, (panel + 1) * kColumns); ++i)
-        biases[i % kColumns] = load(all_biases[i]);
+      for (int64_t i = panel * kColumns; bias && i < std::min(outputs, (panel + 1) * kColumns); ++i)
+        biases[i % kColumns] = load(bias[i]);
       for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t row = block * 2 * kTileRows, num_rows = std::min(2 * kTileRows, rows - row);
         if (num_rows != configured) {
@@ -76,7 +77,7 @@ class TileWeight {
         for (int64_t i = 0; i < num_rows; ++i, to += kColumns) round_row(sums[i], biases, to);
       }
     }
-    return in_rows(panels, columns);
+    place_rows(panels, rows, outputs, y);
   }
 
  private:
@@ -84,12 +85,16 @@ class TileWeight {
   static constexpr int64_t kStepLines = kStep / kLine, kStepsNear = 2;
 
   // `x`, padded to whole steps of inputs.
-  static at::Tensor in_steps(const at::Tensor& x) {
-    const int64_t rows = x.size(0), in = x.size(1);
-    if (in % kTileInputs == 0) return x;
-    at::Tensor padded = at::zeros({rows, at::round_up(in, kTileInputs)}, x.options());
-    padded.narrow(1, 0, in).copy_(x);
-    return padded;
+  static const Bf16* in_steps(const Bf16* x, int64_t rows, int64_t inputs) {
+    if (inputs % kTileInputs == 0) return x;
+    const int64_t padded = round_up(inputs, kTileInputs);
+    thread_local Buffer<Bf16> memory;
+    Bf16* to = memory.reserve(rows * padded);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::copy_n(x + row * inputs, inputs, to + row * padded);
+      std::fill_n(to + row * padded + inputs, padded - inputs, Bf16(0));
+    }
+    return to;
   }
 
   // sums = x times a panel, for one tile or two of rows; ahead(step) is called in each step.
@@ -121,22 +126,17 @@ class TileWeight {
     std::memcpy(to, &rounded, sizeof rounded);
   }
 
-  // The rows of all panels, [rows, columns]. They were written panel by panel, because writing to rows so
-  // far apart would keep the processor from reading weights ahead.
-  static at::Tensor in_rows(const at::Tensor& panels, int64_t columns) {
-    const int64_t rows = panels.size(1);
-    at::Tensor y = at::empty({rows, columns}, panels.options());
-    const Bf16* from = data<Bf16>(panels);
-    Bf16* to = data<Bf16>(y);
-    for (int64_t row = 0; row < rows; ++row, to += columns)
-      for (int64_t first = 0; first < columns; first += kColumns) {
-        const Bf16* part = from + first * rows + row * kColumns;
-        if (columns - first >= kColumns)
-          std::copy_n(part, kColumns, to + first);  // of a size that the compiler knows
+  // Copies the rows of all panels to `y` [rows, outputs]. They were written panel by panel, because writing
+  // to rows so far apart would keep the processor from reading weights ahead.
+  static void place_rows(const Bf16* panels, int64_t rows, int64_t outputs, Bf16* y) {
+    for (int64_t row = 0; row < rows; ++row, y += outputs)
+      for (int64_t first = 0; first < outputs; first += kColumns) {
+        const Bf16* part = panels + first * rows + row * kColumns;
+        if (outputs - first >= kColumns)
+          std::copy_n(part, kColumns, y + first);  // of a size that the compiler knows
         else
-          std::copy_n(part, columns - first, to + first);
+          std::copy_n(part, outputs - first, y + first);
       }
-    return y;
   }
 };
 

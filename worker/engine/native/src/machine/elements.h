@@ -3,8 +3,6 @@
 // The loops are simple, so that the compiler can vectorise them on any processor.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,11 +30,6 @@ inline void store(Bf16& place, float value) {
   std::memcpy(&bits, &value, sizeof bits);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   place = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<Bf16>(rounded);
-}
-
-template <typename T>
-T* data(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
 }
 
 // out[d] = row[d] / rms(row) * weight[d], computed in fp32.

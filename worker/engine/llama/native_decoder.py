@@ -1,0 +1,176 @@
+"""Builds the native decoder from a model of the library whose layers are of the Llama kind."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, c_void_p
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.attention.backend import AttentionBackend, LayerCache, Pattern
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
+from promptq.worker.engine.native import library
+from promptq.worker.engine.native.library import load_native
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""The dtypes of weights that it can compute with."""
+
+VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
+"""The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
+
+
+class NativeDecoder(LlamaDecoder):
+    """Computes packed steps in one call that releases the interpreter lock."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        caches: Sequence[LayerCache],
+        patterns: Sequence[Pattern],
+        backend: AttentionBackend,
+        max_length: int,
+    ) -> None:
+        """See LlamaDecoder. It has its own attention, so it does not use the backend."""
+        parts = LlamaParts.of(model, len(caches))
+        self._dtype = parts.embedding.dtype
+        self._kept: list[torch.Tensor] = []  # that the native code refers to
+        cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
+        self._kept += [cosine, sine]
+        shape = library.ModelShape(
+            is_bf16=self._dtype == torch.bfloat16,
+            size=parts.embedding.shape[1],
+            inner_size=parts.layers[0].gate.out_features,
+            vocab_size=parts.head.shape[0],
+            num_heads=parts.num_heads,
+            num_kv_heads=parts.num_kv_heads,
+            head_size=parts.head_size,
+            rotary=cosine.shape[1],
+            epsilon=parts.epsilon,
+            scale=parts.scale,
+        )
+        weights = library.ModelWeights(
+            embedding=self._keep(parts.embedding),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            norm=self._keep(parts.norm),
+            head=self._given(parts.head),
+        )
+        self._vocab_size, self._size = shape.vocab_size, shape.size
+        self._native: Any = load_native()
+        self._decoder = c_void_p()
+        threads = torch.get_num_threads()
+        self._native.decoder_new(byref(shape), byref(weights), threads, byref(self._decoder))
+        weakref.finalize(self, self._native.decoder_free, self._decoder)
+        for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
+            self._add(layer, cache, pattern)
+        self._no_rows = torch.empty(0, dtype=torch.int64)
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        return self.logits_and_states(step, rows, self._no_rows)[0]
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = step.layout
+        logits = torch.empty(len(rows), self._vocab_size, dtype=self._dtype)
+        states = torch.empty(len(kept), self._size, dtype=self._dtype)
+        starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
+        tables = layout.block_tables.contiguous()
+        self._native.decoder_run(
+            self._decoder,
+            library.Step(
+                num_rows=step.input_ids.shape[1],
+                ids=step.input_ids.data_ptr(),
+                positions=step.positions.data_ptr(),
+                num_outputs=len(rows),
+                outputs=rows.data_ptr(),
+                num_kept=len(kept),
+                kept=kept.data_ptr(),
+                layout=library.Layout(
+                    num_sequences=len(contexts),
+                    max_blocks=tables.shape[1],
+                    query_starts=starts.data_ptr(),
+                    context_lens=contexts.data_ptr(),
+                    block_tables=tables.data_ptr(),
+                    write_blocks=layout.write_blocks.data_ptr(),
+                    write_offsets=layout.write_offsets.data_ptr(),
+                ),
+                logits=logits.data_ptr(),
+                states=states.data_ptr(),
+            ),
+        )
+        return logits, states
+
+    def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
+        projections = (layer.query, layer.key, layer.value)
+        biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
+        qkv = torch.cat([linear.weight for linear in projections])
+        qkv_bias = torch.cat(biases) if biases else None
+        self._kept += [cache.key, cache.value]
+        self._native.decoder_add_layer(
+            self._decoder,
+            library.LayerWeights(
+                input_norm=self._keep(layer.input_norm),
+                qkv=self._given(qkv),
+                qkv_bias=self._given(qkv_bias),
+                query_norm=self._keep(layer.query_norm),
+                key_norm=self._keep(layer.key_norm),
+                output=self._given(layer.output.weight),
+                output_bias=self._given(layer.output.bias),
+                inner_norm=self._keep(layer.inner_norm),
+                gate=self._given(layer.gate.weight),
+                up=self._given(layer.up.weight),
+                down=self._given(layer.down.weight),
+                cache=native_cache(cache, pattern),
+            ),
+        )
+
+    def _given(self, weight: torch.Tensor | None) -> int | None:
+        """The address of a weight, if there is one."""
+        if weight is None:
+            return None
+        if weight.dtype != self._dtype or not weight.is_contiguous():
+            raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
+        return weight.data_ptr()
+
+    def _keep(self, weight: torch.Tensor | None) -> int | None:
+        """The same, of a weight that the native code goes on to read."""
+        if weight is not None:
+            self._kept.append(weight)
+        return self._given(weight)
+
+
+def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
+    """What the native code is told of a layer's K and V. It goes on to use their memory."""
+    key, value = cache.key, cache.value
+    assert key.stride() == value.stride(), "K and V are laid out alike"
+    assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
+    _, num_kv_heads, block_size, head_size = key.shape
+    return library.LayerCache(
+        keys=key.data_ptr(),
+        values=value.data_ptr(),
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=head_size,
+        block_stride=key.stride(0),
+        head_stride=key.stride(1),
+        pattern=library.Pattern(VISIBLE[pattern.kind], pattern.size),
+    )
+
+
+def release_weights(model: PreTrainedModel) -> None:
+    """Free the weights that a native decoder of this model has copied, so that each is held once.
+
+    The model itself cannot compute any more.
+    """
+    whole: Any = model
+    embedding = whole.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
+            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)

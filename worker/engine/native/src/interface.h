@@ -1,0 +1,105 @@
+// What Python calls (native/library.py has the same structures). There is no header of Python's or torch's
+// in this code, so that one library serves each version of them.
+//
+// Numbers lie one after the other and belong to the caller, who keeps them as long as is said here.
+// Matrices are [rows, columns]; weights, K and V, activations and logits are all fp32 or all bf16.
+// Functions that can fail return null, or else what went wrong, until the thread's next call.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/work_pieces.h"
+
+namespace promptq {
+
+struct ModelShape {
+  int64_t is_bf16;
+  int64_t size, inner_size, vocab_size;  // of hidden states, of the MLP
+  int64_t num_heads, num_kv_heads, head_size;
+  int64_t rotary;  // how many numbers of a head are rotated
+  double epsilon, scale;
+};
+
+// As long as the decoder: all but the head, which is copied.
+struct ModelWeights {
+  const void* embedding;         // [vocab_size, size]
+  const float *cosine, *sine;    // [positions, rotary]
+  const void* norm;              // [size]
+  const void* head;              // [vocab_size, size]
+};
+
+// As long as the decoder: norms, K and V. The others are copied. Biases, query_norm and key_norm may be null.
+struct LayerWeights {
+  const void* input_norm;             // [size]
+  const void *qkv, *qkv_bias;         // [(num_heads + 2 num_kv_heads) head_size, size]
+  const void *query_norm, *key_norm;  // [head_size]
+  const void *output, *output_bias;   // [size, num_heads head_size]
+  const void* inner_norm;             // [size]
+  const void *gate, *up;              // [inner_size, size]
+  const void* down;                   // [size, inner_size]
+  LayerCache cache;
+};
+
+// As long as the call. A step has T rows.
+struct Step {
+  int64_t num_rows;
+  const int64_t *ids, *positions;  // [T]
+  int64_t num_outputs;
+  const int64_t* outputs;          // [num_outputs], the rows whose logits are wanted
+  int64_t num_kept;
+  const int64_t* kept;             // [num_kept], the rows whose final hidden states are wanted
+  Layout layout;
+  void* logits;                    // [num_outputs, vocab_size]
+  void* states;                    // [num_kept, size]
+};
+
+class Decoder {
+ public:
+  virtual ~Decoder() = default;
+  virtual void add_layer(const LayerWeights& weights) = 0;
+  // Computes the logits and states of a step, and writes K and V of all its rows.
+  virtual void run(const Step& step) = 0;
+};
+
+}  // namespace promptq
+
+extern "C" {
+
+const char* decoder_new(
+    const promptq::ModelShape* shape, const promptq::ModelWeights* weights, int64_t num_threads,
+    promptq::Decoder** made);
+void decoder_free(promptq::Decoder* decoder);
+const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWeights* weights);
+const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step);
+
+// Chooses tokens [rows] by logits [rows, vocab_size], and says whether each is sound. `filters` are
+// [rows, num_filters]; the other inputs are [rows].
+const char* choose_tokens(
+    int64_t is_bf16, const void* logits, int64_t rows, int64_t vocab_size, const bool* is_sampled,
+    const float* temperature, const double* filters, int64_t num_filters, const double* uniforms,
+    int64_t num_threads, int64_t* tokens, bool* is_sound);
+
+// For the rows `reported` [count] of `logits`: log-probability and rank [count] of the tokens `chosen`
+// [rows], and ids and log-probabilities [count, num_top] of the likeliest tokens, in descending order.
+const char* report_logprobs(
+    int64_t is_bf16, const void* logits, int64_t vocab_size, const int64_t* reported, int64_t count,
+    const int64_t* chosen, int64_t num_top, int64_t num_threads, float* logprob, int64_t* rank,
+    int64_t* ids, float* logprobs);
+
+// Activations and logits of some megabytes come and go in each step; without this, the C library would
+// ask the system for each of them, and the system would clear every page.
+void keep_freed_memory();
+
+// Decoders use the same code. Under these names it can be compared.
+
+// Attention of packed rows [T, num_heads * head_size] over a cache that has their K and V already.
+const char* paged_attention(
+    int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
+    const promptq::Layout* layout, double scale, void* out);
+// y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs]. `in_tiles` takes tile
+// registers, if has_tile_registers().
+const char* linear(
+    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const void* weight,
+    int64_t outputs, int64_t inputs, const void* bias, void* y);
+bool has_tile_registers();
+}

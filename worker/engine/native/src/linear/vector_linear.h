@@ -1,0 +1,189 @@
+// Products in vector registers.
+//
+// Weights are read as they are, so bf16 halves what is read of memory. Where the processor multiplies
+// bf16, it does so by pairs of inputs. Elsewhere bf16 is widened in registers. Each sum goes through the
+// inputs in order, so the result of a row does not depend on the rows beside it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "linear/packed.h"
+#include "machine/buffer.h"
+#include "machine/elements.h"
+#include "machine/vectors.h"
+
+namespace promptq {
+
+template <typename T>
+class VectorLinear {
+ public:
+  // Packs `weight` [outputs, inputs] into tiles [steps, kColumns, kInputs], with zeros after the last output
+  // and the last input. A step is what is multiplied at a time.
+  static Packed<T> pack(const Matrix<T>& weight) {
+    const int64_t outputs = weight.rows, inputs = weight.columns, num_steps = ceil_div(inputs, kInputs);
+    const int64_t size = round_up(outputs, kColumns) * num_steps * kInputs;
+    Packed<T> packed{Buffer<T>(size), outputs, inputs};
+    T* to = std::fill_n(packed.numbers.data(), size, T(0)) - size;
+    for (int64_t output = 0; output < outputs; ++output) {
+      T* tile = to + output / kColumns * num_steps * kStep;
+      for (int64_t i = 0; i < inputs; ++i)
+        tile[i / kInputs * kStep + place_of(output % kColumns) + i % kInputs] =
+            weight.numbers[output * inputs + i];
+    }
+    return packed;
+  }
+
+  // y = x w' + b: `x` is [rows, inputs], `y` is [rows, outputs], and `bias` may be null.
+  static void multiply(const T* x, int64_t rows, const Packed<T>& weight, const T* bias, T* y) {
+    const int64_t outputs = weight.outputs, num_steps = ceil_div(weight.inputs, kInputs);
+    const int64_t num_tiles = ceil_div(outputs, kColumns);
+    thread_local Buffer<Factor> memory;
+    Factor* factors = memory.reserve(rows * num_steps);
+    lay_out_rows(x, rows, weight.inputs, factors);
+    for (int64_t tile = 0, step; tile < num_tiles; tile += step) {
+      // With one or two rows, one tile alone has too few sums to keep the processor busy.
+      step = rows <= kFewRows && tile + 1 < num_tiles ? 2 : 1;
+      const T* weights = weight.numbers.data() + tile * num_steps * kStep;
+      const int64_t first = tile * kColumns;
+      const Target target{y + first, outputs, outputs - first, bias ? bias + first : nullptr};
+      for_groups(rows, [&](auto group, int64_t row) {
+        const Factor* from = factors + row * num_steps;
+        if constexpr (group() <= kFewRows)
+          if (step == 2) return multiply_tiles<group(), 2>(from, weights, num_steps, target.at(row));
+        multiply_tiles<group(), 1>(from, weights, num_steps, target.at(row));
+      });
+    }
+  }
+
+ private:
+  static constexpr bool kByPairs = kMultipliesBf16 && std::is_same_v<T, Bf16>;
+  static constexpr int64_t kInputs = kByPairs ? 2 : 1, kColumns = 2 * kLanes, kStep = kColumns * kInputs;
+  // Two sums for each row fit into the registers, beside the weights and a factor.
+  static constexpr int64_t kRows = kRegisters / 2 - 2, kFewRows = 2;
+  // The inputs of a row in a step.
+  using Factor = std::conditional_t<kByPairs, uint32_t, float>;
+
+  // Where a column's weights are in a step, so that widen() gives the columns in order.
+  static int64_t place_of(int64_t column) {
+    return kByPairs ? column * kInputs : widened_from<T>(column);
+  }
+
+  // Where the results of some rows go, and how many outputs are left.
+  struct Target {
+    T* y;
+    int64_t stride, num_outputs;
+    const T* bias;
+
+    Target at(int64_t row) const { return {y + row * stride, stride, num_outputs, bias}; }
+  };
+
+  // The weights of a step in registers.
+  struct StepWeights {
+    explicit StepWeights(const T* place) {
+      if constexpr (kByPairs)
+        columns = {load_as<Vector>(place), load_as<Vector>(place + kStep / 2)};
+      else
+        columns = widen(place);
+    }
+
+    [[gnu::always_inline]] void add_to(Vector& a, Vector& b, Factor factor) const {
+#ifdef __AVX512BF16__
+      if constexpr (kByPairs) {
+        const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(factor)));
+        add_products(a, both, reinterpret_cast<__m512bh>(columns.a));
+        add_products(b, both, reinterpret_cast<__m512bh>(columns.b));
+        return;
+      }
+#endif
+      a += static_cast<float>(factor) * columns.a;
+      b += static_cast<float>(factor) * columns.b;
+    }
+
+    Pair columns;
+  };
+
+  // Calls work(std::integral_constant<int, Group>, first row) so that all rows are covered, in groups
+  // that are as equal as can be: a small one takes nearly as long as a large one.
+  template <typename Work>
+  static void for_groups(int64_t rows, const Work& work) {
+    const int64_t num_groups = ceil_div(rows, kRows);
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t row = rows * group / num_groups;
+      with_constant<kRows>(rows * (group + 1) / num_groups - row, [&](auto size) { work(size, row); });
+    }
+  }
+
+  // work(std::integral_constant<int, value>), for a value from 1 to Most.
+  template <int Most, typename Work>
+  static void with_constant(int64_t value, const Work& work) {
+    if constexpr (Most > 1)
+      if (value < Most) return with_constant<Most - 1>(value, work);
+    work(std::integral_constant<int, Most>());
+  }
+
+  // The rows of each group side by side, [steps, group].
+  static void lay_out_rows(const T* x, int64_t rows, int64_t inputs, Factor* factors) {
+    const int64_t num_steps = ceil_div(inputs, kInputs);
+    for_groups(rows, [&](auto group, int64_t row) {
+      Factor* to = factors + row * num_steps;
+      for (int64_t r = 0; r < group(); ++r) {
+        const T* from = x + (row + r) * inputs;
+        for (int64_t step = 0; step < num_steps; ++step)
+          if constexpr (!kByPairs) {
+            to[step * group() + r] = load(from[step]);
+          } else {
+            const uint32_t high = 2 * step + 1 < inputs ? from[2 * step + 1] : 0;
+            to[step * group() + r] = from[2 * step] | high << 16;
+          }
+      }
+    });
+  }
+
+  // work(std::integral_constant<int, i>) for each i below Count. As the places of sums are constants, the
+  // compiler keeps these in registers.
+  template <int Count, typename Work>
+  [[gnu::always_inline]] static void each(const Work& work) {
+    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+      (work(std::integral_constant<int, I>()), ...);
+    }(std::make_integer_sequence<int, Count>());
+  }
+
+  template <int Rows, int Tiles>
+  static void multiply_tiles(
+      const Factor* factors, const T* weights, int64_t num_steps, const Target& target) {
+    Vector a[Rows][Tiles], b[Rows][Tiles];
+    each<Rows>([&](auto row) __attribute__((always_inline)) {
+      each<Tiles>([&](auto tile) __attribute__((always_inline)) { a[row()][tile()] = b[row()][tile()] = Vector{}; });
+    });
+    for (int64_t step = 0; step < num_steps; ++step, factors += Rows, weights += kStep)
+      each<Tiles>([&](auto tile) __attribute__((always_inline)) {
+        const StepWeights columns(weights + tile() * num_steps * kStep);
+        each<Rows>([&](auto row) __attribute__((always_inline)) { columns.add_to(a[row()][tile()], b[row()][tile()], factors[row()]); });
+      });
+    float biases[Tiles * kColumns] = {};
+    const int64_t num_outputs = std::min<int64_t>(Tiles * kColumns, target.num_outputs);
+    for (int64_t i = 0; target.bias && i < num_outputs; ++i) biases[i] = load(target.bias[i]);
+    each<Rows>([&](auto row) __attribute__((always_inline)) {
+      float numbers[Tiles * kColumns];
+      each<Tiles>([&](auto tile) __attribute__((always_inline)) { store_pair(numbers + tile() * kColumns, {a[row()][tile()], b[row()][tile()]}); });
+      T* y = target.y + row() * target.stride;
+      if (num_outputs == Tiles * kColumns)
+        add_rounded<Tiles * kColumns>(numbers, biases, y);
+      else
+        for (int64_t i = 0; i < num_outputs; ++i) store(y[i], numbers[i] + biases[i]);
+    });
+  }
+
+  // y = sums + biases
+  template <int Size>
+  static void add_rounded(const float* sums, const float* biases, T* y) {
+#pragma omp simd
+    for (int i = 0; i < Size; ++i) store(y[i], sums[i] + biases[i]);
+  }
+};
+
+}  // namespace promptq
