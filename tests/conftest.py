@@ -11,6 +11,12 @@ import pytest
 import redis
 import redis.asyncio
 
+from tests.matrices import (  # noqa: F401  # pytest looks for them here
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_terminal_summary,
+)
 from tests.processes import hear_signals
 from tests.roles import (
     AsyncQueueClient,
