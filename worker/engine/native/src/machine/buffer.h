@@ -4,6 +4,7 @@
 
 #include <sys/mman.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -23,16 +24,16 @@ class Buffer {
   // Makes room for `count` numbers, which are not set. Those in it are lost if it has to grow.
   T* reserve(int64_t count) {
     if (count <= capacity_) return numbers_.get();
-    constexpr int64_t kLine = 64, kPage = 2 << 20;
-    int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    const int64_t unit = bytes < kPage ? kLine : kPage;
-    bytes = round_up(bytes, unit);
+    constexpr size_t kLine = 64, kPage = 2 << 20;
+    const size_t bytes = count * sizeof(T);
     numbers_.reset();
     capacity_ = 0;
-    numbers_.reset(static_cast<T*>(std::aligned_alloc(unit, bytes)));
-    if (!numbers_) throw std::bad_alloc();
-    if (unit == kPage) madvise(numbers_.get(), bytes, MADV_HUGEPAGE);  // small pages work, too
-    capacity_ = bytes / static_cast<int64_t>(sizeof(T));
+    void* place = nullptr;
+    if (posix_memalign(&place, bytes < kPage ? kLine : kPage, bytes) != 0) throw std::bad_alloc();
+    numbers_.reset(static_cast<T*>(place));
+    // It may be refused: small pages work, too. The rest after whole pages is not worth one.
+    if (bytes >= kPage) madvise(place, bytes / kPage * kPage, MADV_HUGEPAGE);
+    capacity_ = count;
     return numbers_.get();
   }
 
