@@ -38,6 +38,8 @@ class NativeDecoder(LlamaDecoder):
     ) -> None:
         """See LlamaDecoder. It has its own attention, so it does not use the backend."""
         parts = LlamaParts.of(model, len(caches))
+        if parts.embedding.shape != parts.head.shape:
+            raise NotOfThisKindError("it has a head of another size than its embedding")
         self._dtype = parts.embedding.dtype
         self._kept: list[torch.Tensor] = []  # that the native code refers to
         cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
@@ -66,7 +68,8 @@ class NativeDecoder(LlamaDecoder):
         self._decoder = c_void_p()
         threads = torch.get_num_threads()
         self._native.decoder_new(byref(shape), byref(weights), threads, byref(self._decoder))
-        weakref.finalize(self, self._native.decoder_free, self._decoder)
+        freed = weakref.finalize(self, self._native.decoder_free, self._decoder)
+        freed.atexit = False  # a step may still run then, on the engine's thread
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
         self._no_rows = torch.empty(0, dtype=torch.int64)

@@ -8,8 +8,6 @@
 #include <malloc.h>
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
 #include <vector>
 
 #include "attention/paged_attention.h"
