@@ -10,7 +10,8 @@ SET_UP := $(VENV)/.set-up
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
 
-# In two processes: ARGS="-n 0" keeps it to one.
+# In three processes, as many tests wait: ARGS="-n 0" keeps it to one. A run takes a sample of the
+# matrices of tests that take long: ARGS=--whole takes all.
 test: $(SET_UP)
 	@$(BIN)/python -m pytest $(ARGS)
 

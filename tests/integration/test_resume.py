@@ -135,6 +135,7 @@ def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
     until(lambda: all(server.xlen(keys.tokens(request_id)) >= 5 for request_id in ids))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "short of memory"])
 def test_the_whole_text_is_that_of_a_quiet_run(
     fault: str, url: str, quiet: Quiet, tmp_path: Path

@@ -99,6 +99,7 @@ async def read(client: AsyncClient, request_id: str, seen: dict[str, str]) -> No
         seen[request_id] += event.text
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("cluster", "change", "pubsub"),
     [

@@ -68,6 +68,7 @@ def test_a_reply_that_is_lost_after_the_commit_adds_no_token_twice(
     assert len(log) == 200
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["cut", "hold"])
 def test_a_worker_that_is_cut_off_for_a_while_goes_on_with_what_it_has(
     queue: RequestQueue, network: Network, tmp_path: Path, how: str
@@ -162,6 +163,7 @@ def test_a_server_that_is_killed_and_comes_back_is_served_and_read_on(
         assert worker.wait() == 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("setting", "bad", "good"),
     [("maxmemory", "1mb", "0"), ("min-replicas-to-write", "1", "0"), ("save", "1 1", "")],
@@ -240,6 +242,7 @@ def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
         assert worker.wait() == 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("fault", [None, "hang-in-preparation"])
 def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
     queue: RequestQueue, network: Network, tmp_path: Path, fault: str | None

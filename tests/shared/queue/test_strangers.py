@@ -241,6 +241,7 @@ def test_take_finds_what_is_behind_them_without_waiting(client: Any, queue: Requ
     assert claim.request_id == "good"
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize(
     "name", ["tenants", "deadlines", "delayed", "dead", "workers", "alone", "orphans"]
 )

@@ -33,6 +33,7 @@ MOST_STATES = 10_000
 """Of a small world; with a broken script it may have no end."""
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> None:
     seen = explore(SMALL[name], emptied(embedded_url), most_states=MOST_STATES)

@@ -141,7 +141,8 @@ def test_what_a_killed_process_held_gets_its_model_back(
         os.kill(serving.pid, signal.SIGKILL)
         other = put(queues[0], seed=8, max_tokens=20)
         check(queues[0], other, 8, 20)
-        assert worker.logged("another model")[-1]["loads"] == "model-free (queue a)"
+        changes = [change["loads"] for change in worker.logged("another model")]
+        assert "model-free (queue a)" in changes
         check(queues[1], request_id, 7, LONG)
 
 
@@ -199,6 +200,7 @@ def test_a_real_model_beside_another_and_probes_of_both(
                 assert answer.status == 200
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -58,6 +58,7 @@ async def check(queue: AsyncRequestQueue, wanted: dict[str, str]) -> list[dict[s
     return records
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

@@ -216,6 +216,7 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
     await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("place", ["#/", "#/worker/w", "#/request/r"])
 async def test_an_open_page_asks_for_a_key_when_its_own_is_revoked(
     client: AsyncClient, secrets: dict[str, str], open_page: Open, place: str

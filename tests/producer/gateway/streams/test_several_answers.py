@@ -178,6 +178,7 @@ def test_one_of_several_answers_fails(
     until(lambda: is_cancelled(own_worker, claims[1].request_id))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_error_of_the_reader_ends_no_answer(

@@ -65,6 +65,7 @@ def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: i
         assert case.untouched()
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("pattern", [FULL, Pattern("sliding", 6), Pattern("chunked", 8)], ids=str)
 @pytest.mark.parametrize("step", STEPS)
 def test_equals_plain_attention(step: str, pattern: Pattern, seed: int) -> None:
@@ -286,6 +287,7 @@ def test_kinds_of_graphs() -> None:
     assert max(graph_kinds(64, 2048)) == StepKind(512, is_mixed=True)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_pass_the_check_at_load(family: str) -> None:
     """Packed steps on these kernels give what the library's own attention gives."""
@@ -294,6 +296,7 @@ def test_families_pass_the_check_at_load(family: str) -> None:
     check_model(LoadedModel(family, model, frozenset()), [TritonPaged()], 128)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
 def test_kernels_compile(architecture: int, seed: int) -> None:
