@@ -1,9 +1,9 @@
 """Runs the tests of the native code on a build of it that watches itself.
 
 The address sanitizer ends a run at the first read or write beside an object, the other one at the
-first step whose result C++ leaves undefined. Each warning of the compiler is an error here. Where
-a processor lacks only the tile registers of AMX, the tests run once more with emulated ones
-(emulated_tiles.h). Arguments are given to pytest instead of the tests.
+first step whose result C++ leaves undefined. Each warning of the compiler is an error here. The
+tests run once more on the code for AVX2 alone, and where a processor lacks only the tile registers
+of AMX, with emulated ones (emulated_tiles.h). Arguments are given to pytest instead of the tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from promptq.worker.engine.native.build import processor_features
+from promptq.worker.engine.native.build import KINDS, processor_features
 
 TESTS = [
     "tests/worker/engine/native/test_native.py",
@@ -50,12 +50,17 @@ def main(tests: list[str]) -> int:
     if compiler is None:
         print("there is no compiler; install g++ or set CXX", file=sys.stderr)
         return 1
-    code = run(compiler, FLAGS, tests)
     features = processor_features()
-    if not code and "avx512_bf16" in features and "amx_bf16" not in features:
-        print("again, with emulated tile registers", flush=True)
-        code = run(compiler, [*FLAGS, *EMULATED_TILES], tests)
-    return code
+    builds = {"for this processor": FLAGS}
+    if KINDS["avx512"].features <= features:
+        builds["for AVX2"] = [*FLAGS, *KINDS["avx2"].flags]
+    if "avx512_bf16" in features and "amx_bf16" not in features:
+        builds["with emulated tile registers"] = [*FLAGS, *EMULATED_TILES]
+    for name, flags in builds.items():
+        print(f"native code {name}", flush=True)
+        if code := run(compiler, flags, tests):
+            return code
+    return 0
 
 
 def run(compiler: str, flags: list[str], tests: list[str]) -> int:
@@ -75,7 +80,7 @@ def run(compiler: str, flags: list[str], tests: list[str]) -> int:
         # say to the terminal.
         for words in (
             ["-c", BUILD],
-            ["-m", "pytest", "-n", "0", "--capture=sys", *(tests or TESTS)],
+            ["-m", "pytest", "-n", "0", "--whole", "--capture=sys", *(tests or TESTS)],
         ):
             code = subprocess.run([sys.executable, *words], env=environment, check=False).returncode
             if code:

@@ -186,7 +186,6 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
         (97, 64, 33),
     ],
 )
-@pytest.mark.matrix(5)
 @pytest.mark.parametrize("products", ["fp32", "bf16", "tiles"])
 def test_products(products: str, rows: int, inputs: int, columns: int, with_bias: bool) -> None:
     """Within the rounding of the result, and each row to the last bit as it is alone."""
