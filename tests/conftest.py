@@ -12,6 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import fakeredis
 import pytest
@@ -101,8 +102,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix(cases): so many of the cases are a run's sample")
-    if config.option.sample_seed is None:  # before the processes of xdist get the options
-        config.option.sample_seed = random.randrange(10**6)
+    if config.option.sample_seed is None:
+        given = getattr(config, "workerinput", {"sample_seed": random.randrange(10**6)})
+        config.option.sample_seed = given["sample_seed"]
+
+
+def pytest_configure_node(node: Any) -> None:
+    """xdist calls it for each of its processes, which all take the same sample."""
+    node.workerinput["sample_seed"] = node.config.option.sample_seed
 
 
 def pytest_terminal_summary(
