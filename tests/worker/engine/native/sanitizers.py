@@ -30,6 +30,7 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Werror",
+    "-Wno-maybe-uninitialized",  # which GCC 12 says of its own intrinsics
     "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
