@@ -230,10 +230,10 @@ class TileAttention {
   void store_sums(int64_t head) const {
     for (int64_t query = 0; query < queries_each_; ++query)
       for (int64_t span = 0; span < num_spans_; ++span) {
-        const float *even = sums_of(head, span, query), *odd = even + kTileRows;
+        const float* sums = sums_of(head, span, query);  // of the even numbers, then of the odd ones
         Bf16* out = piece_.out + piece_.offset_of(head, query) + span * kTileInputs;
         for (int64_t d = 0; d < std::min(kTileInputs, piece_.size - span * kTileInputs); ++d)
-          store(out[d], (d % 2 ? odd : even)[d / 2]);
+          store(out[d], sums[d % 2 * kTileRows + d / 2]);
       }
   }
 
