@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -157,19 +156,25 @@ class VectorLinear {
       const Factor* factors, const T* weights, int64_t num_steps, const Target& target) {
     Vector a[Rows][Tiles], b[Rows][Tiles];
     each<Rows>([&](auto row) __attribute__((always_inline)) {
-      each<Tiles>([&](auto tile) __attribute__((always_inline)) { a[row()][tile()] = b[row()][tile()] = Vector{}; });
+      each<Tiles>([&](auto tile) __attribute__((always_inline)) {
+        a[row()][tile()] = b[row()][tile()] = Vector{};
+      });
     });
     for (int64_t step = 0; step < num_steps; ++step, factors += Rows, weights += kStep)
       each<Tiles>([&](auto tile) __attribute__((always_inline)) {
         const StepWeights columns(weights + tile() * num_steps * kStep);
-        each<Rows>([&](auto row) __attribute__((always_inline)) { columns.add_to(a[row()][tile()], b[row()][tile()], factors[row()]); });
+        each<Rows>([&](auto row) __attribute__((always_inline)) {
+          columns.add_to(a[row()][tile()], b[row()][tile()], factors[row()]);
+        });
       });
     float biases[Tiles * kColumns] = {};
     const int64_t num_outputs = std::min<int64_t>(Tiles * kColumns, target.num_outputs);
     for (int64_t i = 0; target.bias && i < num_outputs; ++i) biases[i] = load(target.bias[i]);
     each<Rows>([&](auto row) __attribute__((always_inline)) {
       float numbers[Tiles * kColumns];
-      each<Tiles>([&](auto tile) __attribute__((always_inline)) { store_pair(numbers + tile() * kColumns, {a[row()][tile()], b[row()][tile()]}); });
+      each<Tiles>([&](auto tile) __attribute__((always_inline)) {
+        store_pair(numbers + tile() * kColumns, {a[row()][tile()], b[row()][tile()]});
+      });
       T* y = target.y + row() * target.stride;
       if (num_outputs == Tiles * kColumns)
         add_rounded<Tiles * kColumns>(numbers, biases, y);
