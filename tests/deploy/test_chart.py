@@ -68,6 +68,20 @@ VALUES: dict[str, dict[str, Any]] = {
         ],
         "gateway": {"service": {"port": 8080}},
     },
+    "models that take turns": {
+        "models": [
+            {
+                **LARGE,
+                "takesTurnsWith": [
+                    {"queue": "b", "model": "/models/b"},
+                    {"queue": "c", "model": "/models/c"},
+                ],
+                "scaling": {"enabled": True},
+            },
+            {**LARGE, "name": "small", "queue": "small"},
+        ],
+        "monitoring": {"podMonitor": True},
+    },
     "everything": {
         "image": {"pullSecrets": ["mine"], "tag": "0.3.1"},
         "drainSeconds": 120,
@@ -103,6 +117,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "gateway": {"queues": ["default"]},
         },
         "add large to gateway.queues",
+    ),
+    ({"models": [{**LARGE, "takesTurnsWith": [{"queue": "b"}]}]}, "model"),
+    (
+        {"models": [{**LARGE, "model": "", "takesTurnsWith": [{"queue": "b", "model": "b"}]}]},
+        "large takes turns with others, so it needs a model of its own",
+    ),
+    (
+        {
+            "models": [
+                {
+                    **LARGE,
+                    "takesTurnsWith": [{"queue": "b", "model": "b"}],
+                    "scaling": {"enabled": True},
+                }
+            ],
+            "gateway": {"queues": ["default", "large"]},
+        },
+        "add b to gateway.queues",
     ),
     ({"files": {"accessMode": "ReadOnlyMany"}}, "accessMode"),
 ]
@@ -211,6 +243,32 @@ def test_keda_scales_workers_by_what_the_gateway_says() -> None:
     assert {it["valueLocation"] for it in asked} == {"queues.0.desired"}
 
 
+def test_models_that_take_turns_have_one_worker_and_a_queue_each() -> None:
+    values = VALUES["models that take turns"]
+    [worker, _] = [it for of, it in pods(values) if "-worker-" in of["metadata"]["name"]]
+    container = worker["containers"][0]
+    served = [it for it in container["args"] if it.startswith(("--queue", "--model"))]
+    assert served == [
+        *("--queue=large", "--model=/models/large"),
+        *("--queue=b", "--model=/models/b", "--queue=c", "--model=/models/c"),
+    ]
+    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    objects = rendered(values)
+    [scaled] = [it["spec"] for it in objects if it["kind"] == "ScaledObject"]
+    asked = [it["metadata"]["url"].partition("?")[2] for it in scaled["triggers"]]
+    assert asked == [f"queue={queue}&target_seconds=30" for queue in ("large", "b", "c")]
+    [monitor] = [it["spec"] for it in objects if it["kind"] == "PodMonitor"]
+    *watched, of_gateway = (it["port"] for it in monitor["podMetricsEndpoints"])
+    assert [ports[name] for name in watched] == [9100, 9101, 9102]
+    assert of_gateway == "http"
+    [opened] = [
+        it["spec"]["ingress"][0]["ports"]
+        for it in objects
+        if it["kind"] == "NetworkPolicy" and it["metadata"]["name"] == "it-workers"
+    ]
+    assert [(it["port"], it["endPort"]) for it in opened] == [(9100, 9199)]
+
+
 def test_odd_values_come_through_as_they_are() -> None:
     [worker] = [it for of, it in pods(VALUES["odd values"]) if "-405" in of["metadata"]["name"]]
     container = worker["containers"][0]
@@ -233,6 +291,8 @@ def test_each_queue_has_jobs() -> None:
 
     assert queues({}) == ["default"]
     assert queues(VALUES["two models"]) == ["default", "large", "small"]
+    taking_turns = queues(VALUES["models that take turns"])
+    assert taking_turns == ["default", "large", "b", "c", "small"]
     assert queues({"jobs": {"queues": ["one"]}}) == ["one"]
 
 
