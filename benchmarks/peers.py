@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def build_llama(folder: Path) -> None:
     flags = [f"-D{name}={value}" for name, value in switches.items()]
     subprocess.run(["cmake", "-S", root, "-B", build, *flags], check=True)
     subprocess.run(
-        ["cmake", "--build", build, "--target", "llama-server", "--parallel"], check=True
+        ["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count())],
+        check=True,
     )
     (folder / "bin").mkdir(exist_ok=True)
     shutil.copy2(build / "bin" / "llama-server", folder / "bin")

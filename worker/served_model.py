@@ -115,6 +115,8 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)
+    if settings.quantization != "none":
+        fingerprint += f"-{settings.quantization}"
     return ModelIdentity(
         shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
@@ -172,6 +174,9 @@ def _build_model(
         max_model_len=settings.max_model_len,
         attention=settings.attention,
         native=settings.native,
+        quantization=settings.quantization,
+        quantization_group=int(settings.quantization_group),
+        quantize_embeddings=settings.quantize_embeddings,
         compile=settings.compile,
         cuda_graphs=settings.cuda_graphs,
     )
@@ -275,6 +280,8 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
 
 def _way(runner: ModelRunner) -> str:
     way = runner.own_code
+    if runner.quantization != "none":
+        way = f"{way}, weights in {runner.quantization}"
     if runner.why_no_own_code:
         is_compiled = runner.compiled is not None and runner.compiled.is_compiled
         way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"

@@ -94,6 +94,18 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: as the model was saved"
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="round the weights when the model is loaded, on a CPU: int8, or int4 with a"
+        " scale for each group",
+    )
+    quantization_group: Literal["32", "128"] = Field(
+        "32", description="how many weights in int4 share a scale; 128 takes 8% less memory"
+    )
+    quantize_embeddings: bool = Field(
+        True,
+        description="with --quantization, also round the embedding and the output layer, to int8",
+    )
     attention: str = Field(
         "auto",
         description="name of the attention backend; auto: native code if it serves the model,"

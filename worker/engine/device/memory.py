@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +22,9 @@ def give_back(device: torch.device) -> None:
     if counts_memory(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # the C library is not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class MemoryPeak:

@@ -64,9 +64,10 @@ class FusedDecoder(LlamaDecoder):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
         parts = LlamaParts.of(model, len(caches))
         self._backend = backend
-        self._embedding, self._norm, self._head = parts.embedding, parts.norm, Linear(parts.head)
+        self._embedding, self._norm = parts.embedding.weight, parts.norm
+        self._head = Linear(parts.head.weight)
         self._epsilon = parts.epsilon
-        self._rotary = Rotary(*parts.rotations(max_length, parts.embedding))
+        self._rotary = Rotary(*parts.rotations(max_length, self._embedding))
         self._layers = [
             _layer(layer, cache, Scoring(parts.scale, pattern))
             for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)

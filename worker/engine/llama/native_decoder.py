@@ -17,6 +17,8 @@ from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import load_native
+from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of weights that it can compute with."""
@@ -38,17 +40,18 @@ class NativeDecoder(LlamaDecoder):
     ) -> None:
         """See LlamaDecoder. It has its own attention, so it does not use the backend."""
         parts = LlamaParts.of(model, len(caches))
-        if parts.embedding.shape != parts.head.shape:
+        vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
+        if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
-        self._dtype = parts.embedding.dtype
+        self._dtype = parts.norm.dtype
         self._kept: list[torch.Tensor] = []  # that the native code refers to
         cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
         self._kept += [cosine, sine]
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
-            size=parts.embedding.shape[1],
+            size=size,
             inner_size=parts.layers[0].gate.out_features,
-            vocab_size=parts.head.shape[0],
+            vocab_size=vocab_size,
             num_heads=parts.num_heads,
             num_kv_heads=parts.num_kv_heads,
             head_size=parts.head_size,
@@ -57,13 +60,13 @@ class NativeDecoder(LlamaDecoder):
             scale=parts.scale,
         )
         weights = library.ModelWeights(
-            embedding=self._keep(parts.embedding),
+            embedding=self._kept_weight(parts.embedding),
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             norm=self._keep(parts.norm),
-            head=self._given(parts.head),
+            head=self._weight(parts.head),
         )
-        self._vocab_size, self._size = shape.vocab_size, shape.size
+        self._vocab_size, self._size = vocab_size, size
         self._native: Any = load_native()
         self._decoder = c_void_p()
         threads = torch.get_num_threads()
@@ -113,29 +116,51 @@ class NativeDecoder(LlamaDecoder):
     def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
         projections = (layer.query, layer.key, layer.value)
         biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
-        qkv = torch.cat([linear.weight for linear in projections])
         qkv_bias = torch.cat(biases) if biases else None
+        qkv = _stacked(projections)  # kept until it is copied
         self._kept += [cache.key, cache.value]
         self._native.decoder_add_layer(
             self._decoder,
             library.LayerWeights(
                 input_norm=self._keep(layer.input_norm),
-                qkv=self._given(qkv),
+                qkv=self._native_weight(qkv),
                 qkv_bias=self._given(qkv_bias),
                 query_norm=self._keep(layer.query_norm),
                 key_norm=self._keep(layer.key_norm),
-                output=self._given(layer.output.weight),
+                output=self._weight(layer.output),
                 output_bias=self._given(layer.output.bias),
                 inner_norm=self._keep(layer.inner_norm),
-                gate=self._given(layer.gate.weight),
-                up=self._given(layer.up.weight),
-                down=self._given(layer.down.weight),
+                gate=self._weight(layer.gate),
+                up=self._weight(layer.up),
+                down=self._weight(layer.down),
                 cache=native_cache(cache, pattern),
             ),
         )
 
+    def _weight(self, module: nn.Linear | nn.Embedding) -> library.Weight:
+        return self._native_weight(_weight_of(module))
+
+    def _kept_weight(self, module: nn.Embedding) -> library.Weight:
+        """The same, of a weight that the native code goes on to read."""
+        weight = _weight_of(module)
+        if isinstance(weight, QuantizedWeight):
+            self._kept += [weight.numbers, weight.scales]
+            return self._native_weight(weight)
+        return library.Weight(numbers=self._keep(weight), bits=8 * self._dtype.itemsize)
+
+    def _native_weight(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
+        if not isinstance(weight, QuantizedWeight):
+            bits = 8 * self._dtype.itemsize
+            return library.Weight(numbers=self._given(weight), bits=bits)
+        return library.Weight(
+            numbers=weight.numbers.data_ptr(),
+            scales=weight.scales.data_ptr(),
+            bits=weight.bits,
+            group=weight.group,
+        )
+
     def _given(self, weight: torch.Tensor | None) -> int | None:
-        """The address of a weight, if there is one."""
+        """The address of numbers, if there are any."""
         if weight is None:
             return None
         if weight.dtype != self._dtype or not weight.is_contiguous():
@@ -143,10 +168,27 @@ class NativeDecoder(LlamaDecoder):
         return weight.data_ptr()
 
     def _keep(self, weight: torch.Tensor | None) -> int | None:
-        """The same, of a weight that the native code goes on to read."""
+        """The same, of a copy that the native code goes on to read. The model's own tensor may be a
+        part of a whole file in memory."""
         if weight is not None:
-            self._kept.append(weight)
+            self._kept.append(weight := weight.clone())
         return self._given(weight)
+
+
+def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
+    """[outputs, inputs], or [tokens, hidden size]."""
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        return module.quantized
+    return module.weight
+
+
+def _stacked(linears: Sequence[nn.Linear]) -> torch.Tensor | QuantizedWeight:
+    """One weight, with the outputs of all."""
+    weights = [_weight_of(linear) for linear in linears]
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if quantized:
+        return QuantizedWeight.stacked(quantized)
+    return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
@@ -168,12 +210,10 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
 
 
 def release_weights(model: PreTrainedModel) -> None:
-    """Free the weights that a native decoder of this model has copied, so that each is held once.
-
-    The model itself cannot compute any more.
-    """
-    whole: Any = model
-    embedding = whole.get_input_embeddings()
+    """Free the weights of a model, of which its native decoder has copies. It cannot compute any
+    more."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
-            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.new_empty(0)
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            module.quantized = module.quantized.released()

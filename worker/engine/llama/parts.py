@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from promptq.worker.engine.quantization.modules import QuantizedLinear
+
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
@@ -44,12 +46,13 @@ class LlamaLayer:
 
 @dataclass(frozen=True, slots=True)
 class LlamaParts:
-    """A whole model of this kind. The tensors are the model's own parameters."""
+    """A whole model of this kind. The tensors are the model's own parameters. Linear layers and the
+    embedding may be quantized ones."""
 
-    embedding: torch.Tensor  # [vocab size, hidden size]
+    embedding: nn.Embedding
     layers: list[LlamaLayer]
     norm: torch.Tensor  # [hidden size]
-    head: torch.Tensor  # [vocab size, hidden size]; may be the embedding
+    head: nn.Linear  # its weight may be that of the embedding
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -71,15 +74,15 @@ class LlamaParts:
         epsilons = {getattr(norm, "variance_epsilon", 0.0) for norm in _norms(body)}
         _require(len(epsilons) == 1 and 0.0 not in epsilons, "norms that are not all RMS norms")
         head = whole.get_output_embeddings()
-        _require(type(head) is nn.Linear and head.bias is None, "an output layer with a bias")
+        _require(_is_linear(head) and head.bias is None, "an output layer with a bias")
         shapes = {_heads(layer.self_attn) for layer in body.layers}
         _require(len(shapes) == 1, "layers with different heads")
         num_heads, num_kv_heads, head_size, scale = shapes.pop()
         return cls(
-            embedding=body.embed_tokens.weight,
+            embedding=body.embed_tokens,
             layers=layers,
             norm=body.norm.weight,
-            head=head.weight,
+            head=head,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
@@ -106,7 +109,7 @@ def _layer(layer: Any) -> LlamaLayer:
     _require(_is_silu(mlp.act_fn), "an activation other than SiLU")
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        _require(type(linear) is nn.Linear, f"a linear layer of type {type(linear).__name__}")
+        _require(_is_linear(linear), f"a linear layer of type {type(linear).__name__}")
     in_mlp = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     _require(all(linear.bias is None for linear in in_mlp), "an MLP with biases")
     num_biases = sum(linear.bias is not None for linear in projections)
@@ -126,6 +129,10 @@ def _layer(layer: Any) -> LlamaLayer:
         up=mlp.up_proj,
         down=mlp.down_proj,
     )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, QuantizedLinear)
 
 
 def _norm_of_heads(attention: Any, name: str) -> torch.Tensor | None:

@@ -55,6 +55,8 @@ Any row may differ ten times as much, because a near tie in a router may be deci
 it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
+QUANTIZED_TOLERANCE = 0.1
+"""The same for quantized weights, whose products round their inputs to 8 bits."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """The same for fp32 where the environment forces TF32, which rounds to 11 bits."""
 
@@ -178,6 +180,24 @@ def check_model(
             if not left:
                 raise ConfigurationError(f"--attention: {error}{_others(error)}") from error
             logger.warning("%s; %s is tried instead", error, left[0].name)
+
+
+def check_quantized(loaded: LoadedModel, checked: CheckedModel) -> None:
+    """Compare our own decoder of a model whose weights are quantized now with the library's model,
+    which computes with what they stand for. The formula was checked before.
+
+    Raises UnsupportedModelError.
+    """
+    probes = _probes(
+        loaded, min(model_length(loaded, None) or _DECODER_POSITIONS, _DECODER_POSITIONS)
+    )
+    with torch.inference_mode():
+        difference = _compare(loaded, checked, probes, QUANTIZED_TOLERANCE)
+    if not difference.is_tolerable:
+        raise UnsupportedModelError(
+            f"{loaded.family}: rounding the inputs of its products to 8 bits changes logits by"
+            f" {difference.median:.2g} of their spread in half of the rows; omit --quantization"
+        )
 
 
 class _NotCompiledError(Exception):

@@ -18,6 +18,7 @@ from promptq.shared.errors import ConfigurationError, ModelNotFoundError, Unsupp
 from promptq.worker.engine.api.end_tokens import end_token_ids
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 
+Quantization = Literal["none", "int8", "int4"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,6 +58,12 @@ class LoadOptions:
     """Whether to use code of our own: native code on a CPU, fused kernels on CUDA. Without it,
     torch samples and the library's modules compute. They also compute if no decoder of our own fits
     the model."""
+    quantization: Quantization = "none"
+    """What to round the weights to."""
+    quantization_group: int = 32
+    """How many weights in int4 share a scale."""
+    quantize_embeddings: bool = True
+    """Whether to round the embedding and the output layer too, to int8."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True

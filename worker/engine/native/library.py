@@ -56,19 +56,38 @@ class ModelShape(Structure):
     )
 
 
+class Weight(Structure):
+    _fields_ = (
+        ("numbers", c_void_p),
+        ("scales", c_void_p),
+        ("bits", c_int64),
+        ("group", c_int64),
+    )
+
+
 class ModelWeights(Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("embedding", "cosine", "sine", "norm", "head"))
+    _fields_ = (
+        ("embedding", Weight),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("norm", c_void_p),
+        ("head", Weight),
+    )
 
 
 class LayerWeights(Structure):
     _fields_ = (
-        *(
-            (name, c_void_p)
-            for name in (
-                *("input_norm", "qkv", "qkv_bias", "query_norm", "key_norm"),
-                *("output", "output_bias", "inner_norm", "gate", "up", "down"),
-            )
-        ),
+        ("input_norm", c_void_p),
+        ("qkv", Weight),
+        ("qkv_bias", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("output", Weight),
+        ("output_bias", c_void_p),
+        ("inner_norm", c_void_p),
+        ("gate", Weight),
+        ("up", Weight),
+        ("down", Weight),
         ("cache", LayerCache),
     )
 
@@ -104,12 +123,16 @@ _TAKES: dict[str, tuple[Any, ...]] = {
         *(c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
         *(c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     ),
+    "quantize": (
+        *(c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
+        *(c_int64, c_void_p, c_void_p),
+    ),
     "paged_attention": (
         *(c_int64, c_void_p, c_int64, POINTER(LayerCache)),
         *(POINTER(Layout), c_double, c_void_p),
     ),
     "linear": (
-        *(c_int64, c_int64, c_void_p, c_int64, c_void_p),
+        *(c_int64, c_int64, c_void_p, c_int64, POINTER(Weight)),
         *(c_int64, c_int64, c_void_p, c_void_p),
     ),
 }

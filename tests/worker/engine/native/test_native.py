@@ -16,7 +16,8 @@ from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, library_path
-from promptq.worker.engine.native.library import load_native
+from promptq.worker.engine.native.library import NativeError, Weight, load_native
+from promptq.worker.engine.quantization.weight import QuantizedWeight
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
 
 SEED = 11
@@ -86,13 +87,16 @@ def test_heads_of_all_shapes(
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int4")],
+)
 @pytest.mark.parametrize(
     ("family", "head_dim", "window"),
     [("qwen3", 64, None), ("qwen3", 128, None), ("mistral", 24, 20), ("llama", 40, None)],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it(
-    family: str, head_dim: int, window: int | None, dtype: str, tmp_path: Path
+    family: str, head_dim: int, window: int | None, dtype: str, quantization: str, tmp_path: Path
 ) -> None:
     """To the last bit: alone or in company, whole or in chunks, cached, drafted or neither."""
     shape = {
@@ -103,7 +107,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         "intermediate_size": 1536,
         "sliding_window": window,
     }
-    runner = load(save_model(tmp_path, family, SEED, **shape), dtype=dtype)
+    directory = save_model(tmp_path, family, SEED, **shape)
+    runner = load(directory, dtype=dtype, quantization=quantization)
     assert runner.why_no_own_code == ""
     assert runner.is_row_invariant
     print(f"seed {SEED}")
@@ -172,50 +177,118 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
     assert agreement(modules) > 24
 
 
+SIZES = [
+    # (rows, inputs, columns)
+    (1, 64, 16),
+    (2, 7, 1),
+    (5, 33, 40),
+    (6, 512, 64),
+    (13, 1536, 48),
+    (64, 40, 999),
+    (97, 9, 33),
+    (97, 64, 33),
+]
+
+
+def draw(generator: torch.Generator, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, generator=generator).to(dtype)
+
+
+def product(
+    x: torch.Tensor, weight: Weight, columns: int, bias: torch.Tensor | None, *, in_tiles: bool
+) -> torch.Tensor:
+    y = torch.empty(len(x), columns, dtype=x.dtype)
+    load_native().linear(
+        *(x.dtype == torch.bfloat16, in_tiles, x.data_ptr(), len(x), weight),
+        *(columns, x.shape[1], None if bias is None else bias.data_ptr(), y.data_ptr()),
+    )
+    return y
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "inputs", "columns"),
-    [
-        (1, 64, 16),
-        (2, 7, 1),
-        (5, 33, 40),
-        (6, 512, 64),
-        (13, 1536, 48),
-        (64, 40, 999),
-        (97, 9, 33),
-        (97, 64, 33),
-    ],
-)
+@pytest.mark.parametrize(("rows", "inputs", "columns"), SIZES)
 @pytest.mark.parametrize("products", ["fp32", "bf16", "tiles"])
 def test_products(products: str, rows: int, inputs: int, columns: int, with_bias: bool) -> None:
     """Within the rounding of the result, and each row to the last bit as it is alone."""
-    native = load_native()
-    if products == "tiles" and not native.has_tile_registers():
+    in_tiles = products == "tiles"
+    if in_tiles and not load_native().has_tile_registers():
         pytest.skip("this processor has no tile registers")
     dtype = torch.float32 if products == "fp32" else torch.bfloat16
     print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
-
-    def draw(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator).to(dtype)
-
-    x, weight, bias = draw(rows, inputs), draw(columns, inputs), draw(columns) * with_bias
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(len(x), columns, dtype=dtype)
-        biases = bias.data_ptr() if with_bias else None
-        native.linear(
-            *(dtype == torch.bfloat16, products == "tiles", x.data_ptr(), len(x)),
-            *(weight.data_ptr(), columns, inputs, biases, y.data_ptr()),
-        )
-        return y
-
-    found = product(x)
-    exact = x.double() @ weight.double().T + bias.double()
+    x, weight = draw(generator, dtype, rows, inputs), draw(generator, dtype, columns, inputs)
+    bias = draw(generator, dtype, columns) if with_bias else None
+    given = Weight(numbers=weight.data_ptr(), bits=8 * dtype.itemsize)
+    found = product(x, given, columns, bias, in_tiles=in_tiles)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     rounding = 2**-22 if products == "fp32" else 2**-8
     torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=1e-5 * inputs)
-    alone = [product(x[row : row + 1]) for row in range(rows)]
-    assert torch.equal(torch.cat(alone), found)
+    each = [product(row, given, columns, bias, in_tiles=in_tiles) for row in x.split(1)]
+    assert torch.equal(torch.cat(each), found)
+
+
+def as_rounded(x: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [rows, inputs] in fp64, where each chunk of a row is rounded to 8 bits, and how far off
+    its numbers may be, as those between two steps may be rounded to either."""
+    chunks = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % chunk))
+    chunks = chunks.unflatten(1, (-1, chunk))
+    step = chunks.abs().amax(-1, keepdim=True) / 127
+    steps = chunks / step.clamp_min(1e-30)
+    is_between = (steps - steps.floor() - 0.5).abs() < 1e-4
+    rounded, doubt = torch.round(steps) * step, is_between * step
+    return rounded.flatten(1)[:, : x.shape[1]], doubt.flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("rows", "inputs", "columns"), SIZES)
+@pytest.mark.parametrize(
+    ("bits", "group", "chunk"),
+    [(8, None, 512), (8, 32, 32), (8, 128, 128), (8, 1024, 512), (4, 32, 32), (4, 128, 32)],
+)
+def test_products_with_quantized_weights(
+    bits: int,
+    group: int | None,
+    chunk: int,
+    rows: int,
+    inputs: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> None:
+    """They are exact but for the rounding of inputs and of the result; a row is as it is alone."""
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    x, weight = draw(generator, dtype, rows, inputs), draw(generator, dtype, columns, inputs)
+    x[:, 0] *= 50  # one number sets the scale of its chunk
+    bias = draw(generator, dtype, columns)
+    quantized = QuantizedWeight.of(weight, bits, group)
+    given = Weight(quantized.numbers.data_ptr(), quantized.scales.data_ptr(), bits, quantized.group)
+    found = product(x, given, columns, bias, in_tiles=False)
+    chunk = chunk if quantized.group < inputs else (32 if bits == 4 else 512)
+    (rounded, doubt), numbers = as_rounded(x, chunk), quantized.dequantized().double()
+    exact = rounded @ numbers.T + bias.double()
+    of_result = (2**-18 if dtype == torch.float32 else 2**-8) * exact.abs()
+    assert (doubt > 0).float().mean() < 0.05
+    assert ((found - exact).abs() <= of_result + 1e-6 * inputs + doubt @ numbers.abs().T).all()
+    each = [product(row, given, columns, bias, in_tiles=False) for row in x.split(1)]
+    assert torch.equal(torch.cat(each), found)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_stays_visible(number: float) -> None:
+    """So that a request whose logits are broken is ended, also with quantized weights."""
+    x, weight = torch.ones(3, 64), torch.ones(5, 64)
+    x[1, 40] = number
+    quantized = QuantizedWeight.of(weight, 8)
+    given = Weight(quantized.numbers.data_ptr(), quantized.scales.data_ptr(), 8, 64)
+    found = product(x, given, 5, None, in_tiles=False)
+    assert torch.equal(found.isfinite().all(1), torch.tensor([True, False, True]))
+
+
+def test_groups_of_other_sizes_are_refused() -> None:
+    quantized = QuantizedWeight.of(torch.ones(5, 96), 4, 48)
+    given = Weight(quantized.numbers.data_ptr(), quantized.scales.data_ptr(), 4, 48)
+    with pytest.raises(NativeError, match="32, 64, 128, 256 or a multiple of 512"):
+        product(torch.ones(1, 96), given, 5, None, in_tiles=False)
 
 
 def test_without_a_compiler_the_reason_is_told(

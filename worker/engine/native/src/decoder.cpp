@@ -24,21 +24,19 @@ template <typename T>
 class DecoderOf : public Decoder {
  public:
   DecoderOf(const ModelShape& shape, const ModelWeights& weights, int num_threads)
-      : shape_(shape), embedding_(numbers(weights.embedding)), cosine_(weights.cosine),
-        sine_(weights.sine), norm_(numbers(weights.norm)), num_threads_(num_threads),
+      : shape_(shape), embedding_(matrix(weights.embedding, shape.vocab_size, shape.size)),
+        cosine_(weights.cosine), sine_(weights.sine), norm_(numbers(weights.norm)),
+        num_threads_(num_threads),
         head_(
-            {{numbers(weights.head), shape.vocab_size, shape.size}}, nullptr, kGranule, num_threads,
-            kHeadSlices) {}
+            {matrix(weights.head, shape.vocab_size, shape.size)}, nullptr, kGranule, num_threads,
+            memory_, kHeadSlices) {}
 
   void add_layer(const LayerWeights& weights) override {
     const int64_t size = shape_.size, inner_size = shape_.inner_size;
     const int64_t query_size = shape_.num_heads * shape_.head_size;
     const int64_t qkv_size = query_size + 2 * shape_.num_kv_heads * shape_.head_size;
-    const auto linear = [&](std::vector<Matrix<T>> stacked, const void* bias, int64_t granule) {
-      return Linear<T>(stacked, numbers(bias), granule, num_threads_);
-    };
-    const auto matrix = [](const void* weight, int64_t outputs, int64_t inputs) {
-      return Matrix<T>{numbers(weight), outputs, inputs};
+    const auto linear = [&](std::vector<Matrix> stacked, const void* bias, int64_t granule) {
+      return Linear<T>(stacked, numbers(bias), granule, num_threads_, memory_);
     };
     layers_.push_back(Layer{
         numbers(weights.input_norm),
@@ -61,7 +59,7 @@ class DecoderOf : public Decoder {
     T* last = last_.reserve(step.num_outputs * size);
     T *logits = static_cast<T*>(step.logits), *states = static_cast<T*>(step.states);
     for (int64_t row = 0; row < num_rows; ++row)
-      std::copy_n(embedding_ + step.ids[row] * size, size, hidden + row * size);
+      copy_row(embedding_, step.ids[row], hidden + row * size);
     const auto norm_row = [&](int64_t row, const T* weight, T* out) {
       rms_norm_row(hidden + row * size, weight, static_cast<float>(shape_.epsilon), size, out);
     };
@@ -144,6 +142,10 @@ class DecoderOf : public Decoder {
 
   static const T* numbers(const void* weight) { return static_cast<const T*>(weight); }
 
+  static Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
+    return {weight.numbers, weight.scales, weight.bits, weight.group, outputs, inputs};
+  }
+
   // Norm and rotate `count` heads of a row, from the model's head `first` on, and store them: queries in
   // `query` [T, num_heads * head_size], K and V in the cache.
   void place_heads(
@@ -170,10 +172,11 @@ class DecoderOf : public Decoder {
   }
 
   const ModelShape shape_;
-  const T* embedding_;
+  const Matrix embedding_;
   const float *cosine_, *sine_;
   const T* norm_;
   const int num_threads_;
+  WeightMemory memory_;
   Linear<T> head_;
   std::vector<Layer> layers_;
   Buffer<T> hidden_, normed_, query_, attended_, inner_, last_;
@@ -191,16 +194,6 @@ void attend_rows(
             index, static_cast<const T*>(query), static_cast<T*>(out), cache,
             static_cast<float>(scale)),
         scratch);
-}
-
-template <typename T>
-void multiply_rows(
-    const Products<T>& products, const void* x, int64_t rows, const void* weight, int64_t outputs,
-    int64_t inputs, const void* bias, void* y) {
-  products.multiply(
-      static_cast<const T*>(x), rows,
-      products.pack({static_cast<const T*>(weight), outputs, inputs}),
-      static_cast<const T*>(bias), static_cast<T*>(y));
 }
 
 }  // namespace promptq
@@ -242,19 +235,21 @@ const char* paged_attention(
 }
 
 const char* linear(
-    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const void* weight,
+    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const promptq::Weight* weight,
     int64_t outputs, int64_t inputs, const void* bias, void* y) {
   using namespace promptq;
   return guarded([&] {
-    const auto multiply = [&](const auto& products) {
-      multiply_rows(products, x, rows, weight, outputs, inputs, bias, y);
+    const Matrix matrix{weight->numbers, weight->scales, weight->bits, weight->group, outputs, inputs};
+    WeightMemory memory;
+    const auto multiply = [&]<typename T>(std::unique_ptr<Packed<T>> packed) {
+      packed->multiply(static_cast<const T*>(x), rows, static_cast<const T*>(bias), static_cast<T*>(y));
     };
-    if (in_tiles)
-      multiply(products_of<Bf16>());
-    else if (is_bf16)
-      multiply(Products<Bf16>{VectorLinear<Bf16>::pack, VectorLinear<Bf16>::multiply});
+    if (!is_bf16)
+      multiply(pack<float>(matrix, memory));
+    else if (in_tiles || weight->scales)
+      multiply(pack<Bf16>(matrix, memory));
     else
-      multiply(products_of<float>());
+      multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(matrix, memory)));
   });
 }
 

@@ -2,7 +2,8 @@
 // in this code, so that one library serves each version of them.
 //
 // Numbers lie one after the other and belong to the caller, who keeps them as long as is said here.
-// Matrices are [rows, columns]; weights, K and V, activations and logits are all fp32 or all bf16.
+// Matrices are [rows, columns]; weights, K and V, activations and logits are all fp32 or all bf16, but
+// weights of linear layers may have 8 or 4 bits.
 // Functions that can fail return null, or else what went wrong, until the thread's next call.
 #pragma once
 
@@ -20,23 +21,32 @@ struct ModelShape {
   double epsilon, scale;
 };
 
+// The weight of a linear layer [outputs, inputs]; see Matrix.
+struct Weight {
+  const void* numbers;
+  const float* scales;
+  int64_t bits, group;
+};
+
 // As long as the decoder: all but the head, which is copied.
 struct ModelWeights {
-  const void* embedding;         // [vocab_size, size]
+  Weight embedding;              // [vocab_size, size]
   const float *cosine, *sine;    // [positions, rotary]
   const void* norm;              // [size]
-  const void* head;              // [vocab_size, size]
+  Weight head;                   // [vocab_size, size]
 };
 
 // As long as the decoder: norms, K and V. The others are copied. Biases, query_norm and key_norm may be null.
 struct LayerWeights {
   const void* input_norm;             // [size]
-  const void *qkv, *qkv_bias;         // [(num_heads + 2 num_kv_heads) head_size, size]
+  Weight qkv;                         // [(num_heads + 2 num_kv_heads) head_size, size]
+  const void* qkv_bias;
   const void *query_norm, *key_norm;  // [head_size]
-  const void *output, *output_bias;   // [size, num_heads head_size]
+  Weight output;                      // [size, num_heads head_size]
+  const void* output_bias;
   const void* inner_norm;             // [size]
-  const void *gate, *up;              // [inner_size, size]
-  const void* down;                   // [size, inner_size]
+  Weight gate, up;                    // [inner_size, size], with the same bits and groups
+  Weight down;                        // [size, inner_size]
   LayerCache cache;
 };
 
@@ -86,6 +96,12 @@ const char* report_logprobs(
     const int64_t* chosen, int64_t num_top, int64_t num_threads, float* logprob, int64_t* rank,
     int64_t* ids, float* logprobs);
 
+// Rounds `weight` [rows, columns] to `bits`, as Matrix has them: `numbers` [rows, row_bytes], `scales` [rows,
+// groups].
+const char* quantize(
+    int64_t is_bf16, const void* weight, int64_t rows, int64_t columns, int64_t bits, int64_t group,
+    int64_t num_threads, uint8_t* numbers, float* scales);
+
 // Activations and logits of some megabytes come and go in each step; without this, the C library would
 // ask the system for each of them, and the system would clear every page.
 void keep_freed_memory();
@@ -99,7 +115,7 @@ const char* paged_attention(
 // y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs]. `in_tiles` takes tile
 // registers, if has_tile_registers().
 const char* linear(
-    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const void* weight,
+    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const promptq::Weight* weight,
     int64_t outputs, int64_t inputs, const void* bias, void* y);
 bool has_tile_registers();
 }

@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "linear/packed.h"
+#include "linear/quantized_linear.h"
 #include "linear/tile_linear.h"
 #include "linear/vector_linear.h"
 #include "machine/buffer.h"
@@ -15,21 +18,16 @@
 
 namespace promptq {
 
-// How weights are packed, and how rows are multiplied with packed weights (VectorLinear says what it gives).
+// Packs a weight for the fastest products that this processor has.
 template <typename T>
-struct Products {
-  Packed<T> (*pack)(const Matrix<T>& weight);
-  void (*multiply)(const T* x, int64_t rows, const Packed<T>& weight, const T* bias, T* y);
-};
-
-// The fastest products that this processor has.
-template <typename T>
-Products<T> products_of() {
+std::unique_ptr<Packed<T>> pack(const Matrix& weight, WeightMemory& memory) {
+  if (weight.bits == 8) return std::make_unique<QuantizedLinear<T, 8>>(weight, memory);
+  if (weight.bits == 4) return std::make_unique<QuantizedLinear<T, 4>>(weight, memory);
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, Bf16>)
-    if (has_tiles()) return {TileLinear::pack, TileLinear::multiply};
+    if (has_tiles()) return std::make_unique<TileLinear>(weight, memory);
 #endif
-  return {VectorLinear<T>::pack, VectorLinear<T>::multiply};
+  return std::make_unique<VectorLinear<T>>(weight, memory);
 }
 
 struct Range {
@@ -39,13 +37,13 @@ struct Range {
 template <typename T>
 class Linear {
  public:
-  // `stacked` are weights [outputs, inputs] of one size. A slice has the same outputs of each, in order.
+  // `stacked` are weights [outputs, inputs] of one size and kind. A slice has the same outputs of each, in
+  // order.
   // `bias` is for a single weight only and may be null. Slices end at multiples of `granule` outputs. There
-  // are at most `slices_each` for each thread. What is given is copied.
+  // are at most `slices_each` for each thread. What is given is copied into `memory`.
   Linear(
-      const std::vector<Matrix<T>>& stacked, const T* bias, int64_t granule, int num_threads,
-      int64_t slices_each = 1)
-      : products_(products_of<T>()) {
+      const std::vector<Matrix>& stacked, const T* bias, int64_t granule, int num_threads,
+      WeightMemory& memory, int64_t slices_each = 1) {
     const int64_t outputs = stacked[0].rows, granules = ceil_div(outputs, granule);
     slices_.resize(std::min(slices_each * num_threads, granules));
     const int64_t count = slices_.size();
@@ -53,7 +51,7 @@ class Linear {
       team.share(count, [&](int64_t slice) {
         const int64_t first = std::min(outputs, granules * slice / count * granule);
         const int64_t last = std::min(outputs, granules * (slice + 1) / count * granule);
-        slices_[slice] = slice_of(stacked, bias, Range{first, last - first});
+        slices_[slice] = slice_of(stacked, bias, Range{first, last - first}, memory);
       });
     });
   }
@@ -67,16 +65,16 @@ class Linear {
       const Slice& slice = slices_[item % num_slices];
       const int64_t part = item / num_slices, first = num_rows * part / num_parts;
       const Range rows{first, num_rows * (part + 1) / num_parts - first};
-      T* y = results(rows.count * slice.weight.outputs);
+      T* y = results(rows.count * slice.weight->outputs());
       const T* bias = slice.bias.empty() ? nullptr : slice.bias.data();
-      products_.multiply(x + first * slice.weight.inputs, rows.count, slice.weight, bias, y);
+      slice.weight->multiply(x + first * slice.weight->inputs(), rows.count, bias, y);
       use(y, rows, slice.outputs);
     });
   }
 
  private:
   struct Slice {
-    Packed<T> weight;
+    std::unique_ptr<Packed<T>> weight;
     std::vector<T> bias;
     Range outputs;  // of each of the stacked
   };
@@ -90,20 +88,28 @@ class Linear {
     return memory.reserve(count);
   }
 
-  Slice slice_of(const std::vector<Matrix<T>>& stacked, const T* bias, Range outputs) const {
-    const int64_t inputs = stacked[0].columns, size = outputs.count * inputs;
-    std::vector<T> together(stacked.size() * size);
-    for (size_t i = 0; i < stacked.size(); ++i)
-      std::copy_n(stacked[i].numbers + outputs.first * inputs, size, together.data() + i * size);
+  static Slice slice_of(
+      const std::vector<Matrix>& stacked, const T* bias, Range outputs, WeightMemory& memory) {
+    const Matrix& one = stacked[0];
+    const int64_t size = outputs.count * one.row_bytes(), num_scales = outputs.count * one.num_groups();
+    std::vector<uint8_t> numbers(stacked.size() * size);
+    std::vector<float> scales(stacked.size() * num_scales);
+    for (size_t i = 0; i < stacked.size(); ++i) {
+      const auto* bytes = static_cast<const uint8_t*>(stacked[i].numbers);
+      std::copy_n(bytes + outputs.first * one.row_bytes(), size, numbers.data() + i * size);
+      if (num_scales)
+        std::copy_n(
+            stacked[i].scales + outputs.first * one.num_groups(), num_scales,
+            scales.data() + i * num_scales);
+    }
     const int64_t width = stacked.size() * outputs.count;
     return Slice{
-        products_.pack({together.data(), width, inputs}),
+        pack<T>({numbers.data(), scales.data(), one.bits, one.group, width, one.columns}, memory),
         bias ? std::vector<T>(bias + outputs.first, bias + outputs.first + outputs.count)
              : std::vector<T>(),
         outputs};
   }
 
-  Products<T> products_;
   std::vector<Slice> slices_;
 };
 

@@ -16,35 +16,30 @@
 
 namespace promptq {
 
-class TileLinear {
+class TileLinear : public Packed<Bf16> {
  public:
-  // Packs `weight` [outputs, inputs] into panels of two tiles' columns. Each is [steps, 2, pairs, columns, 2],
-  // as the products read them, with zeros after the last output and the last input.
-  static Packed<Bf16> pack(const Matrix<Bf16>& weight) {
+  // Packs `weight` into panels of two tiles' columns. Each is [steps, 2, pairs, columns, 2], as the products
+  // read them, with zeros after the last output and the last input.
+  TileLinear(const Matrix& weight, WeightMemory& memory) : Packed(weight.rows, weight.columns) {
     const int64_t outputs = weight.rows, inputs = weight.columns;
     const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(inputs, kTileInputs);
     const int64_t size = num_panels * num_steps * kStep;
-    Packed<Bf16> packed{Buffer<Bf16>(size), outputs, inputs};
-    Bf16* to = packed.numbers.data();
-    std::fill_n(to, size, Bf16(0));
+    Bf16* to = std::fill_n(numbers_ = memory.reserve<Bf16>(size), size, Bf16(0)) - size;
     for (int64_t output = 0; output < outputs; ++output) {
+      const Bf16* row = static_cast<const Bf16*>(weight.numbers) + output * inputs;
       const int64_t column = output % kColumns;
       Bf16* panel = to + output / kColumns * num_steps * kStep;
       Bf16* tile = panel + column / kTileRows * kTileSize + column % kTileRows * 2;
       for (int64_t i = 0; i < inputs; ++i)
-        tile[i / kTileInputs * kStep + i % kTileInputs / 2 * 2 * kTileRows + i % 2] =
-            weight.numbers[output * inputs + i];
+        tile[i / kTileInputs * kStep + i % kTileInputs / 2 * 2 * kTileRows + i % 2] = row[i];
     }
-    return packed;
   }
 
-  // y = x w' + b: `x` is [rows, inputs], `y` is [rows, outputs], and `bias` may be null.
-  static void multiply(
-      const Bf16* x, int64_t rows, const Packed<Bf16>& weight, const Bf16* bias, Bf16* y) {
-    const int64_t outputs = weight.outputs;
-    const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(weight.inputs, kTileInputs);
+  void multiply(const Bf16* x, int64_t rows, const Bf16* bias, Bf16* y) const override {
+    const int64_t outputs = this->outputs();
+    const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(inputs(), kTileInputs);
     const int64_t num_blocks = ceil_div(rows, 2 * kTileRows);
-    const Bf16 *inputs = in_steps(x, rows, weight.inputs), *all_weights = weight.numbers.data();
+    const Bf16 *padded = in_steps(x, rows, inputs()), *all_weights = numbers_;
     thread_local Buffer<Bf16> memory;
     Bf16 *panels = memory.reserve(num_panels * rows * kColumns), *to = panels;
     TileProducts products;
@@ -60,7 +55,7 @@ class TileLinear {
           products.configure(std::min(kTileRows, num_rows), num_rows - kTileRows, kTileRows);
           configured = num_rows;
         }
-        const Bf16* from = inputs + row * num_steps * kTileInputs;
+        const Bf16* from = padded + row * num_steps * kTileInputs;
         // Each block of rows reads a share of the next weights ahead. All at once would delay the products.
         const int64_t first = block * kStepLines / num_blocks, last = (block + 1) * kStepLines / num_blocks;
         const auto ahead = [&](int64_t step) {
@@ -138,6 +133,8 @@ class TileLinear {
           std::copy_n(part, outputs - first, y + first);
       }
   }
+
+  Bf16* numbers_;
 };
 
 }  // namespace promptq

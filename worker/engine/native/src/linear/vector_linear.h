@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 
 #include "linear/packed.h"
+#include "linear/row_groups.h"
 #include "machine/buffer.h"
 #include "machine/elements.h"
 #include "machine/vectors.h"
@@ -18,38 +18,35 @@
 namespace promptq {
 
 template <typename T>
-class VectorLinear {
+class VectorLinear : public Packed<T> {
  public:
-  // Packs `weight` [outputs, inputs] into tiles [steps, kColumns, kInputs], with zeros after the last output
-  // and the last input. A step is what is multiplied at a time.
-  static Packed<T> pack(const Matrix<T>& weight) {
+  // Packs `weight` into tiles [steps, kColumns, kInputs], with zeros after the last output and the last
+  // input. A step is what is multiplied at a time.
+  VectorLinear(const Matrix& weight, WeightMemory& memory) : Packed<T>(weight.rows, weight.columns) {
     const int64_t outputs = weight.rows, inputs = weight.columns, num_steps = ceil_div(inputs, kInputs);
     const int64_t size = round_up(outputs, kColumns) * num_steps * kInputs;
-    Packed<T> packed{Buffer<T>(size), outputs, inputs};
-    T* to = std::fill_n(packed.numbers.data(), size, T(0)) - size;
+    T* to = std::fill_n(numbers_ = memory.reserve<T>(size), size, T(0)) - size;
     for (int64_t output = 0; output < outputs; ++output) {
+      const T* row = static_cast<const T*>(weight.numbers) + output * inputs;
       T* tile = to + output / kColumns * num_steps * kStep;
       for (int64_t i = 0; i < inputs; ++i)
-        tile[i / kInputs * kStep + place_of(output % kColumns) + i % kInputs] =
-            weight.numbers[output * inputs + i];
+        tile[i / kInputs * kStep + place_of(output % kColumns) + i % kInputs] = row[i];
     }
-    return packed;
   }
 
-  // y = x w' + b: `x` is [rows, inputs], `y` is [rows, outputs], and `bias` may be null.
-  static void multiply(const T* x, int64_t rows, const Packed<T>& weight, const T* bias, T* y) {
-    const int64_t outputs = weight.outputs, num_steps = ceil_div(weight.inputs, kInputs);
+  void multiply(const T* x, int64_t rows, const T* bias, T* y) const override {
+    const int64_t outputs = this->outputs(), num_steps = ceil_div(this->inputs(), kInputs);
     const int64_t num_tiles = ceil_div(outputs, kColumns);
     thread_local Buffer<Factor> memory;
     Factor* factors = memory.reserve(rows * num_steps);
-    lay_out_rows(x, rows, weight.inputs, factors);
+    lay_out_rows(x, rows, this->inputs(), factors);
     for (int64_t tile = 0, step; tile < num_tiles; tile += step) {
       // With one or two rows, one tile alone has too few sums to keep the processor busy.
       step = rows <= kFewRows && tile + 1 < num_tiles ? 2 : 1;
-      const T* weights = weight.numbers.data() + tile * num_steps * kStep;
+      const T* weights = numbers_ + tile * num_steps * kStep;
       const int64_t first = tile * kColumns;
       const Target target{y + first, outputs, outputs - first, bias ? bias + first : nullptr};
-      for_groups(rows, [&](auto group, int64_t row) {
+      for_groups<kRows>(rows, [&](auto group, int64_t row) {
         const Factor* from = factors + row * num_steps;
         if constexpr (group() <= kFewRows)
           if (step == 2) return multiply_tiles<group(), 2>(from, weights, num_steps, target.at(row));
@@ -105,29 +102,10 @@ class VectorLinear {
     Pair columns;
   };
 
-  // Calls work(std::integral_constant<int, Group>, first row) so that all rows are covered, in groups
-  // that are as equal as can be: a small one takes nearly as long as a large one.
-  template <typename Work>
-  static void for_groups(int64_t rows, const Work& work) {
-    const int64_t num_groups = ceil_div(rows, kRows);
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t row = rows * group / num_groups;
-      with_constant<kRows>(rows * (group + 1) / num_groups - row, [&](auto size) { work(size, row); });
-    }
-  }
-
-  // work(std::integral_constant<int, value>), for a value from 1 to Most.
-  template <int Most, typename Work>
-  static void with_constant(int64_t value, const Work& work) {
-    if constexpr (Most > 1)
-      if (value < Most) return with_constant<Most - 1>(value, work);
-    work(std::integral_constant<int, Most>());
-  }
-
   // The rows of each group side by side, [steps, group].
   static void lay_out_rows(const T* x, int64_t rows, int64_t inputs, Factor* factors) {
     const int64_t num_steps = ceil_div(inputs, kInputs);
-    for_groups(rows, [&](auto group, int64_t row) {
+    for_groups<kRows>(rows, [&](auto group, int64_t row) {
       Factor* to = factors + row * num_steps;
       for (int64_t r = 0; r < group(); ++r) {
         const T* from = x + (row + r) * inputs;
@@ -140,15 +118,6 @@ class VectorLinear {
           }
       }
     });
-  }
-
-  // work(std::integral_constant<int, i>) for each i below Count. As the places of sums are constants, the
-  // compiler keeps these in registers.
-  template <int Count, typename Work>
-  [[gnu::always_inline]] static void each(const Work& work) {
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-      (work(std::integral_constant<int, I>()), ...);
-    }(std::make_integer_sequence<int, Count>());
   }
 
   template <int Rows, int Tiles>
@@ -189,6 +158,8 @@ class VectorLinear {
 #pragma omp simd
     for (int i = 0; i < Size; ++i) store(y[i], sums[i] + biases[i]);
   }
+
+  T* numbers_;
 };
 
 }  // namespace promptq

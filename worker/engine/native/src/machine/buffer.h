@@ -1,35 +1,37 @@
-// Memory for numbers. It starts on a cache line, or in pages of 2 MiB if it is large and the system has
-// them: the processor reads ahead only within a page, and has to look up each page.
+// Memory for numbers, in pages of 2 MiB if there are many and the system has such pages: the processor
+// reads ahead only within a page, and has to look up each page.
 #pragma once
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <vector>
 
 namespace promptq {
 
 inline int64_t ceil_div(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 inline int64_t round_up(int64_t number, int64_t unit) { return ceil_div(number, unit) * unit; }
 
+constexpr int64_t kCacheLine = 64;
+
 template <typename T>
 class Buffer {
  public:
-  Buffer() = default;
-  explicit Buffer(int64_t count) { reserve(count); }
-
   // Makes room for `count` numbers, which are not set. Those in it are lost if it has to grow.
   T* reserve(int64_t count) {
     if (count <= capacity_) return numbers_.get();
-    constexpr size_t kLine = 64, kPage = 2 << 20;
+    constexpr size_t kPage = 2 << 20;
     const size_t bytes = count * sizeof(T);
     numbers_.reset();
     capacity_ = 0;
     void* place = nullptr;
-    if (posix_memalign(&place, bytes < kPage ? kLine : kPage, bytes) != 0) throw std::bad_alloc();
+    if (posix_memalign(&place, bytes < kPage ? kCacheLine : kPage, bytes) != 0) throw std::bad_alloc();
     numbers_.reset(static_cast<T*>(place));
     // It may be refused: small pages work, too. The rest after whole pages is not worth one.
     if (bytes >= kPage) madvise(place, bytes / kPage * kPage, MADV_HUGEPAGE);
@@ -46,6 +48,34 @@ class Buffer {
 
   std::unique_ptr<T[], Free> numbers_;
   int64_t capacity_ = 0;
+};
+
+// Memory for the weights of a model. They lie one after the other, so that small ones share large pages.
+class WeightMemory {
+ public:
+  // Room for `count` numbers, which are not set, for as long as this lives.
+  template <typename T>
+  T* reserve(int64_t count) {
+    const int64_t bytes = round_up(count * sizeof(T), kCacheLine);
+    const std::lock_guard lock(mutex_);
+    if (bytes > left_) {
+      const int64_t size = std::max(bytes, kBlock);
+      next_ = blocks_.emplace_back().reserve(size);
+      left_ = size;
+    }
+    T* place = reinterpret_cast<T*>(next_);
+    next_ += bytes;
+    left_ -= bytes;
+    return place;
+  }
+
+ private:
+  static constexpr int64_t kBlock = 64 << 20;  // what is not used of it is never touched
+
+  std::mutex mutex_;
+  std::vector<Buffer<uint8_t>> blocks_;
+  uint8_t* next_ = nullptr;
+  int64_t left_ = 0;
 };
 
 }  // namespace promptq

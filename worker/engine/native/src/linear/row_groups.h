@@ -1,0 +1,40 @@
+// Groups of rows that are multiplied together, of a size that the compiler knows.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "machine/buffer.h"
+
+namespace promptq {
+
+// work(std::integral_constant<int, value>), for a value from 1 to Most.
+template <int Most, typename Work>
+void with_constant(int64_t value, const Work& work) {
+  if constexpr (Most > 1)
+    if (value < Most) return with_constant<Most - 1>(value, work);
+  work(std::integral_constant<int, Most>());
+}
+
+// Calls work(std::integral_constant<int, Group>, first row) so that all rows are covered, in groups that
+// are as equal as can be: a small one takes nearly as long as a large one.
+template <int Most, typename Work>
+void for_groups(int64_t rows, const Work& work) {
+  const int64_t num_groups = ceil_div(rows, Most);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t row = rows * group / num_groups;
+    with_constant<Most>(rows * (group + 1) / num_groups - row, [&](auto size) { work(size, row); });
+  }
+}
+
+// work(std::integral_constant<int, i>) for each i below Count. As the places of sums are constants, the
+// compiler keeps these in registers.
+template <int Count, typename Work>
+[[gnu::always_inline]] inline void each(const Work& work) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (work(std::integral_constant<int, I>()), ...);
+  }(std::make_integer_sequence<int, Count>());
+}
+
+}  // namespace promptq

@@ -1,0 +1,1 @@
+"""Weights of 8 or 4 bits."""
