@@ -1,0 +1,113 @@
+"""How much a model loses to quantization: `make bench-quality`.
+
+The same texts are given to the engine in each format. Perplexity is of their tokens. A greedy token
+is the likeliest one in the place of each; "same" is the share that is the same as in bf16. The
+shipped model reads documents that its training did not see, and a random model reads what it wrote
+itself in bf16 at temperature 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import AutoTokenizer
+
+from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.shipped import MODEL_DIR
+from training.corpus import document
+
+_CACHE = Path(__file__).parents[1] / ".cache"
+_BASE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "kv_cache_memory": 2**28}
+_WITH_EMBEDDINGS = "embedding and head too"
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8, layers only": {"quantization": "int8", "quantize_embeddings": False},
+    f"int8, {_WITH_EMBEDDINGS}": {"quantization": "int8"},
+    "int4 in groups of 32, layers only": {"quantization": "int4", "quantize_embeddings": False},
+    f"int4 in groups of 32, {_WITH_EMBEDDINGS}": {"quantization": "int4"},
+    f"int4 in groups of 128, {_WITH_EMBEDDINGS}": {
+        "quantization": "int4",
+        "quantization_group": 128,
+    },
+}
+
+Read = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+"""Log-probabilities of the tokens of all texts, and the likeliest token in the place of each."""
+
+
+def read(runner: ModelRunner, texts: list[list[int]]) -> Read:
+    engine = LLMEngine(runner, max_num_seqs=16, max_num_batched_tokens=2048)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    for index, text in enumerate(texts):
+        engine.add(EngineRequest(index, text, params, seed=0, max_tokens=1))
+    logprobs: list[list[npt.NDArray[np.float32]]] = [[] for _ in texts]
+    likeliest: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
+    while engine.has_work:
+        for output in engine.step().outputs:
+            for piece in output.prompt_logprobs or ():
+                logprobs[output.sequence_id].append(piece.logprobs)
+                likeliest[output.sequence_id].append(piece.top_ids[:, 0])
+    return np.concatenate(sum(logprobs, [])), np.concatenate(sum(likeliest, []))
+
+
+def documents(seed: int, count: int, folder: str) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(f"{seed} quality")
+    return [list(tokenizer(document(rng))["input_ids"]) for _ in range(count)]
+
+
+def written(runner: ModelRunner, seed: int, count: int) -> list[list[int]]:
+    """What the model writes by itself, 256 tokens each."""
+    rng = random.Random(seed)
+    engine = LLMEngine(runner, max_num_seqs=16, max_num_batched_tokens=2048)
+    texts = [[rng.randrange(3, VOCAB_SIZE)] for _ in range(count)]
+    for index, text in enumerate(texts):
+        params = SamplingParams(temperature=1.0, ignore_eos=True)
+        engine.add(EngineRequest(index, [*text], params, seed=rng.getrandbits(32), max_tokens=256))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            texts[output.sequence_id] += output.token_ids
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench-quality", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--texts", type=int, default=200, help="documents for the shipped model")
+    options = parser.parse_args()
+    print(f"seed {options.seed}")
+    random_model = str(model_dir(MODELS["54m"], _CACHE))
+    for name, folder in (("shipped", str(MODEL_DIR)), ("random, 54M", random_model)):
+        texts: list[list[int]] = []
+        expected: Read | None = None
+        for title, quantization in FORMATS.items():
+            runner = ModelRunner.load(folder, LoadOptions(**_BASE, **quantization))
+            if not texts and name == "shipped":
+                texts = documents(options.seed, options.texts, folder)
+            elif not texts:
+                texts = written(runner, options.seed, 32)
+            logprobs, likeliest = found = read(runner, texts)
+            expected = expected or found
+            perplexity = math.exp(-float(logprobs.mean()))
+            off = perplexity / math.exp(-float(expected[0].mean())) - 1
+            same = float((likeliest == expected[1]).mean())
+            print(
+                f"{name}: {title}: perplexity {perplexity:,.3f} ({off:+.2%}), same {same:.1%}"
+                f" of {len(logprobs):,} tokens",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
