@@ -50,9 +50,13 @@ _V4 = Kind(
     ["-march=x86-64-v4"],
     _V3.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 )
-_BF16 = Kind([*_V4.flags, "-mavx512bf16"], _V4.features | {"avx512_bf16"})
-_AMX = Kind([*_BF16.flags, "-mamx-tile", "-mamx-bf16"], _BF16.features | {"amx_tile", "amx_bf16"})
-KINDS = {"amx": _AMX, "avx512-bf16": _BF16, "avx512": _V4, "avx2": _V3}
+_VNNI = Kind([*_V4.flags, "-mavx512vnni"], _V4.features | {"avx512_vnni"})
+_BF16 = Kind([*_VNNI.flags, "-mavx512bf16"], _VNNI.features | {"avx512_bf16"})
+_AMX = Kind(
+    [*_BF16.flags, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    _BF16.features | {"amx_tile", "amx_bf16", "amx_int8"},
+)
+KINDS = {"amx": _AMX, "avx512-bf16": _BF16, "avx512-vnni": _VNNI, "avx512": _V4, "avx2": _V3}
 """The kinds for which wheels have native code, the fastest first."""
 
 

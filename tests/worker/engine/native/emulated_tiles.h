@@ -60,6 +60,18 @@ inline void add_products(Tile& sums, const Tile& a, const Tile& b) {
   }
 }
 
+// TDPBSUD
+inline void add_products_of_bytes(Tile& sums, const Tile& a, const Tile& b) {
+  for (int64_t row = 0; row < sums.rows; ++row) {
+    int32_t* sum = reinterpret_cast<int32_t*>(sums.bytes[row]);
+    const auto* left = reinterpret_cast<const int8_t*>(a.bytes[row]);
+    for (int64_t four = 0; four < a.row_bytes / 4; ++four)
+      for (int64_t column = 0; column < sums.row_bytes / 4; ++column)
+        for (int64_t i = 0; i < 4; ++i)
+          sum[column] += left[4 * four + i] * b.bytes[four][4 * column + i];
+  }
+}
+
 // has_tiles() asks the kernel for them.
 template <typename... Arguments>
 long ask(long number, Arguments... arguments) {
@@ -74,6 +86,7 @@ long ask(long number, Arguments... arguments) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig(place) emulated::load_config(place)
 #define _tile_release() ((void)0)
 #define _tile_zero(tile) emulated::zero(emulated::tiles[tile])
@@ -81,4 +94,6 @@ long ask(long number, Arguments... arguments) {
 #define _tile_stored(tile, place, stride) emulated::store(emulated::tiles[tile], place, stride)
 #define _tile_dpbf16ps(sums, a, b) \
   emulated::add_products(emulated::tiles[sums], emulated::tiles[a], emulated::tiles[b])
+#define _tile_dpbsud(sums, a, b) \
+  emulated::add_products_of_bytes(emulated::tiles[sums], emulated::tiles[a], emulated::tiles[b])
 #define syscall(...) emulated::ask(__VA_ARGS__)

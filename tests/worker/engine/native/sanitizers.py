@@ -2,9 +2,9 @@
 
 The address sanitizer ends a run at the first read or write beside an object, the other one at the
 first step whose result C++ leaves undefined. Each warning of the compiler is an error here. The
-tests run once more on the code for AVX2 alone. Where a processor lacks only the tile registers of
-AMX, they also run with emulated ones (emulated_tiles.h), without sanitizers: GCC 12 makes code of
-the two together that does not run. Arguments are given to pytest instead of the tests.
+tests run once more on the code for AVX2 alone. What a processor lacks is emulated
+(emulated_avx512.h, emulated_tiles.h), without sanitizers: GCC 12 makes code of the two together
+that does not run. Arguments are given to pytest instead of the tests.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from promptq.worker.engine.native.build import KINDS, processor_features
 TESTS = [
     "tests/worker/engine/native/test_native.py",
     "tests/worker/engine/native/test_native_attention.py",
+    "tests/worker/engine/quantization/test_quantization.py",
     "tests/worker/engine/sampling/test_sampler.py",
 ]
 
@@ -46,8 +47,24 @@ PRELOADED = ["libasan.so", "libubsan.so", "libstdc++.so"]
 first can watch exceptions."""
 
 
-EMULATION = Path(__file__).parent / "emulated_tiles.h"
-EMULATED_TILES = ["-D__AMX_TILE__", "-D__AMX_BF16__", "-include", str(EMULATION)]
+_HERE = Path(__file__).parent
+EMULATED_TILES = [
+    *("-D__AMX_TILE__", "-D__AMX_BF16__", "-D__AMX_INT8__"),
+    *("-include", str(_HERE / "emulated_tiles.h")),
+]
+EMULATED_AVX512 = [
+    *(*KINDS["avx2"].flags, "-Wno-psabi", "-Wno-ignored-attributes"),
+    *("-include", str(_HERE / "emulated_avx512.h")),
+]
+EMULATED = {
+    "AVX-512": EMULATED_AVX512,
+    "VNNI": [*EMULATED_AVX512, "-DEMULATED_VNNI"],
+    "tile registers": [
+        *(*EMULATED_AVX512, "-DEMULATED_VNNI", "-DEMULATED_BF16"),
+        *EMULATED_TILES,
+    ],
+}
+"""What a processor with AVX2 lacks, and flags that emulate it."""
 
 
 def main(tests: list[str]) -> int:
@@ -59,7 +76,10 @@ def main(tests: list[str]) -> int:
     builds = {"for this processor": FLAGS}
     if KINDS["avx512"].features <= features:
         builds["for AVX2"] = [*FLAGS, *KINDS["avx2"].flags]
-    if "avx512_bf16" in features and "amx_bf16" not in features:
+    if "avx512_bf16" not in features:
+        for name, flags in EMULATED.items():
+            builds[f"with emulated {name}"] = [*WARNINGS, *flags]
+    elif "amx_int8" not in features:
         builds["with emulated tile registers"] = [*WARNINGS, *EMULATED_TILES]
     for name, flags in builds.items():
         print(f"native code {name}", flush=True)

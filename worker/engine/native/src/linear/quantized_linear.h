@@ -18,6 +18,7 @@
 #include "machine/buffer.h"
 #include "machine/elements.h"
 #include "machine/integers.h"
+#include "machine/tiles.h"
 #include "machine/vectors.h"
 
 namespace promptq {
@@ -29,7 +30,7 @@ class QuantizedLinear : public Packed<T> {
   QuantizedLinear(const Matrix& weight, WeightMemory& memory)
       : Packed<T>(weight.rows, weight.columns),
         group_(weight.num_groups() > 1 ? weight.group : round_up(weight.columns, kMostOfChunk)),
-        chunk_(std::min(group_, kMostOfChunk)) {
+        chunk_(std::min(group_, kMostOfChunk)), padding_(std::min(chunk_, kPadding)) {
     if (chunk_ % kChunk != 0 || group_ % chunk_ != 0)
       throw std::invalid_argument("groups of weights have 32, 64, 128, 256 or a multiple of 512 inputs");
     const int64_t outputs = weight.rows, inputs = weight.columns, row_bytes = weight.row_bytes();
@@ -55,6 +56,11 @@ class QuantizedLinear : public Packed<T> {
   }
 
   void multiply(const T* x, int64_t rows, const T* bias, T* y) const override {
+#ifdef __AMX_INT8__
+    if constexpr (Bits == 8)
+      if (rows >= kTileRows && padding_ == kPadding && has_tiles())
+        return multiply_in_tiles(x, rows, bias, y);
+#endif
     thread_local Buffer<uint32_t> words;
     thread_local Buffer<Rounded> rounded;
     const Inputs inputs{words.reserve(rows * num_steps() * kWords), rounded.reserve(rows * num_chunks())};
@@ -76,6 +82,8 @@ class QuantizedLinear : public Packed<T> {
   static constexpr int64_t kRows = kRegisters / 2 - 2;
   // Chunks have a multiple of so many inputs, and at most so many: 4 bits are summed in 16.
   static constexpr int64_t kChunk = 32, kMostOfChunk = Bits == 4 ? 32 : 512;
+  // Inputs are padded to a multiple of so many, which is what tile registers take, or of a chunk.
+  static constexpr int64_t kPadding = 64;
 
   // Weights are read ahead by so many bytes. What the processor reads ahead by itself is not enough.
   static constexpr int64_t kAhead = 2048;
@@ -99,13 +107,14 @@ class QuantizedLinear : public Packed<T> {
   static int64_t place_of(int64_t column) { return widened_from<Scale>(column); }
 
   int64_t num_chunks() const { return ceil_div(this->inputs(), chunk_); }
-  int64_t num_steps() const { return round_up(this->inputs(), kChunk) / kInputs; }
+  int64_t num_inputs() const { return round_up(this->inputs(), padding_); }
+  int64_t num_steps() const { return num_inputs() / kInputs; }
 
   template <int Rows>
   void round_rows(const T* x, const Inputs& to) const {
     for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
       const int64_t first = chunk * chunk_, count = std::min(chunk_, this->inputs() - first);
-      const int64_t padded = round_up(count, kChunk);
+      const int64_t padded = round_up(count, padding_);
       for (int64_t row = 0; row < Rows; ++row) {
         alignas(64) int8_t integers[kMostOfChunk];
         to.chunks[chunk * Rows + row] = round_chunk(x + row * this->inputs() + first, count, integers);
@@ -144,7 +153,7 @@ class QuantizedLinear : public Packed<T> {
     const Rounded* rounded = inputs.chunks;
     Pair results[Rows] = {};
     for (int64_t chunk = 0, first = 0; first < this->inputs(); ++chunk, first += chunk_, rounded += Rows) {
-      const int64_t last = round_up(std::min(first + chunk_, this->inputs()), kChunk);
+      const int64_t last = std::min(first + chunk_, num_inputs());
       Integers a[Rows] = {}, b[Rows] = {};
       for (int64_t i = first; i < last; i += kInputs, weights += kStep, words += Rows * kWords) {
         for (int64_t line = 0; line < kStep; line += kCacheLine) __builtin_prefetch(weights + kAhead + line);
@@ -156,22 +165,94 @@ class QuantizedLinear : public Packed<T> {
       }
       const Pair scale = widen(scales + first / group_ * kColumns);
       each<Rows>([&](auto row) __attribute__((always_inline)) {
-        const auto& [factor, surplus] = rounded[row()];
-        results[row()].a += scale.a * factor * as_floats(Weights::total(a[row()]) - surplus);
-        results[row()].b += scale.b * factor * as_floats(Weights::total(b[row()]) - surplus);
+        add_chunk(results[row()], scale, rounded[row()], Weights::total(a[row()]), Weights::total(b[row()]));
       });
     }
+    for (int64_t row = 0; row < Rows; ++row) store_row(results[row], tile, bias, y + row * this->outputs());
+  }
+
+  // results += the sums of a chunk, scaled
+  [[gnu::always_inline]] static void add_chunk(
+      Pair& results, const Pair& scale, const Rounded& rounded, const Integers& a, const Integers& b) {
+    results.a += scale.a * rounded.scale * as_floats(a - rounded.surplus);
+    results.b += scale.b * rounded.scale * as_floats(b - rounded.surplus);
+  }
+
+  void store_row(const Pair& results, int64_t tile, const T* bias, T* y) const {
     const int64_t first = tile * kColumns, count = std::min(kColumns, this->outputs() - first);
-    for (int64_t row = 0; row < Rows; ++row) {
-      float numbers[kColumns];
-      store_pair(numbers, results[row]);
-      T* to = y + row * this->outputs() + first;
-      for (int64_t i = 0; i < count; ++i)
-        store(to[i], numbers[i] + (bias ? load(bias[first + i]) : 0.0f));
+    float numbers[kColumns];
+    store_pair(numbers, results);
+    for (int64_t i = 0; i < count; ++i)
+      store(y[first + i], numbers[i] + (bias ? load(bias[first + i]) : 0.0f));
+  }
+
+#ifdef __AMX_INT8__
+  // The same in tile registers, with the same bits, as the sums of chunks are exact.
+  void multiply_in_tiles(const T* x, int64_t rows, const T* bias, T* y) const {
+    constexpr int64_t kBlock = 2 * kTileRows;  // rows of a block
+    const int64_t inputs = this->inputs(), num_groups = ceil_div(inputs, group_);
+    thread_local Buffer<int8_t> memory;
+    thread_local Buffer<Rounded> rounded;
+    int8_t* integers = memory.reserve(rows * num_inputs());
+    Rounded* chunks = rounded.reserve(rows * num_chunks());
+    for (int64_t row = 0; row < rows; ++row) {
+      int8_t* to = integers + row * num_inputs();
+      for (int64_t chunk = 0, first = 0; first < inputs; ++chunk, first += chunk_)
+        chunks[row * num_chunks() + chunk] =
+            round_chunk(x + row * inputs + first, std::min(chunk_, inputs - first), to + first);
+      std::fill(to + inputs, to + num_inputs(), int8_t(0));
+    }
+    TileProducts products;
+    int64_t configured = 0;
+    for (int64_t tile = 0; tile < ceil_div(this->outputs(), kColumns); ++tile) {
+      const uint8_t* weights = numbers_ + tile * num_steps() * kStep;
+      const Scale* scales = scales_ + tile * num_groups * kColumns;
+      for (int64_t block = 0; block < rows; block += kBlock) {
+        const int64_t num_rows = std::min(kBlock, rows - block);
+        if (num_rows != configured) {
+          products.configure(std::min(kTileRows, num_rows), num_rows - kTileRows, kTileRows);
+          configured = num_rows;
+        }
+        Pair results[kBlock] = {};
+        for (int64_t chunk = 0, first = 0; first < inputs; ++chunk, first += chunk_) {
+          alignas(64) int32_t sums[kBlock][kColumns];
+          const int64_t num_tiles = (std::min(first + chunk_, num_inputs()) - first) / kPadding;
+          const int8_t* from = integers + block * num_inputs() + first;
+          const uint8_t* columns = weights + first / kInputs * kStep;
+          if (num_rows > kTileRows)
+            multiply_chunk<2>(from, columns, num_tiles, sums);
+          else
+            multiply_chunk<1>(from, columns, num_tiles, sums);
+          const Pair scale = widen(scales + first / group_ * kColumns);
+          for (int64_t row = 0; row < num_rows; ++row)
+            add_chunk(
+                results[row], scale, chunks[(block + row) * num_chunks() + chunk],
+                load_as<Integers>(sums[row]), load_as<Integers>(sums[row] + kLanes));
+        }
+        for (int64_t row = 0; row < num_rows; ++row)
+          store_row(results[row], tile, bias, y + (block + row) * this->outputs());
+      }
     }
   }
 
-  const int64_t group_, chunk_;
+  // sums = a chunk of one tile or two of rows, times one of the weights
+  template <int RowTiles>
+  void multiply_chunk(
+      const int8_t* rows, const uint8_t* weights, int64_t num_tiles, int32_t (*sums)[kColumns]) const {
+    TileProducts::add<RowTiles, 2, true, TileNumbers::kBytes>(
+        num_tiles,
+        [&](int64_t step, int64_t i) {
+          return TilePlace{rows + i * kTileRows * num_inputs() + step * kPadding, num_inputs()};
+        },
+        [&](int64_t step, int64_t j) {
+          return TilePlace{weights + step * kTileRows * kStep + j * kStep / 2, kStep};
+        },
+        [&](int64_t i, int64_t j) { return sums[i * kTileRows] + j * kTileRows; },
+        kColumns * sizeof(int32_t));
+  }
+#endif
+
+  const int64_t group_, chunk_, padding_;
   uint8_t* numbers_;
   Scale* scales_;
 };

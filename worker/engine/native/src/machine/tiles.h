@@ -40,9 +40,13 @@ inline void read_ahead(const Bf16* near, const Bf16* far) {
   asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*near), "m"(*far));
 }
 
+// What tiles hold. Rows are [rows, kTileInputs] in bf16, and columns are [kTileInputs / 2, columns, 2]; or
+// rows are 2 * kTileInputs bytes with a sign, and columns are [kTileInputs / 2, columns, 4] without. The
+// sums [rows, columns] are in fp32, or integers of 32 bits.
+enum class TileNumbers { kBf16, kBytes };
+
 // Products of up to two tiles of rows with up to two tiles of columns. Each tile is read once for two
-// products, which keeps the processor busiest. Rows are [rows, kTileInputs], columns are
-// [kTileInputs / 2, columns, 2], the sums [rows, columns] in fp32. A thread has one at a time.
+// products, which keeps the processor busiest. A thread has one at a time.
 class TileProducts {
  public:
   TileProducts() = default;
@@ -73,10 +77,18 @@ class TileProducts {
 
   // Adds rows(step, i) times columns(step, j) of all steps to sums(i, j), or sets the sums to that. The
   // functions say where the tiles are. The rows of sums are `stride` bytes apart.
-  template <int Rows, int Columns, bool FromZero, typename RowsAt, typename ColumnsAt, typename SumsAt>
+  template <
+      int Rows, int Columns, bool FromZero, TileNumbers Numbers = TileNumbers::kBf16, typename RowsAt,
+      typename ColumnsAt, typename SumsAt>
   [[gnu::always_inline]] static void add(
       int64_t num_steps, const RowsAt& rows, const ColumnsAt& columns, const SumsAt& sums,
       int64_t stride) {
+    // The numbers of registers have to be written out.
+#define PROMPTQ_MULTIPLY(sums, rows, columns)    \
+  if constexpr (Numbers == TileNumbers::kBf16)   \
+    _tile_dpbf16ps(sums, rows, columns);         \
+  else                                           \
+    _tile_dpbsud(sums, rows, columns)
     written();
     if constexpr (FromZero) {
       _tile_zero(0);
@@ -93,19 +105,22 @@ class TileProducts {
       const TilePlace column = columns(step, 0), row = rows(step, 0);
       _tile_loadd(6, column.first, column.stride);
       _tile_loadd(4, row.first, row.stride);
-      _tile_dpbf16ps(0, 4, 6);
+      PROMPTQ_MULTIPLY(0, 4, 6);
       if constexpr (Columns == 2) {
         const TilePlace second = columns(step, 1);
         _tile_loadd(7, second.first, second.stride);
-        _tile_dpbf16ps(1, 4, 7);
+        PROMPTQ_MULTIPLY(1, 4, 7);
       }
       if constexpr (Rows == 2) {
         const TilePlace second = rows(step, 1);
         _tile_loadd(5, second.first, second.stride);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (Columns == 2) _tile_dpbf16ps(3, 5, 7);
+        PROMPTQ_MULTIPLY(2, 5, 6);
+        if constexpr (Columns == 2) {
+          PROMPTQ_MULTIPLY(3, 5, 7);
+        }
       }
     }
+#undef PROMPTQ_MULTIPLY
     _tile_stored(0, sums(0, 0), stride);
     if constexpr (Columns == 2) _tile_stored(1, sums(0, 1), stride);
     if constexpr (Rows == 2) _tile_stored(2, sums(1, 0), stride);
