@@ -115,8 +115,11 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)
+    # What these change in the text is more than what processors do.
     if settings.quantization != "none":
         fingerprint += f"-{settings.quantization}"
+    if settings.kv_cache_dtype != "auto":
+        fingerprint += f"-kv-{settings.kv_cache_dtype}"
     return ModelIdentity(
         shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
@@ -177,6 +180,7 @@ def _build_model(
         quantization=settings.quantization,
         quantization_group=int(settings.quantization_group),
         quantize_embeddings=settings.quantize_embeddings,
+        kv_cache_dtype=settings.kv_cache_dtype,
         compile=settings.compile,
         cuda_graphs=settings.cuda_graphs,
     )
@@ -208,7 +212,7 @@ def _build_model(
         end_token_ids=runner.end_token_ids,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
-        way=_way(runner),
+        way=_way(runner, settings),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids, vets=True),
         verdict=runner.verdict,
         pooling=settings.pooling or pooling_of(_folder(name)),
@@ -278,10 +282,12 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
     )
 
 
-def _way(runner: ModelRunner) -> str:
+def _way(runner: ModelRunner, settings: Settings) -> str:
     way = runner.own_code
-    if runner.quantization != "none":
-        way = f"{way}, weights in {runner.quantization}"
+    if settings.quantization != "none":
+        way += f", weights in {settings.quantization}"
+    if settings.kv_cache_dtype != "auto":
+        way += f", KV cache in {settings.kv_cache_dtype}"
     if runner.why_no_own_code:
         is_compiled = runner.compiled is not None and runner.compiled.is_compiled
         way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"

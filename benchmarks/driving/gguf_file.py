@@ -24,16 +24,20 @@ _NAMES = {
 }
 
 
-def gguf_file(model: Path, gguf_package: Path, *, folder: Path | None = None) -> Path:
-    """The file in bf16, written beside the weights once; `gguf_package` comes with llama.cpp.
+def gguf_file(
+    model: Path, gguf_package: Path, format: str = "BF16", *, folder: Path | None = None
+) -> Path:
+    """The file, written beside the weights or into `folder` once; `gguf_package` comes with
+    llama.cpp.
 
-    With `folder` it is written there, and in fp32.
+    `format` is F32, BF16, Q8_0 or Q4_0. Norms are always in fp32. Beside Q4_0 the embedding, which
+    is the output layer too, is in Q8_0, as ours is in int8 beside int4.
     """
-    file = (folder or model) / "model.gguf"
+    file = (folder or model) / f"model-{format}.gguf"
     if not file.exists():
         sys.path.insert(0, str(gguf_package))
-        unfinished = file.with_name("unfinished.gguf")
-        _write(model, unfinished, is_fp32=folder is not None)
+        unfinished = file.with_name(f"unfinished-{format}.gguf")
+        _write(model, unfinished, format)
         unfinished.rename(file)
     return file
 
@@ -47,9 +51,8 @@ def gguf_name(name: str) -> str:
     return f"{_NAMES[stem]}.weight"
 
 
-def _write(model: Path, file: Path, *, is_fp32: bool) -> None:
-    import torch
-    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+def _write(model: Path, file: Path, format: str) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, quants
     from safetensors.torch import load_file
 
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
@@ -64,7 +67,7 @@ def _write(model: Path, file: Path, *, is_fp32: bool) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_file_type(0 if is_fp32 else 32)  # all in fp32, or mostly bf16
+    writer.add_file_type(LlamaFileType["ALL_F32" if format == "F32" else f"MOSTLY_{format}"])
 
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -81,11 +84,13 @@ def _write(model: Path, file: Path, *, is_fp32: bool) -> None:
     writer.add_eos_token_id(config["eos_token_id"])
 
     for name, tensor in load_file(model / "model.safetensors").items():
-        if is_fp32 or tensor.dim() == 1:  # llama.cpp keeps the norms in fp32
-            writer.add_tensor(gguf_name(name), tensor.float().numpy())
+        numbers = tensor.float().numpy()
+        if format == "F32" or tensor.dim() == 1:  # llama.cpp keeps the norms in fp32
+            writer.add_tensor(gguf_name(name), numbers)
         else:
-            bits = tensor.view(torch.uint8).numpy()  # the last dimension in bytes, as it is stored
-            writer.add_tensor(gguf_name(name), bits, raw_dtype=GGMLQuantizationType.BF16)
+            is_embedding = "embed_tokens" in name
+            kind = GGMLQuantizationType["Q8_0" if format == "Q4_0" and is_embedding else format]
+            writer.add_tensor(gguf_name(name), quants.quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

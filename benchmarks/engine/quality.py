@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
@@ -40,6 +40,8 @@ FORMATS: dict[str, dict[str, Any]] = {
         "quantization": "int4",
         "quantization_group": 128,
     },
+    "bf16, KV cache in int8": {"kv_cache_dtype": "int8"},
+    "int8, KV cache in int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
 
 Read = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
@@ -51,14 +53,13 @@ def read(runner: ModelRunner, texts: list[list[int]]) -> Read:
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     for index, text in enumerate(texts):
         engine.add(EngineRequest(index, text, params, seed=0, max_tokens=1))
-    logprobs: list[list[npt.NDArray[np.float32]]] = [[] for _ in texts]
-    likeliest: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
+    pieces: list[list[PromptLogprobs]] = [[] for _ in texts]
     while engine.has_work:
         for output in engine.step().outputs:
-            for piece in output.prompt_logprobs or ():
-                logprobs[output.sequence_id].append(piece.logprobs)
-                likeliest[output.sequence_id].append(piece.top_ids[:, 0])
-    return np.concatenate(sum(logprobs, [])), np.concatenate(sum(likeliest, []))
+            pieces[output.sequence_id] += output.prompt_logprobs or ()
+    ordered = [piece for of_text in pieces for piece in of_text]
+    likeliest = [piece.top_ids[:, 0] for piece in ordered]
+    return np.concatenate([piece.logprobs for piece in ordered]), np.concatenate(likeliest)
 
 
 def documents(seed: int, count: int, folder: str) -> list[list[int]]:

@@ -15,6 +15,14 @@ from promptq.worker.served_model import build
 COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens", "recomputed_tokens")
 
 
+FORMATS: dict[str, dict[str, object]] = {
+    "": {},
+    "bf16": {"speculative_tokens": 0},
+    "int8": {"speculative_tokens": 0, "quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"speculative_tokens": 0, "quantization": "int4"},
+}
+
+
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     settings = read_settings(
         model=job.model,
@@ -22,6 +30,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
         max_num_seqs=job.max_num_seqs,
         max_model_len=job.max_model_len,
         kv_cache_memory=str(job.kv_cache_bytes),
+        **FORMATS[job.format],
     )
     engine = build(settings).engine
     next_id = 1

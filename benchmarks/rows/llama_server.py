@@ -1,4 +1,4 @@
-"""llama.cpp's server in bf16, flash attention off, streaming over HTTP."""
+"""llama.cpp's server in bf16 or a format of its own, flash attention off, streaming over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.suite.jobs import Job, Outcome, Request, main
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     peer = Path(job.peers) / "llama"
-    model = gguf_file(Path(job.model), peer / "gguf-py")
+    model = gguf_file(Path(job.model), peer / "gguf-py", job.format or "BF16")
     longest = max(
         len(request.prompt) + request.num_output
         for workload in job.workloads

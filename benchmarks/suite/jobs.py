@@ -57,6 +57,8 @@ class Job:
     """Directory that holds the peers' environments."""
     torch_dtype: str
     """What peers compute in that multiply through torch: floor.torch_dtype()."""
+    format: str = ""
+    """Of the weights, for the rows that are for one."""
 
 
 @dataclass(slots=True)

@@ -137,7 +137,7 @@ def _measure(
     reason = row.missing(plan.peers)
     if reason is None:
         tell(f"round {number + 1}/{plan.rounds}: {model}, {row.title} ...")
-        outcomes, reason = run_row(row, _job(plan, model, number, loads), plan.log)
+        outcomes, reason = run_row(row, _job(plan, model, row, number, loads), plan.log)
         by_name = {load.name: load for load in loads}
         for name, outcome in outcomes.items():
             if name not in by_name:
@@ -157,7 +157,7 @@ def _measure(
         run.missing[model, row.name] = reason
 
 
-def _job(plan: Plan, model: str, number: int, loads: list[Workload]) -> Job:
+def _job(plan: Plan, model: str, row: Row, number: int, loads: list[Workload]) -> Job:
     if model == MODEL_FREE:
         return Job("", _QUEUE_BATCH, 0, 0, loads, str(plan.peers), torch_dtype())
     shape = MODELS[model]
@@ -169,4 +169,5 @@ def _job(plan: Plan, model: str, number: int, loads: list[Workload]) -> Job:
         workloads=[workloads.warm_up(shape, plan.seed + number), *loads],
         peers=str(plan.peers),
         torch_dtype=torch_dtype(),
+        format=row.format,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 _AT_ONCE = frozenset({"burst", "solo", "shared-prefix"})
 _STREAMED = _AT_ONCE | {"poisson", "long-guest"}
 _OWN = _STREAMED | {"tight", "loose"}
+_FORMATS = frozenset({"burst", "solo", "prompt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Row:
     is_own: bool = False
     runs_in_peer: bool = False
     """Whether its process runs in vLLM's environment."""
+    format: str = ""
+    """Of the weights, if that is what the row is for; such rows draft nothing."""
 
     def missing(self, peers: Path) -> str | None:
         """Why it cannot run; None if it can."""
@@ -74,6 +77,12 @@ ROWS = {
         Row("vllm-server", "vLLM server", "vllm_server", _STREAMED, "vllm", runs_in_peer=True),
         Row("vllm-worker", "vLLM behind Redis", "vllm_worker", _STREAMED, "vllm", is_own=True),
         Row("llama-server", "llama.cpp server", "llama_server", _AT_ONCE, "llama"),
+        Row("engine-bf16", "bf16", "engine", _FORMATS, is_own=True, format="bf16"),
+        Row("engine-int8", "int8, KV too", "engine", _FORMATS, is_own=True, format="int8"),
+        Row("engine-int4", "int4", "engine", _FORMATS, is_own=True, format="int4"),
+        Row("llama-bf16", "llama.cpp BF16", "llama_server", _FORMATS, "llama", format="BF16"),
+        Row("llama-q8_0", "llama.cpp Q8_0", "llama_server", _FORMATS, "llama", format="Q8_0"),
+        Row("llama-q4_0", "llama.cpp Q4_0", "llama_server", _FORMATS, "llama", format="Q4_0"),
         Row("continuous", "transformers continuous batching", "continuous", _AT_ONCE),
         Row("static", "transformers generate, static", "static", _AT_ONCE),
         Row("queue", "queue alone", "queue_alone", frozenset({"queue"}), is_own=True),

@@ -112,6 +112,6 @@ def best(measured: Measured, model: str, workload: str, figure: str) -> float | 
     found = [
         get(measured, (model, workload, row.name), figure)
         for row in ROWS.values()
-        if not row.is_own
+        if not row.is_own and not row.format
     ]
     return max((value for value in found if value is not None), default=None)

@@ -40,6 +40,12 @@ def solo(shape: Shape, seed: int) -> Workload:
     return Workload("solo", [Request(_tokens(draw, 128), 256)])
 
 
+def prompt(shape: Shape, seed: int) -> Workload:
+    """One prompt of 1,024 tokens, and its first token."""
+    draw = random.Random(f"prompt {seed}")
+    return Workload("prompt", [Request(_tokens(draw, 1024), 1)])
+
+
 def poisson(seed: int, rate: float, seconds: float) -> Workload:
     """Requests like those of the burst, arriving at random: `rate` a second for `seconds`."""
     draw = random.Random(f"arrivals {seed}")
@@ -96,6 +102,7 @@ def step(shape: Shape, seed: int) -> Workload:
 WORKLOADS: dict[str, Callable[[Shape, int], Workload]] = {
     "burst": burst,
     "solo": solo,
+    "prompt": prompt,
     "shared-prefix": shared_prefix,
     "long-guest": long_guest,
     "tight": tight,

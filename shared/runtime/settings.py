@@ -106,6 +106,11 @@ class Settings(BaseSettings):
         True,
         description="with --quantization, also round the embedding and the output layer, to int8",
     )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="int8: on a CPU, hold nearly twice the tokens in the same memory; auto: as the"
+        " model computes",
+    )
     attention: str = Field(
         "auto",
         description="name of the attention backend; auto: native code if it serves the model,"

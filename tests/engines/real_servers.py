@@ -117,7 +117,7 @@ class RealServer:
                 "HF_HUB_OFFLINE": "1",
             }
             return command, environment
-        file = gguf_file(self.model, peer / "gguf-py", folder=self.folder)
+        file = gguf_file(self.model, peer / "gguf-py", "F32", folder=self.folder)
         command = [
             *(str(peer / "bin" / "llama-server"), "--model", str(file), "--alias", "m"),
             *("--host", "127.0.0.1", "--port", str(self.port), "--parallel", str(self.slots)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -65,6 +65,22 @@ class LayerSpec:
             return 0
         key_bytes = self.key_size * self.key_dtype.itemsize
         return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
+
+    def in_int8(self) -> LayerSpec:
+        """The same with K and V in int8: a row has its integers, and then their scale in bf16."""
+        if self.key_dtype == torch.uint8:
+            return self
+        return replace(
+            self,
+            key_size=self.key_size + SCALE_BYTES,
+            value_size=self.value_size + SCALE_BYTES,
+            key_dtype=torch.uint8,
+            value_dtype=torch.uint8,
+        )
+
+
+SCALE_BYTES = 2
+"""What the scale of a row in int8 takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import AttentionBackend, LayerCache, Pattern
+from promptq.worker.engine.attention.backend import (
+    SCALE_BYTES,
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+)
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
@@ -196,15 +201,18 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
-    _, num_kv_heads, block_size, head_size = key.shape
+    _, num_kv_heads, block_size, row_size = key.shape
+    is_int8 = key.dtype == torch.uint8
     return library.LayerCache(
         keys=key.data_ptr(),
         values=value.data_ptr(),
         num_kv_heads=num_kv_heads,
         block_size=block_size,
-        head_size=head_size,
-        block_stride=key.stride(0),
-        head_stride=key.stride(1),
+        head_size=row_size - SCALE_BYTES if is_int8 else row_size,
+        block_stride=key.stride(0) * key.itemsize,
+        head_stride=key.stride(1) * key.itemsize,
+        position_stride=row_size * key.itemsize,
+        is_int8=is_int8,
         pattern=library.Pattern(VISIBLE[pattern.kind], pattern.size),
     )
 

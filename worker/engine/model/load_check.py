@@ -56,7 +56,7 @@ it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
 QUANTIZED_TOLERANCE = 0.1
-"""The same for quantized weights, whose products round their inputs to 8 bits."""
+"""The same where products round their inputs to 8 bits, or K and V are rounded."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """The same for fp32 where the environment forces TF32, which rounds to 11 bits."""
 
@@ -182,21 +182,19 @@ def check_model(
             logger.warning("%s; %s is tried instead", error, left[0].name)
 
 
-def check_quantized(loaded: LoadedModel, checked: CheckedModel) -> None:
-    """Compare our own decoder of a model whose weights are quantized now with the library's model,
-    which computes with what they stand for. The formula was checked before.
+def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> None:
+    """Compare our own decoder of a model whose weights or KV cache are rounded now with the
+    library's model, which computes with what the weights stand for. The formula was checked before.
 
-    Raises UnsupportedModelError.
+    `asked` are the options that asked for it. Raises UnsupportedModelError.
     """
-    probes = _probes(
-        loaded, min(model_length(loaded, None) or _DECODER_POSITIONS, _DECODER_POSITIONS)
-    )
+    length = min(model_length(loaded, None) or _DECODER_POSITIONS, _DECODER_POSITIONS)
     with torch.inference_mode():
-        difference = _compare(loaded, checked, probes, QUANTIZED_TOLERANCE)
+        difference = _compare(loaded, checked, _probes(loaded, length), QUANTIZED_TOLERANCE)
     if not difference.is_tolerable:
         raise UnsupportedModelError(
-            f"{loaded.family}: rounding the inputs of its products to 8 bits changes logits by"
-            f" {difference.median:.2g} of their spread in half of the rows; omit --quantization"
+            f"{loaded.family}: {asked} changes logits by {difference.median:.2g} of their spread in"
+            " half of the rows, beside what rounded weights change; it has to be left out"
         )
 
 
@@ -342,8 +340,9 @@ def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) ->
     num_blocks = len(probes) * blocks_each
     cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
     for layer in cache.layers:
-        layer.key.fill_(float("nan"))
-        layer.value.fill_(float("nan"))
+        for rows in (layer.key, layer.value):
+            # In int8, a scale of such bytes is NaN.
+            rows.fill_(255 if rows.dtype == torch.uint8 else float("nan"))
     last = max(probe.first_position for probe in probes) + max(LENGTHS)
     packed_model = checked.on(loaded.model, cache, max(LENGTHS) + 1, last)
     packer = Packer(BLOCK_SIZE, device)

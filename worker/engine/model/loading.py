@@ -64,6 +64,8 @@ class LoadOptions:
     """How many weights in int4 share a scale."""
     quantize_embeddings: bool = True
     """Whether to round the embedding and the output layer too, to int8."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """What K and V are rounded to; `auto`: they are not."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True

@@ -61,7 +61,7 @@ from promptq.worker.engine.model.cuda_graphs import (
 from promptq.worker.engine.model.load_check import CheckedModel, Verdict, check_model, model_length
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
-from promptq.worker.engine.model.quantizing import check_quantization, quantize
+from promptq.worker.engine.model.quantizing import check_quantization, is_quantized, quantize
 from promptq.worker.engine.model.trial_steps import (
     MOST_SAMPLING,
     SAMPLING,
@@ -158,7 +158,6 @@ class ModelRunner:
             release_weights(loaded.model)
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
-        self.quantization = options.quantization
         self.why_no_own_code = checked.why_no_own_code
         self.verdict = checked.verdict
         self._packer = Packer(cache.block_size, self.device)
@@ -223,9 +222,9 @@ class ModelRunner:
         checked = check_model(
             loaded, backends, limit, decoders=decoders, why_no_own_code=why_none, known=known
         )
-        if options.quantization != "none":
+        if is_quantized(options):
             progress("quantizing")
-            quantize(loaded, checked, options)
+            checked = quantize(loaded, checked, options, is_known=known is not None)
         if checked.decoder is not None:
             checked.decoder.arrange(loaded.model)
         give_back(device)

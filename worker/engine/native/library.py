@@ -25,6 +25,8 @@ class LayerCache(Structure):
         ("head_size", c_int64),
         ("block_stride", c_int64),
         ("head_stride", c_int64),
+        ("position_stride", c_int64),
+        ("is_int8", c_int64),
         ("pattern", Pattern),
     )
 

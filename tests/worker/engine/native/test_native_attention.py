@@ -107,6 +107,37 @@ def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype,
         assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], shape
 
 
+def in_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a cache as cache_rows.h says, and what they stand for."""
+    scale = (rows.float().abs().amax(-1, keepdim=True) / 127).bfloat16()
+    steps = (rows.float() / scale.float().clamp_min(1e-30)).round().clamp(-127, 127)
+    stored = torch.cat([steps.to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+    return stored, (steps * scale.float()).to(rows.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_rows_in_int8_are_what_they_stand_for(step: str, dtype: torch.dtype, seed: int) -> None:
+    """Also to the last bit for each row alone."""
+    for shape in SHAPES:
+        case = Case(STEPS[step], shape, dtype=dtype, device=CPU, seed=seed)
+        scoring, layout = Scoring(0.3, FULL), case.layout
+        case.attend(Native(), scoring)  # which writes K and V
+        keys, meant_keys = in_int8(case.cache.key)
+        values, meant_values = in_int8(case.cache.value)
+        rounded, meant = LayerCache(keys, values), LayerCache(meant_keys, meant_values)
+        rest = (case.query, layout.query_starts, layout.context_lens, layout.block_tables)
+        found, expected = over(rounded, scoring, *rest), over(meant, scoring, *rest)
+        assert off_by(found, expected.double()) < TOLERANCE[dtype], shape
+        row = 0
+        for index, (context, rows) in enumerate(case.step):
+            for position in range(context - rows, context):
+                query, table = case.query[row : row + 1], layout.block_tables[index : index + 1]
+                alone = over(rounded, scoring, query, [0, 1], [position + 1], table)
+                assert torch.equal(alone[0], found[row]), (shape, index, position)
+                row += 1
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_sequences_may_share_blocks(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:

@@ -138,6 +138,42 @@ def test_the_embedding_and_the_head_are_rounded_if_asked(
     assert isinstance(loaded.model.get_output_embeddings(), QuantizedLinear) == embeddings
 
 
+def test_a_cache_in_int8_holds_nearly_twice_the_tokens(tmp_path: Path, seed: int) -> None:
+    """Prompts that share a prefix share it there too, and log-probabilities hardly change."""
+    directory = str(save_model(tmp_path, "qwen3", SEED, **{**SHAPE, "head_dim": 64}))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB_SIZE, (60,), generator=generator).tolist()
+    found, tokens = {}, {}
+    for dtype in ("auto", "int8"):
+        runner = ModelRunner.load(
+            directory, options("none", dtype="bfloat16", kv_cache_dtype=dtype)
+        )
+        assert runner.why_no_own_code == ""
+        assert runner.is_row_invariant
+        layout = runner.kv_layout
+        tokens[dtype] = layout.num_blocks * layout.block_size
+        found[dtype] = torch.tensor(logprobs_of(runner, ids[:20], ids[20:]))
+        engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=256)
+        params = SamplingParams(temperature=0.0)
+        for index in range(3):
+            engine.add(EngineRequest(index, [*ids, 5 + index], params, seed=0, max_tokens=4))
+            while engine.has_work:
+                engine.step()
+        assert engine.stats.cached_tokens >= 2 * 56
+    assert 1.9 < tokens["int8"] / tokens["auto"] < 2
+    off = (found["int8"] - found["auto"]).abs().mean() / found["auto"].std()
+    print(f"off by {off:.4f} of their spread")
+    assert 0 < off < 0.05
+
+
+@pytest.mark.parametrize("others", [{}, {"quantization": "int4"}])
+def test_a_cache_in_int8_needs_native_code(others: dict[str, Any]) -> None:
+    loaded = LoadedModel("gpt2", make_model("gpt2", SEED), frozenset())
+    asked = options(**{"quantization": "none", "kv_cache_dtype": "int8", **others})
+    with pytest.raises(UnsupportedModelError, match=r"gpt2: .*--kv-cache-dtype int8 needs native"):
+        ModelRunner.of(loaded, asked)
+
+
 def test_what_was_rounded_and_copied_is_freed(tmp_path: Path) -> None:
     loaded = load_model(str(save_model(tmp_path, "llama", SEED, **SHAPE)), device=CPU)
     ModelRunner.of(loaded, options("int8"))
@@ -156,7 +192,7 @@ def test_a_decoder_that_computes_something_else_is_found_out(
         QuantizedWeight, "dequantized", lambda self, rows=None: of(self, rows).roll(1, -1)
     )
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)
-    with pytest.raises(UnsupportedModelError, match=r"of their spread.*omit --quantization"):
+    with pytest.raises(UnsupportedModelError, match=r"--quantization int8 changes logits by"):
         ModelRunner.load(str(directory), options("int8"))
 
 

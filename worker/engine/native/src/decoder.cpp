@@ -155,7 +155,7 @@ class DecoderOf : public Decoder {
     const int64_t num_kv_heads = shape_.num_kv_heads, position = step.positions[row];
     const LayerCache& cache = layer.cache;
     const int64_t place = step.layout.write_blocks[row] * cache.block_stride +
-                          step.layout.write_offsets[row] * size;
+                          step.layout.write_offsets[row] * cache.position_stride;
     for (int64_t index = first; index < first + count; ++index, head += size) {
       const int64_t kv_head = (index - num_heads) % num_kv_heads;
       const bool is_query = index < num_heads, is_value = index >= num_heads + num_kv_heads;
@@ -164,10 +164,16 @@ class DecoderOf : public Decoder {
         if (norm) rms_norm_row(head, norm, static_cast<float>(shape_.epsilon), size, head);
         rotate_row(head, cosine_ + position * rotary, sine_ + position * rotary, rotary);
       }
-      T* target = is_query ? query + (row * num_heads + index) * size
-                           : static_cast<T*>(is_value ? cache.values : cache.keys) + place +
-                                 kv_head * cache.head_stride;
-      std::copy_n(head, size, target);
+      if (is_query) {
+        std::copy_n(head, size, query + (row * num_heads + index) * size);
+        continue;
+      }
+      auto* rows = static_cast<uint8_t*>(is_value ? cache.values : cache.keys);
+      uint8_t* target = rows + place + kv_head * cache.head_stride;
+      if (cache.is_int8)
+        store_int8_row(head, size, target);
+      else
+        std::copy_n(head, size, reinterpret_cast<T*>(target));
     }
   }
 

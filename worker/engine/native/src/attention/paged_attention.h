@@ -7,11 +7,13 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
-#include "machine/elements.h"
-#include "attention/work_pieces.h"
+#include "attention/cache_rows.h"
 #include "attention/tile_attention.h"
+#include "attention/work_pieces.h"
+#include "machine/elements.h"
 #include "machine/vectors.h"
 
 namespace promptq {
@@ -19,8 +21,7 @@ namespace promptq {
 // scores[g * stride + i] = query[g] . rows[i] for kLanes keys.
 template <int Group, int NumSpans, typename T>
 void score(
-    const Factor<T>* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
-    int64_t stride) {
+    const Factor<T>* query, const T* const* rows, int64_t size, float* scores, int64_t stride) {
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
   if (NumSpans) size = NumSpans * kSpan;
   Vector products[Group][kLanes];
@@ -28,7 +29,7 @@ void score(
     Vector sums[Group] = {};
     for (int64_t s = 0; s < num_spans; ++s) {
       T padded[kSpan];
-      const T* key = whole_span(rows[i] + offset, s, size, padded);
+      const T* key = whole_span(rows[i], s, size, padded);
 #pragma GCC unroll 8
       for (int g = 0; g < Group; ++g) add_dot<T>(sums[g], query + (g * num_spans + s) * kSpan, key);
     }
@@ -42,8 +43,7 @@ void score(
 // sums[g] += weights[g * stride + i] * rows[i] for kLanes values.
 template <int Group, int NumSpans, typename T>
 void accumulate(
-    const Factor<T>* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
-    int64_t stride) {
+    const Factor<T>* weights, const T* const* rows, int64_t size, float* sums, int64_t stride) {
   // How many spans' sums fit into the registers. It is a constant, so the compiler keeps them there.
   constexpr int kTile =
       std::max(1, std::min(NumSpans, kRegisters / (4 * std::max(2, Group))));
@@ -61,8 +61,8 @@ void accumulate(
       for (int s = 0; s < kTile; ++s) {
         T padded[2][kSpan];
         const TwoValues<T> values(
-            whole_span(rows[i] + offset, from + s, size, padded[0]),
-            whole_span(rows[i + 1] + offset, from + s, size, padded[1]));
+            whole_span(rows[i], from + s, size, padded[0]),
+            whole_span(rows[i + 1], from + s, size, padded[1]));
 #pragma GCC unroll 8
         for (int g = 0; g < Group; ++g) values.add_to(totals[g][s], weights + g * stride + i);
       }
@@ -83,60 +83,80 @@ void in_groups(int64_t num_queries, const Work& work) {
   for (; query < num_queries; ++query) work(std::integral_constant<int, 1>(), query);
 }
 
-// Calls work(group, query, i, rows, offset) for `Group` queries at a time, each kLanes positions from
-// `begin` + i on and each KV head, whose rows are `offset` after `rows`. It goes block by block, and
-// through the heads within a block, in the order of memory, so that the processor reads ahead well.
-template <typename T, typename Work>
+// Calls work(group, query, i, rows) for `Group` queries at a time, each kLanes positions from `begin` + i on
+// and each KV head. It goes block by block, and through the heads within a block, in the order of memory,
+// so that the processor reads ahead well. Rows of integers are widened to R in `widened`.
+template <typename R, typename T, typename Work>
 void over_blocks(
-    const Piece<T>& piece, const std::vector<Stretch>& stretches, const T* cache, int64_t begin,
-    const Work& work) {
-  const T* rows[kLanes];
+    const Piece<T>& piece, const std::vector<Stretch>& stretches, const uint8_t* cache, int64_t begin,
+    R* widened, const Work& work) {
+  const uint8_t* found[kLanes];
+  const R* rows[kLanes];
   for (const Stretch& stretch : stretches)
     for (int64_t start = stretch.first / kLanes * kLanes; start < stretch.last; start += kLanes) {
-      piece.find_rows(stretch, cache, start, rows);
-      for (int64_t head = 0; head < piece.num_kv_heads; ++head)
+      piece.find_rows(stretch, cache, start, found);
+      for (int64_t head = 0; head < piece.num_kv_heads; ++head) {
+        for (int64_t i = 0; i < kLanes; ++i) {
+          const uint8_t* row = found[i] + head * piece.head_stride;
+          if (piece.is_int8) load_int8_row(row, piece.size, widened + i * piece.size);
+          rows[i] = piece.is_int8 ? widened + i * piece.size : reinterpret_cast<const R*>(row);
+        }
         in_groups(stretch.num_queries, [&](auto group, int64_t query) {
-          work(
-              group, head * piece.queries_each() + stretch.first_query + query, start - begin, rows,
-              head * piece.head_stride);
+          work(group, head * piece.queries_each() + stretch.first_query + query, start - begin, rows);
         });
+      }
     }
 }
 
-// Attention of one piece. `scratch` is reused.
-template <int NumSpans, typename T>
+// Attention of one piece, over rows in the cache of type R, or integers that are widened to it. `scratch`
+// is reused.
+template <int NumSpans, typename R, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();
   const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
   const int64_t queries_each = piece.queries_each(), num_queries = queries_each * piece.num_kv_heads;
   const int64_t begin = piece.begin(), length = piece.num_scores();
-  scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
+  scratch.assign(num_queries * (2 * padded_size + length) + kLanes * size, 0.0f);
   float* sums = scratch.data();                      // [num_queries, padded_size]
   float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
-  auto* queries = reinterpret_cast<Factor<T>*>(scores + num_queries * length);  // [num_queries, padded_size]
+  auto* queries = reinterpret_cast<Factor<R>*>(scores + num_queries * length);  // [num_queries, padded_size]
+  auto* widened = reinterpret_cast<R*>(scores + num_queries * (length + padded_size));  // [kLanes, size]
 
-  for (int64_t query = 0; query < num_queries; ++query)
-    lay_out(
-        piece.query + piece.offset_of(query / queries_each, query % queries_each), size,
-        queries + query * padded_size);
-  over_blocks(piece, stretches, piece.keys, begin, [&](auto group, int64_t query, int64_t i,
-                                                       const T* const* rows, int64_t offset) {
+  for (int64_t query = 0; query < num_queries; ++query) {
+    const T* row = piece.query + piece.offset_of(query / queries_each, query % queries_each);
+    for (int64_t d = 0; !std::is_same_v<R, T> && d < size; ++d) store(widened[d], load(row[d]));
+    if constexpr (std::is_same_v<R, T>)
+      lay_out(row, size, queries + query * padded_size);
+    else
+      lay_out(widened, size, queries + query * padded_size);
+  }
+  over_blocks(piece, stretches, piece.keys, begin, widened, [&](auto group, int64_t query, int64_t i,
+                                                                const R* const* rows) {
     score<group(), NumSpans>(
-        queries + query * padded_size, rows, offset, size, scores + query * length + i, length);
+        queries + query * padded_size, rows, size, scores + query * length + i, length);
   });
   for (int64_t query = 0; query < num_queries; ++query)
-    piece.template weigh<Factor<T>>(query % queries_each, begin, scores + query * length);
-  over_blocks(piece, stretches, piece.values, begin, [&](auto group, int64_t query, int64_t i,
-                                                         const T* const* rows, int64_t offset) {
+    piece.template weigh<Factor<R>>(query % queries_each, begin, scores + query * length);
+  over_blocks(piece, stretches, piece.values, begin, widened, [&](auto group, int64_t query, int64_t i,
+                                                                  const R* const* rows) {
     accumulate<group(), NumSpans>(
-        reinterpret_cast<const Factor<T>*>(scores + query * length) + i, rows, offset, size,
-        sums + query * padded_size, length * sizeof(float) / sizeof(Factor<T>));
+        reinterpret_cast<const Factor<R>*>(scores + query * length) + i, rows, size,
+        sums + query * padded_size, length * sizeof(float) / sizeof(Factor<R>));
   });
   for (int64_t query = 0; query < num_queries; ++query) {
     T* out = piece.out + piece.offset_of(query / queries_each, query % queries_each);
     for (int64_t place = 0; place < padded_size; ++place)
-      if (const int64_t d = place / kSpan * kSpan + TwoValues<T>::index_of(place % kSpan); d < size)
+      if (const int64_t d = place / kSpan * kSpan + TwoValues<R>::index_of(place % kSpan); d < size)
         store(out[d], sums[query * padded_size + place]);
+  }
+}
+
+template <typename R, typename T>
+void attend_over(const Piece<T>& piece, std::vector<float>& scratch) {
+  switch (piece.size) {  // the usual sizes, as constants
+    case 64: return attend<64 / kSpan, R>(piece, scratch);
+    case 128: return attend<128 / kSpan, R>(piece, scratch);
+    default: return attend<0, R>(piece, scratch);
   }
 }
 
@@ -146,11 +166,10 @@ void attend_sized(const Piece<T>& piece, std::vector<float>& scratch) {
   if constexpr (std::is_same_v<T, Bf16>)
     if (has_tiles()) return TileAttention(piece, scratch).run();
 #endif
-  switch (piece.size) {  // the usual sizes, as constants
-    case 64: return attend<64 / kSpan>(piece, scratch);
-    case 128: return attend<128 / kSpan>(piece, scratch);
-    default: return attend<0>(piece, scratch);
-  }
+  if (piece.is_int8)
+    attend_over<Factor<T>>(piece, scratch);
+  else
+    attend_over<T>(piece, scratch);
 }
 
 }  // namespace promptq

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/cache_rows.h"
 #include "attention/work_pieces.h"
 #include "machine/buffer.h"
 #include "machine/elements.h"
@@ -94,7 +95,7 @@ class TileAttention {
   // Rows of K or V for kTileRows positions, and rows that are used soon (`near`) and later (`far`).
   struct CacheTile {
     TilePlace rows;
-    const Bf16 *near, *far;
+    const uint8_t *near, *far;
 
     TilePlace at(int64_t span) const {
       return {static_cast<const Bf16*>(rows.first) + span * kTileInputs, rows.stride};
@@ -103,14 +104,14 @@ class TileAttention {
     void read_ahead(int64_t span) const {
 #pragma GCC unroll 16
       for (int64_t i = span * kTileSize; i < (span + 1) * kTileSize; i += kLine)
-        promptq::read_ahead(near + i, far + i);
+        promptq::read_ahead(near + i * sizeof(Bf16), far + i * sizeof(Bf16));
     }
   };
 
   // Calls work(tile, head, rows) for all tiles and all KV heads, in the order of memory. Before the tiles
   // of each stretch it calls configure(num_queries).
   template <typename Configure, typename Work>
-  void for_tiles(const Bf16* cache, const Configure& configure, const Work& work) {
+  void for_tiles(const uint8_t* cache, const Configure& configure, const Work& work) {
     const int64_t num_heads = piece_.num_kv_heads, stride = piece_.head_stride;
     const int64_t num_tiles = tiles_.size();
     const auto ahead = [&](int64_t index, int64_t head) {
@@ -122,25 +123,28 @@ class TileAttention {
       const Tile& tile = tiles_[index];
       const Stretch& stretch = tile.stretch;
       if (std::exchange(configured, &stretch) != &stretch) configure(stretch.num_queries);
-      const bool is_whole = piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
+      const bool is_whole = !piece_.is_int8 && piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
                             tile.start >= stretch.first && tile.start + kTileRows <= stretch.last;
       for (int64_t head = 0; head < num_heads; ++head) {
         const TilePlace rows =
-            is_whole ? TilePlace{cache + tile.offset + head * stride, bytes(piece_.size)}
+            is_whole ? TilePlace{cache + tile.offset + head * stride, piece_.position_stride}
                      : copy_rows(tile, cache + head * stride);
         work(tile, head, CacheTile{rows, ahead(index, head + kNear), ahead(index, head + kFar)});
       }
     }
   }
 
-  // Copies a tile whose rows are not in one place, not whole spans, or partly outside of the stretch.
-  // Memory outside may not be written yet, and zero times that need not be zero.
-  TilePlace copy_rows(const Tile& tile, const Bf16* head) {
-    const Bf16* rows[kTileRows];
+  // Copies a tile whose rows are not in one place, not whole spans, integers, or partly outside of the
+  // stretch. Memory outside may not be written yet, and zero times that need not be zero.
+  TilePlace copy_rows(const Tile& tile, const uint8_t* head) {
+    const uint8_t* rows[kTileRows];
     piece_.find_rows(tile.stretch, head, tile.start, rows);
     const int64_t whole = num_spans_ * kTileInputs;
     for (int64_t row = 0; row < kTileRows; ++row) {
-      std::copy_n(rows[row], piece_.size, copy_ + row * whole);
+      if (piece_.is_int8)
+        load_int8_row(rows[row], piece_.size, copy_ + row * whole);
+      else
+        std::memcpy(copy_ + row * whole, rows[row], bytes(piece_.size));
       std::fill_n(copy_ + row * whole + piece_.size, whole - piece_.size, Bf16(0));
     }
     return {copy_, bytes(whole)};

@@ -25,11 +25,11 @@ struct Pattern {
   }
 };
 
-// One layer's K [num_blocks, num_kv_heads, block_size, head_size] and V likewise, in fp32 or bf16. The strides
-// are those of the blocks and of the heads in a block.
+// One layer's K [num_blocks, num_kv_heads, block_size] of rows, and V likewise. A row has head_size of the
+// model's own numbers, or is as cache_rows.h says. The strides are in bytes.
 struct LayerCache {
   void *keys, *values;
-  int64_t num_kv_heads, block_size, head_size, block_stride, head_stride;
+  int64_t num_kv_heads, block_size, head_size, block_stride, head_stride, position_stride, is_int8;
   Pattern pattern;
 };
 
@@ -67,9 +67,10 @@ struct Piece {
   int64_t row_stride;
   const Row* rows;
   int64_t num_rows, shared;
-  const T *keys, *values;  // of the first KV head in block 0
-  int64_t block_stride, head_stride, block_size;
-  int64_t num_kv_heads, group, size;
+  const uint8_t *keys, *values;  // of the first KV head in block 0
+  int64_t block_stride, head_stride, position_stride;  // in bytes
+  bool is_int8;
+  int64_t block_size, num_kv_heads, group, size;
   Pattern pattern;
   float scale;
 
@@ -122,16 +123,17 @@ struct Piece {
   }
 
   int64_t offset_in_cache(const Stretch& stretch, int64_t position) const {  // of its first KV head
-    return stretch.blocks[position / block_size] * block_stride + position % block_size * size;
+    return stretch.blocks[position / block_size] * block_stride + position % block_size * position_stride;
   }
 
   // The first KV head's rows for kLanes positions from `start` on. A position outside of the stretch is
   // replaced by one inside.
-  void find_rows(const Stretch& stretch, const T* head, int64_t start, const T** found) const {
+  void find_rows(
+      const Stretch& stretch, const uint8_t* head, int64_t start, const uint8_t** found) const {
     const int64_t last = stretch.last - 1, place = std::clamp(start, stretch.first, last);
     int64_t block = place / block_size, offset = place % block_size;
     for (int i = 0; i < kLanes; ++i) {
-      found[i] = head + stretch.blocks[block] * block_stride + offset * size;
+      found[i] = head + stretch.blocks[block] * block_stride + offset * position_stride;
       if (start + i >= stretch.first && start + i < last && ++offset == block_size) offset = 0, ++block;
     }
   }
@@ -170,8 +172,9 @@ class Pieces {
     const int64_t in_block = part.kv_head * cache.head_stride;
     return Piece<T>{
         query + offset, out + offset, num_kv_heads_ * group_ * size, &rows_[part.first_row], part.num_rows,
-        part.shared, static_cast<const T*>(cache.keys) + in_block,
-        static_cast<const T*>(cache.values) + in_block, cache.block_stride, cache.head_stride, block_size_,
+        part.shared, static_cast<const uint8_t*>(cache.keys) + in_block,
+        static_cast<const uint8_t*>(cache.values) + in_block, cache.block_stride, cache.head_stride,
+        cache.position_stride, cache.is_int8 != 0, block_size_,
         std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size, cache.pattern, scale};
   }
 

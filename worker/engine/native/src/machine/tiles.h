@@ -36,8 +36,9 @@ struct TilePlace {
 // Starts to bring the line at `near` into the first-level cache and that at `far` into the second. The
 // first level alone allows too few requests at once to keep memory busy. (It is in assembler because
 // compilers remove calls of functions that only use the intrinsics.)
-inline void read_ahead(const Bf16* near, const Bf16* far) {
-  asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*near), "m"(*far));
+inline void read_ahead(const void* near, const void* far) {
+  const auto *first = static_cast<const uint8_t*>(near), *second = static_cast<const uint8_t*>(far);
+  asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*first), "m"(*second));
 }
 
 // What tiles hold. Rows are [rows, kTileInputs] in bf16, and columns are [kTileInputs / 2, columns, 2]; or
