@@ -24,6 +24,7 @@ from tests.processes import StartedWorker, started
 from tests.roles import as_role
 from tests.servers import embedded_server
 from tests.waiting import until
+from tests.worker.test_refused_starts import one_sentence, run
 
 LEASE_MS = 1500
 NUM_TOKENS = 300
@@ -191,6 +192,31 @@ def test_the_whole_text_is_that_of_a_quiet_run(
             log = server.xrange(Keys("default").tokens(request_id))
             assert log[-1][0].endswith(b"-1"), "nothing was written behind the last event"
             assert len(log) == len(events[name])
+
+
+def test_a_stream_of_quantized_weights_goes_on_exactly(url: str, tmp_path: Path) -> None:
+    """And a worker with other settings does not serve the queue."""
+    quantized = ("--dtype", "bfloat16", "--quantization", "int4", "--kv-cache-dtype", "int8")
+    options = ("--lease-ms", str(LEASE_MS), "--drain-seconds", "0")
+    asked = REQUESTS["biased"]
+    with (
+        redis.Redis.from_url(as_role("", url)) as server,
+        Client(url) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        server.flushall()
+        with started(tmp_path, url, *quantized, *options) as victim:
+            expected = told(read(client, enqueue(client, asked)))
+            request_id = enqueue(client, asked)
+            stream = threads.submit(read, client, request_id)
+            wait_for_progress(server, [request_id])
+            victim.process.kill()
+            with started(tmp_path, url, *quantized, *options):
+                events = stream.result()
+        refused = one_sentence(run("--redis", as_role("worker", url)))
+    assert "-int4-kv-int8), this worker has" in refused
+    assert told(events) == expected
+    assert events[0].attempt < events[-1].attempt, "the fault came too late"
 
 
 def test_a_prompt_is_scored_once_though_its_worker_was_killed(url: str, tmp_path: Path) -> None:

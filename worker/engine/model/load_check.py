@@ -340,9 +340,9 @@ def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) ->
     num_blocks = len(probes) * blocks_each
     cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
     for layer in cache.layers:
-        for rows in (layer.key, layer.value):
+        for part in (layer.key, layer.value):
             # In int8, a scale of such bytes is NaN.
-            rows.fill_(255 if rows.dtype == torch.uint8 else float("nan"))
+            part.fill_(255 if part.dtype == torch.uint8 else float("nan"))
     last = max(probe.first_position for probe in probes) + max(LENGTHS)
     packed_model = checked.on(loaded.model, cache, max(LENGTHS) + 1, last)
     packer = Packer(BLOCK_SIZE, device)
