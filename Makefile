@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update try-changes wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
+.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update try-changes wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-formats bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-quality bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -115,6 +115,14 @@ bench-pairs-at-server: bench-peers
 # What drafting gains where a text repeats itself, and costs where it does not.
 bench-drafting: $(SET_UP)
 	@$(BIN)/python -m benchmarks.engine.drafting $(ARGS)
+
+# Formats of weights, ours and llama.cpp's, in turns: ARGS="--model 54m" for a smaller model.
+bench-formats: $(SET_UP)
+	@$(BIN)/python -m benchmarks.engine.formats $(ARGS)
+
+# What a model loses to each format: perplexity, and the greedy tokens that stay the same.
+bench-quality: $(SET_UP)
+	@$(BIN)/python -m benchmarks.engine.quality $(ARGS)
 
 # What the gateway adds to a token, at 200 and at 2,000 streams: ARGS="--quick" tries it.
 bench-gateway: $(SET_UP)

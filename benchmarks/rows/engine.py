@@ -23,16 +23,23 @@ FORMATS: dict[str, dict[str, object]] = {
 }
 
 
-def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+def load(
+    model: str, max_num_seqs: int, max_model_len: int, kv_cache_bytes: int, format: str
+) -> Engine:
     settings = read_settings(
-        model=job.model,
+        model=model,
         dtype="bfloat16",
-        max_num_seqs=job.max_num_seqs,
-        max_model_len=job.max_model_len,
-        kv_cache_memory=str(job.kv_cache_bytes),
-        **FORMATS[job.format],
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_cache_memory=str(kv_cache_bytes),
+        **FORMATS[format],
     )
-    engine = build(settings).engine
+    return build(settings).engine
+
+
+def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    sizes = (job.max_num_seqs, job.max_model_len, job.kv_cache_bytes)
+    engine = load(job.model, *sizes, job.format)
     next_id = 1
     for workload in job.workloads:
         reset_peak(own_tree())

