@@ -124,7 +124,7 @@ def _built_for(features: set[str]) -> list[Path]:
 
 
 def name_for(kind: str) -> str:
-    return f"native-{_digest_with(kind)}-{kind}.so"
+    return f"native-{_digest_with(' '.join([kind, *KINDS[kind].flags]))}-{kind}.so"
 
 
 def _digest_with(processor: str) -> str:

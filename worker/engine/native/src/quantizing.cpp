@@ -1,7 +1,7 @@
 // Rounds weights to 8 or 4 bits. Threads share the rows.
 //
-// 8 bits: the largest number of a group is 127 or -127 steps. 4 bits: steps of some sizes are tried, and the one
-// with the least squared error is taken.
+// 8 bits: the largest number of a group is 127 or -127 steps. 4 bits: steps of some sizes are tried, and the
+// one with the least squared error is taken.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

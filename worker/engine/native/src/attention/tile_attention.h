@@ -123,8 +123,9 @@ class TileAttention {
       const Tile& tile = tiles_[index];
       const Stretch& stretch = tile.stretch;
       if (std::exchange(configured, &stretch) != &stretch) configure(stretch.num_queries);
-      const bool is_whole = !piece_.is_int8 && piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
-                            tile.start >= stretch.first && tile.start + kTileRows <= stretch.last;
+      const bool is_whole = !piece_.is_int8 && piece_.size % kTileInputs == 0 &&
+                            piece_.block_size % kTileRows == 0 && tile.start >= stretch.first &&
+                            tile.start + kTileRows <= stretch.last;
       for (int64_t head = 0; head < num_heads; ++head) {
         const TilePlace rows =
             is_whole ? TilePlace{cache + tile.offset + head * stride, piece_.position_stride}

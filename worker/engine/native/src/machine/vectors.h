@@ -147,8 +147,10 @@ struct TwoValues {
 template <>
 struct TwoValues<Bf16> {
   TwoValues(const Bf16* one, const Bf16* other)
-      : low(reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(load_as<__m512i>(one), load_as<__m512i>(other)))),
-        high(reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(load_as<__m512i>(one), load_as<__m512i>(other)))) {}
+      : low(reinterpret_cast<__m512bh>(
+            _mm512_unpacklo_epi16(load_as<__m512i>(one), load_as<__m512i>(other)))),
+        high(reinterpret_cast<__m512bh>(
+            _mm512_unpackhi_epi16(load_as<__m512i>(one), load_as<__m512i>(other)))) {}
 
   void add_to(Pair& sums, const Bf16* weights) const {
     const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load_as<int>(weights)));
