@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.step_buffers import StepKind
@@ -153,15 +154,15 @@ def test_the_warm_up_of_kernels_replays_no_graph(
 def test_the_ready_line_says_why_there_are_no_graphs(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runner = load_tiny(tmp_path)
-    assert _way(runner) == "no native code (it was not asked for)"
+    runner, settings = load_tiny(tmp_path), Settings()
+    assert _way(runner, settings) == "no native code (it was not asked for)"
     monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
-    assert _way(runner) == "no fused kernels (it was not asked for)"
+    assert _way(runner, settings) == "no fused kernels (it was not asked for)"
     monkeypatch.setattr(runner, "why_no_own_code", "")
-    assert _way(runner) == "fused kernels"
+    assert _way(runner, settings) == "fused kernels"
     cuda.breaks_captures = True
     monkeypatch.setattr(runner, "_model", graphed(TinyModel()))
-    assert _way(runner).endswith(f"no CUDA graphs ({runner.why_no_graphs})")
+    assert _way(runner, settings).endswith(f"no CUDA graphs ({runner.why_no_graphs})")
 
 
 def test_a_cuda_device_is_current_while_it_is_used(cuda: FakeCuda) -> None:
