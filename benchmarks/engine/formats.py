@@ -149,11 +149,15 @@ def _resident_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-formats", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="473m")
-    parser.add_argument("--rounds", type=int, default=5, help="of solo requests and of prompts")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of solo requests and of prompts, at least one"
+    )
     parser.add_argument("--bursts", type=int, default=3)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--start", choices=OURS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds: at least one is needed")
     shape = MODELS[options.model]
     folder = model_dir(shape, _CACHE)
     if options.start:

@@ -188,9 +188,9 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> N
 
     `asked` are the options that asked for it. Raises UnsupportedModelError.
     """
-    length = min(model_length(loaded, None) or _DECODER_POSITIONS, _DECODER_POSITIONS)
+    probes = _decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():
-        difference = _compare(loaded, checked, _probes(loaded, length), QUANTIZED_TOLERANCE)
+        difference = _compare(loaded, checked, probes, QUANTIZED_TOLERANCE)
     if not difference.is_tolerable:
         raise UnsupportedModelError(
             f"{loaded.family}: {asked} changes logits by {difference.median:.2g} of their spread in"
@@ -275,7 +275,7 @@ def _with_decoder(
     tolerance: float,
 ) -> CheckedModel:
     """`checked` with the first of our decoders that passes, or with the reasons why none does."""
-    probes = _probes(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
+    probes = _decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:
         tried = replace(checked, decoder=decoder, why_no_own_code="")
@@ -314,6 +314,10 @@ def _probes(loaded: LoadedModel, max_length: int | None) -> list[_Probe]:
         ids = [3 + (salt + 7919 * index) % max(1, vocab_size // 2 - 3) for index in range(length)]
         probes.append(_Probe(ids[:last], first_position))
     return probes
+
+
+def _decoder_probes(loaded: LoadedModel, max_length: int | None) -> list[_Probe]:
+    return _probes(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
 
 
 def _alone(loaded: LoadedModel, probe: _Probe, counts_rows: bool) -> torch.Tensor:

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "interface.h"
 #include "machine/buffer.h"
 #include "machine/elements.h"
+#include "machine/rounding.h"
 #include "machine/team.h"
 
 namespace promptq {
@@ -30,10 +30,6 @@ float extreme_of(const float* numbers, int64_t blocks) {
       least = std::min(least, numbers[i]);
     }
   return most > -least ? most : least;
-}
-
-inline float rounded(float number, float factor, float lowest, float highest) {
-  return std::min(std::max(lowest, std::nearbyint(number * factor)), highest);
 }
 
 float as_bf16(float number) {
@@ -101,13 +97,8 @@ void quantize_rows(
     std::vector<float> row(columns);
     std::vector<uint8_t> halves(bits == 4 ? columns : 0);
     team.share(rows, [&](int64_t index) {
-      int32_t most_bits = 0;
-#pragma omp simd reduction(max : most_bits)
-      for (int64_t i = 0; i < columns; ++i) {
-        row[i] = load(weight[index * columns + i]);
-        most_bits = std::max(most_bits, magnitude(row[i]));
-      }
-      if (most_bits >= magnitude(std::numeric_limits<float>::infinity()))
+      for (int64_t i = 0; i < columns; ++i) row[i] = load(weight[index * columns + i]);
+      if (!std::isfinite(largest_magnitude(row.data(), columns)))
         throw std::invalid_argument("it has a number that is not finite");
       uint8_t* to = numbers + index * row_bytes;
       quantize_row(

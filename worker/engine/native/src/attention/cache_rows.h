@@ -1,32 +1,21 @@
 // Rows of K and V in the cache: the model's own numbers, or integers of 8 bits and then their scale in bf16.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
 #include "machine/elements.h"
+#include "machine/rounding.h"
 
 namespace promptq {
 
 // Rounds a row of `size` numbers. One that is not finite makes the scale infinite or NaN.
 template <typename T>
 void store_int8_row(const T* row, int64_t size, uint8_t* to) {
-  int32_t most_bits = 0;
-#pragma omp simd reduction(max : most_bits)
-  for (int64_t d = 0; d < size; ++d) most_bits = std::max(most_bits, magnitude(load(row[d])));
-  float most;
-  std::memcpy(&most, &most_bits, sizeof most);
   Bf16 scale;
-  store(scale, most / 127.0f);
+  store(scale, largest_magnitude(row, size) / 127.0f);
   const float factor = load(scale) > 0.0f ? 1.0f / load(scale) : 0.0f;
-  auto* integers = reinterpret_cast<int8_t*>(to);
-#pragma omp simd
-  for (int64_t d = 0; d < size; ++d) {
-    const float rounded = std::nearbyint(load(row[d]) * factor);
-    integers[d] = static_cast<int32_t>(std::min(std::max(-127.0f, rounded), 127.0f));
-  }
+  round_to_int8(row, size, factor, reinterpret_cast<int8_t*>(to));
   std::memcpy(to + size, &scale, sizeof scale);
 }
 

@@ -124,11 +124,12 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
 
   for (int64_t query = 0; query < num_queries; ++query) {
     const T* row = piece.query + piece.offset_of(query / queries_each, query % queries_each);
-    for (int64_t d = 0; !std::is_same_v<R, T> && d < size; ++d) store(widened[d], load(row[d]));
-    if constexpr (std::is_same_v<R, T>)
+    if constexpr (std::is_same_v<R, T>) {
       lay_out(row, size, queries + query * padded_size);
-    else
+    } else {
+      for (int64_t d = 0; d < size; ++d) store(widened[d], load(row[d]));
       lay_out(widened, size, queries + query * padded_size);
+    }
   }
   over_blocks(piece, stretches, piece.keys, begin, widened, [&](auto group, int64_t query, int64_t i,
                                                                 const R* const* rows) {

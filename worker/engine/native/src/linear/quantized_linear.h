@@ -7,9 +7,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <stdexcept>
 #include <type_traits>
 
@@ -18,6 +16,7 @@
 #include "machine/buffer.h"
 #include "machine/elements.h"
 #include "machine/integers.h"
+#include "machine/rounding.h"
 #include "machine/tiles.h"
 #include "machine/vectors.h"
 
@@ -127,20 +126,11 @@ class QuantizedLinear : public Packed<T> {
 
   // A number that is not finite makes the scale infinite or NaN, and with it the row's results.
   static Rounded round_chunk(const T* x, int64_t count, int8_t* integers) {
-    int32_t most_bits = 0;
-#pragma omp simd reduction(max : most_bits)
-    for (int64_t i = 0; i < count; ++i) most_bits = std::max(most_bits, magnitude(load(x[i])));
-    float most;
-    std::memcpy(&most, &most_bits, sizeof most);
-    const float factor = most > 0.0f ? 127.0f / most : 0.0f;
+    const float most = largest_magnitude(x, count);
+    round_to_int8(x, count, most > 0.0f ? 127.0f / most : 0.0f, integers);
     int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; ++i) {
-      const float rounded = std::nearbyint(load(x[i]) * factor);
-      const int32_t integer = static_cast<int32_t>(std::min(std::max(-127.0f, rounded), 127.0f));
-      integers[i] = static_cast<int8_t>(integer);
-      sum += integer;
-    }
+    for (int64_t i = 0; i < count; ++i) sum += integers[i];
     return {most / 127.0f, sum * (1 << (Bits - 1))};
   }
 

@@ -32,13 +32,6 @@ inline void store(Bf16& place, float value) {
   place = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<Bf16>(rounded);
 }
 
-// The bits of the absolute value, which are in the order of the values. NaN is the most, then infinity.
-inline int32_t magnitude(float number) {
-  int32_t bits;
-  std::memcpy(&bits, &number, sizeof bits);
-  return bits & 0x7fffffff;
-}
-
 // out[d] = row[d] / rms(row) * weight[d], computed in fp32.
 template <typename T>
 void rms_norm_row(const T* row, const T* weight, float epsilon, int64_t size, T* out) {
