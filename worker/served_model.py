@@ -115,16 +115,27 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)
-    # What these change in the text is more than what processors do.
-    if settings.quantization != "none":
-        fingerprint += f"-{settings.quantization}"
-    if settings.kv_cache_dtype != "auto":
-        fingerprint += f"-kv-{settings.kv_cache_dtype}"
+    if is_native:
+        fingerprint += "".join(f"-{part}" for part in _formats(settings))
     return ModelIdentity(
         shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
         output_style(tokenizer.chat_template, tokenizer.response_template),
     )
+
+
+def _formats(settings: Settings) -> list[str]:
+    """What is rounded. It changes texts by more than processors do."""
+    formats: list[str] = []
+    if settings.quantization != "none":
+        formats.append(settings.quantization)
+        if settings.quantization == "int4" and settings.quantization_group != "32":
+            formats.append(settings.quantization_group)
+        if not settings.quantize_embeddings:
+            formats.append("layers")
+    if settings.kv_cache_dtype != "auto":
+        formats.append(f"kv-{settings.kv_cache_dtype}")
+    return formats
 
 
 def fits_beside_others(settings: Settings) -> bool:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.served_model import identify
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import batches, document
 from training.texts.chats import chat, exchange, story_exchange
@@ -299,3 +301,19 @@ def test_training_twice_gives_the_same_files(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "model.safetensors").read_bytes() != (
         tmp_path / "c" / "model.safetensors"
     ).read_bytes()
+
+
+def test_each_format_of_weights_is_another_model_for_a_queue() -> None:
+    """As it writes other texts. What does not apply changes nothing."""
+    formats: list[dict[str, Any]] = [
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "int4", "quantization_group": "128"},
+        {"quantization": "int4", "quantize_embeddings": False},
+        {"kv_cache_dtype": "int8"},
+    ]
+    fingerprints = [identify(Settings(**each)).fingerprint for each in formats]
+    assert len(set(fingerprints)) == len(formats)
+    without_effect = Settings(quantization_group="128", quantize_embeddings=False)
+    assert identify(without_effect).fingerprint == fingerprints[0]
