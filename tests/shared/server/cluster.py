@@ -35,6 +35,8 @@ class Node:
         self._command += ["--cluster-node-timeout", str(timeout_ms)]
         self._command += ["--repl-diskless-sync-delay", "0", "--aclfile", str(acl_file)]
         self._command += ["--cluster-require-full-coverage", "no"]
+        self._log = folder / f"node-{port}.log"
+        self._command += ["--logfile", str(self._log)]
         self.client: Any = redis.Redis(port=port, socket_timeout=2 * _MIGRATE_MS / 1000)
         self.start()
 
@@ -63,6 +65,11 @@ class Node:
     @property
     def role(self) -> str:
         return str(self.client.info("replication")["role"])
+
+    @property
+    def num_elections(self) -> int:
+        """How often it took the place of its primary."""
+        return self._log.read_text(errors="replace").count("Failover election won")
 
     def is_in_step(self) -> bool:
         """Whether it is a replica that has all that its primary has."""

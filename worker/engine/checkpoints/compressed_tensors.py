@@ -1,0 +1,82 @@
+"""Weights as compressed-tensors packs them, for example for llm-compressor.
+
+Source: https://github.com/vllm-project/compressed-tensors. How inputs were meant to be rounded is
+not read, because our products round them anyway, by smaller chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from promptq.shared.errors import UnsupportedModelError
+from promptq.worker.engine.checkpoints.fp8 import scaled
+from promptq.worker.engine.checkpoints.packed_integers import are_in_order, scattered, unpacked
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+_FORMATS = {
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "naive-quantized",
+    "pack-quantized",
+}
+
+
+class CompressedTensors:
+    """Checkpoints of the method `compressed-tensors`."""
+
+    marker = "weight_scale"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises UnsupportedModelError for what is not read."""
+        groups = (config.get("config_groups") or {}).values()
+        formats = {config.get("format"), *(it.get("format") for it in groups)} - {None}
+        schemes = [it.get("weights") or {} for it in groups]
+        sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+        problem = ""
+        if strange := formats - _FORMATS:
+            problem = f"its format {min(strange)!r} is none of {', '.join(sorted(_FORMATS))}"
+        elif strange := {it.get("num_bits", 8) for it in schemes} - {4, 8}:
+            problem = f"its weights have {min(strange)} bits, and 4 or 8 are read"
+        elif any(it.get("type") == "float" and it.get("num_bits") == 4 for it in schemes):
+            problem = "its weights are numbers of 4 bits with an exponent"
+        elif sparsity != "dense":
+            problem = f"its weights are sparse ({sparsity})"
+        elif (config.get("transform_config") or {}).get("config_groups"):
+            problem = "it transforms inputs"
+        if problem:
+            raise UnsupportedModelError(f"compressed-tensors: {problem}")
+        blocks = [it["block_structure"] for it in schemes if it.get("block_structure")]
+        self._block = blocks[0] if blocks else None
+        self.bits = min((it.get("num_bits", 8) for it in schemes), default=8)
+
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
+        """Of a linear layer. Raises KeyError for a part that is missing."""
+        scales = parts[self.marker]
+        if "weight_packed" in parts:
+            packed, (outputs, inputs) = parts["weight_packed"], parts["weight_shape"].tolist()
+            bits = 8 if packed.shape[1] > -(-inputs // 8) else 4
+            numbers = unpacked(packed, bits)[:, :inputs]
+        else:
+            weight = parts["weight"]
+            if weight.dtype.is_floating_point:
+                return scaled(weight, scales, self._block)
+            (outputs, inputs), bits = weight.shape, 8
+            numbers = (weight.short() + 128).to(torch.uint8)
+        scales = scales.float().reshape(-1, scales.shape[-1] if scales.dim() == 2 else 1)
+        scales = scales.expand(outputs, -1)
+        offsets = None
+        if (zeros := parts.get("weight_zero_point")) is not None:
+            if zeros.dtype == torch.int32:  # packed along the outputs
+                zeros = unpacked(zeros.T, bits).T[:outputs]
+            else:
+                zeros = zeros.reshape(-1, scales.shape[1]).short() + (1 << (bits - 1))
+            offsets = -zeros.float() * scales
+        group = -(-inputs // scales.shape[1])
+        if (groups := parts.get("weight_g_idx")) is not None and not are_in_order(groups, group):
+            return scattered(numbers, scales, offsets, groups, bits)
+        return QuantizedWeight.of_numbers(numbers, scales, bits, group, offsets)

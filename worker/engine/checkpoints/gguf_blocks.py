@@ -1,0 +1,90 @@
+"""The blocks of GGUF files in the form of our products.
+
+Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of an
+output; what it holds is described where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+
+def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
+    """A scale in fp16, then 32 integers with a sign."""
+    scales, numbers = _halves(blocks[..., :2]), blocks[..., 2:].view(torch.int8).short() + 128
+    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 32)
+
+
+def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
+    """A scale in fp16, then bytes that have inputs 0 to 15 in the lower half, 16 to 31 in the
+    upper."""
+    scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
+    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 4, 32)
+
+
+def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """Factors of scales and of minima in fp16; 8 scales and 8 minima of 6 bits in 12 bytes; then
+    four times 32 bytes, each with 32 inputs in the lower halves and 32 in the upper."""
+    factors, packed = _halves(blocks[..., :4]), blocks[..., 4:16]
+    low, middle, high = _split(packed, 3, 4).unbind(-2)
+    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
+    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
+    numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
+    return QuantizedWeight.of_numbers(
+        numbers.flatten(1),
+        (factors[..., :1] * scales).flatten(1),
+        4,
+        32,
+        (-factors[..., 1:] * minima).flatten(1),
+    )
+
+
+def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """The lower 4 bits of all integers, the upper 2, 16 scales with a sign, and their factor in
+    fp16. Each half has 64 and 32 bytes for its four times 32 inputs."""
+    low = _split(blocks[..., :128], 2, 2, 32)
+    low = torch.stack((low & 15, low >> 4), -3).flatten(-3, -2)
+    high = _split(blocks[..., 128:192], 2, 1, 32)
+    high = high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1) & 3
+    numbers = (low | high << 4) + (128 - 32)
+    scales = _halves(blocks[..., 208:]) * blocks[..., 192:208].view(torch.int8)
+    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 16)
+
+
+_READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
+    "Q8_0": (34, _q8_0),
+    "Q4_0": (18, _q4_0),
+    "Q4_K": (144, _q4_k),
+    "Q6_K": (210, _q6_k),
+}
+"""The bytes of a block, and what reads it."""
+
+
+def has_products(kind: str) -> bool:
+    """Whether blocks of this type can be multiplied as they are."""
+    return kind in _READERS
+
+
+def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
+    """Bytes [outputs, bytes of a row] of this type."""
+    size, read = _READERS[kind]
+    return read(_split(rows, -1, size))
+
+
+def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The last dimension as several."""
+    return data.reshape(*data.shape[:-1], *sizes)
+
+
+def _halves(data: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., 2 n] as fp16, in fp32 [..., n]."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] as 4 bits [..., 2 n], first all lower halves."""
+    return torch.cat((data & 15, data >> 4), -1)

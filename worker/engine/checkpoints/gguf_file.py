@@ -1,0 +1,178 @@
+"""Reads a GGUF file of llama.cpp: its configuration through transformers, its weights through the
+package gguf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
+from promptq.worker.engine.checkpoints.gguf_blocks import has_products, read_blocks
+from promptq.worker.engine.checkpoints.location import library_arguments
+from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ROTATED = ("attn_q", "attn_k")
+"""The weights whose rows the converter of the architecture `llama` arranges by pairs."""
+_LLAMA3_FREQUENCIES = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""What all models with rope scaling of the kind `llama3` have, and a GGUF file does not say."""
+_LLAMA3_POSITIONS = 8192
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFFile:
+    """The file is mapped, and read where it is needed."""
+
+    generation_config: GenerationConfig | None = None
+
+    def __init__(self, source: str) -> None:
+        """Raises ModelNotFoundError, and UnsupportedModelError for a file that is not served."""
+        self.source = source
+        try:
+            self._reader: Any = GGUFReader(source)
+        except (OSError, ValueError, IndexError, KeyError) as error:
+            raise ModelNotFoundError(
+                f"{source}: is no GGUF file that can be read: {error}"
+            ) from error
+        self._architecture = self._field("general.architecture")
+        if (parts := self._field("split.count")) and parts > 1:
+            raise UnsupportedModelError(
+                f"{source}: is one of {parts} parts; make one file of them with"
+                " llama-gguf-split --merge"
+            )
+        if self._architecture not in _ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{source}: is of the architecture {self._architecture!r}, and GGUF files of"
+                f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files"
+            )
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.config = self._config()
+
+    @property
+    def _kinds(self) -> set[str]:
+        """The types of its matrices, such as Q4_0."""
+        return {it.tensor_type.name for it in self._tensors.values() if len(it.shape) > 1}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its matrices were saved in: bf16 if they are quantized."""
+        kinds = self._kinds
+        return _DTYPES[kinds.pop()] if len(kinds) == 1 and kinds <= set(_DTYPES) else torch.bfloat16
+
+    def num_parameters(self) -> int:
+        return sum(int(tensor.n_elements) for tensor in self._tensors.values())
+
+    def _config(self) -> PreTrainedConfig:
+        folder, arguments = library_arguments(self.source)
+        try:
+            config: Any = AutoConfig.from_pretrained(folder, **arguments)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UnsupportedModelError(f"{self.source}: {error}") from error
+        if (size := self._own_field("attention.key_length")) is not None:
+            config.head_dim = int(size)
+        if self._own_field("rope.scaling.type") not in (None, "none"):
+            raise UnsupportedModelError(
+                f"{self.source}: its positions are scaled by"
+                f" {self._own_field('rope.scaling.type')!r}, which is not read from GGUF files;"
+                " use a directory of safetensors files"
+            )
+        if _LLAMA3_FREQUENCIES in self._tensors:
+            self._scale_positions(config)
+        ends = [self._field(f"tokenizer.ggml.{name}") for name in _END_TOKENS]
+        config.eos_token_id = sorted({int(it) for it in ends if it is not None}) or None
+        config.dtype = self.dtype
+        made: PreTrainedConfig = config
+        return made
+
+    def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
+        """For a model that computes in `dtype`.
+
+        Raises UnsupportedModelError if a weight is missing or unknown.
+        """
+        blocks = sorted(self._kinds - _DTYPES.keys())
+        saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
+        for name, place in self._places().items():
+            tensor = self._tensors[place]
+            kind = tensor.tensor_type.name
+            rows = self._rows(place)
+            if has_products(kind):
+                weight = read_blocks(torch.from_numpy(tensor.data.copy()), kind)
+                saved.add(
+                    name.removesuffix(".weight"), weight if rows is None else weight.rows(rows)
+                )
+                continue
+            # The package has no numpy type for bf16, so this widens it as well.
+            numbers = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+            saved.add_tensor(name, (numbers if rows is None else numbers[rows]).clone())
+        return saved
+
+    def _places(self) -> dict[str, str]:
+        """The tensor of each of the model's parameters."""
+        numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+        names = get_tensor_name_map(numbers[self._architecture], self.config.num_hidden_layers)
+        makes: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            model = makes.from_config(self.config)
+        places = {}
+        for parameter, _ in model.named_parameters():  # shared ones only once
+            module, _, part = parameter.rpartition(".")
+            places[parameter] = f"{names.get_name(module)}.{part}"
+        if missing := [place for place in places.values() if place not in self._tensors]:
+            raise UnsupportedModelError(
+                f"{self.source}: {len(missing)} weights that {type(model).__name__} needs are"
+                f" missing, for example {missing[0]}"
+            )
+        if unknown := self._tensors.keys() - places.values() - {_LLAMA3_FREQUENCIES}:
+            raise UnsupportedModelError(
+                f"{self.source}: it has {len(unknown)} tensors that {type(model).__name__} does not"
+                f" know, for example {min(unknown)}"
+            )
+        return places
+
+    def _rows(self, place: str) -> torch.Tensor | None:
+        """The order in which transformers has the rows of a weight, if it is another one."""
+        part = place.split(".")[-2]
+        if self._architecture != "llama" or part not in _ROTATED:
+            return None
+        config: Any = self.config
+        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+        rows = torch.arange(heads * config.head_dim)
+        return rows.view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
+
+    def _scale_positions(self, config: Any) -> None:
+        """Set the rope scaling whose factors of frequencies the file has."""
+        factors = torch.from_numpy(self._tensors[_LLAMA3_FREQUENCIES].data.copy())
+        plain = dict(config.rope_parameters)
+        config.rope_parameters = {
+            **plain,
+            **_LLAMA3,
+            "rope_type": "llama3",
+            "factor": float(factors.max()),
+            "original_max_position_embeddings": _LLAMA3_POSITIONS,
+        }
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        expected = plain["rope_theta"] ** -exponents / factors
+        if scaled.shape != expected.shape or not torch.allclose(scaled, expected, rtol=1e-4):
+            raise UnsupportedModelError(
+                f"{self.source}: its positions are scaled in a way that is not that of Llama 3;"
+                " use a directory of safetensors files"
+            )
+
+    def _own_field(self, name: str) -> Any:
+        return self._field(f"{self._architecture}.{name}")
+
+    def _field(self, name: str) -> Any:
+        field = self._reader.get_field(name)
+        return None if field is None else field.contents()

@@ -1,0 +1,55 @@
+"""Weights as GPTQModel, AutoGPTQ and others pack them in the format `gptq`.
+
+Source: https://github.com/ModelCloud/GPTQModel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from promptq.shared.errors import UnsupportedModelError
+from promptq.worker.engine.checkpoints.packed_integers import (
+    are_in_order,
+    offsets_of,
+    scattered,
+    unpacked,
+)
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+_FORMATS = {"gptq": 1, "gptq_v2": 0}
+"""What is added to the zeros in the file."""
+
+
+class GPTQ:
+    """Checkpoints of the method `gptq`."""
+
+    marker = "qweight"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises UnsupportedModelError for what is not read."""
+        format = config.get("checkpoint_format", "gptq")
+        self.bits: int = config.get("bits", 0)
+        if format not in _FORMATS:
+            raise UnsupportedModelError(
+                f"gptq: its format {format!r} is none of {', '.join(_FORMATS)}"
+            )
+        if self.bits not in (4, 8):
+            raise UnsupportedModelError(
+                f"gptq: its weights have {self.bits} bits, and 4 or 8 are read"
+            )
+        self._added = _FORMATS[format]
+
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
+        """Of a linear layer. Raises KeyError for a part that is missing."""
+        numbers = unpacked(parts["qweight"].T, self.bits)
+        scales = parts["scales"].T.float()
+        zeros = unpacked(parts["qzeros"], self.bits).T.short() + self._added
+        offsets = offsets_of(zeros, scales, self.bits)
+        group = -(-numbers.shape[1] // scales.shape[1])
+        groups = parts.get("g_idx")
+        if groups is not None and not are_in_order(groups, group):
+            return scattered(numbers, scales, offsets, groups, self.bits)
+        return QuantizedWeight.of_numbers(numbers, scales, self.bits, group, offsets)

@@ -1,0 +1,74 @@
+"""Where the files of a model are: a directory, a GGUF file, or a name of a model hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from promptq.shared.errors import ModelNotFoundError
+
+_GGUF = ".gguf"
+
+
+def is_gguf(name_or_dir: str) -> bool:
+    return name_or_dir.endswith(_GGUF)
+
+
+def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` of transformers takes for a configuration or a tokenizer."""
+    if not is_gguf(name_or_dir):
+        return name_or_dir, {}
+    file = Path(name_or_dir).expanduser()
+    return str(file.parent), {"gguf_file": file.name}
+
+
+def check_source(name_or_dir: str) -> str:
+    """The directory or GGUF file, checked to hold a model, or the hub name as it is.
+
+    Raises ModelNotFoundError.
+    """
+    place = Path(name_or_dir).expanduser()
+    if place.is_dir():
+        _check_directory(place, name_or_dir)
+        return str(place)
+    if is_gguf(name_or_dir):
+        if not place.is_file():
+            raise ModelNotFoundError(f"{name_or_dir}: there is no such file")
+        return str(place)
+    if place.exists():
+        raise ModelNotFoundError(
+            f"{name_or_dir}: is neither a model directory nor a file that ends with {_GGUF}"
+        )
+    if name_or_dir.startswith(("/", ".", "~")) or name_or_dir.count("/") != 1:
+        raise ModelNotFoundError(
+            f"{name_or_dir}: there is no such directory, and a hub name is like owner/name"
+        )
+    return name_or_dir
+
+
+def _check_directory(directory: Path, name: str) -> None:
+    if not any(directory.glob("*.safetensors")) and (files := sorted(directory.glob(f"*{_GGUF}"))):
+        raise ModelNotFoundError(
+            f"{name}: has no *.safetensors weights; to serve its GGUF file, name that:"
+            f" --model {files[0]}"
+        )
+    if not (directory / "config.json").is_file():
+        raise ModelNotFoundError(f"{name}: has no config.json, so it is no model directory")
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise ModelNotFoundError(f"{name}: config.json is not JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelNotFoundError(f"{name}: config.json has no model_type")
+
+
+def check_weights(source: str) -> None:
+    """Refuse a directory without weights. For a hub name, the library reports that itself.
+
+    Raises ModelNotFoundError.
+    """
+    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"{source}: has no *.safetensors weights, and no other format of a directory is"
+            " supported"
+        )

@@ -1,0 +1,185 @@
+"""A directory of safetensors files, or what a hub has by a name."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
+from promptq.worker.engine.checkpoints.awq import AWQ
+from promptq.worker.engine.checkpoints.compressed_tensors import CompressedTensors
+from promptq.worker.engine.checkpoints.fp8 import FP8
+from promptq.worker.engine.checkpoints.gptq import GPTQ
+from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
+from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+
+class Format(Protocol):
+    """Reads the layers of one way to quantize."""
+
+    marker: str
+    """The part of a layer's tensors that tells that it is quantized."""
+    bits: int
+    """How many bits of a word of 32 a number has."""
+
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor: ...
+
+
+_FORMATS: dict[str, type[CompressedTensors] | type[GPTQ] | type[AWQ] | type[FP8]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "fp8": FP8,
+}
+_LARGEST_HEADER = 100_000_000
+"""Bytes that the header of a safetensors file may have, as its library has it."""
+
+
+class ModelFolder:
+    """Its weights may be quantized by another tool."""
+
+    def __init__(self, source: str, trust_remote_code: bool) -> None:
+        """Raises ModelNotFoundError, and UnsupportedModelError for weights that are not read."""
+        self.source = source
+        self.config = _load_config(source, trust_remote_code)
+        # The library would look for the tool that quantized the weights.
+        settings = self.config.__dict__.pop("quantization_config", None)
+        if settings is not None and not isinstance(settings, dict):
+            settings = settings.to_dict()
+        self._method = "" if settings is None else str(settings.get("quant_method"))
+        self._format = None if settings is None else _format(source, settings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model was saved in, or was before it was quantized."""
+        saved = getattr(self.config, "dtype", None)
+        return saved if isinstance(saved, torch.dtype) else torch.float32
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """For quantized weights; for others the library reads it."""
+        if self._format is None or not (self._folder() / "generation_config.json").exists():
+            return None
+        config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
+        return config
+
+    def num_parameters(self) -> int:
+        """0 for a hub name, whose files may not be here yet."""
+        if not Path(self.source).is_dir():
+            return 0
+        packed = 1 if self._format is None else 32 // self._format.bits
+        return sum(
+            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
+            for file in Path(self.source).glob("*.safetensors")
+            for name, tensor in _header(file).items()
+            if name != "__metadata__"
+        )
+
+    def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
+        """The weights for a model that computes in `dtype`; None if they are not quantized.
+
+        Raises UnsupportedModelError for a layer that lacks a part, and SafetensorError for a file
+        that cannot be read.
+        """
+        if self._format is None:
+            return None
+        saved = SavedWeights(self._method, dtype)
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(safe_open(file, "pt"))
+                for file in sorted(self._folder().glob("*.safetensors"))
+            ]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            marked = {_module(name) for name in places if _part(name) == self._format.marker}
+            layers: dict[str, dict[str, Any]] = defaultdict(dict)
+            for name, file in places.items():
+                if _module(name) in marked and _part(name) != "bias":
+                    layers[_module(name)][_part(name)] = file
+                else:
+                    saved.add_tensor(name, file.get_tensor(name))
+            for module, parts in layers.items():
+                tensors = {it: file.get_tensor(f"{module}.{it}") for it, file in parts.items()}
+                saved.add(module, self._weight(self._format, module, tensors))
+        return saved
+
+    def _weight(
+        self, format: Format, module: str, parts: dict[str, torch.Tensor]
+    ) -> QuantizedWeight | torch.Tensor:
+        layer = f"{self.source}: the {self._method} layer {module}"
+        try:
+            return format.weight(parts)
+        except KeyError as error:
+            raise UnsupportedModelError(
+                f"{layer} has no {error.args[0]}, only {', '.join(sorted(parts))}"
+            ) from error
+        except (RuntimeError, ValueError) as error:  # sizes that do not belong together
+            raise UnsupportedModelError(f"{layer} has parts of wrong sizes: {error}") from error
+
+    def _folder(self) -> Path:
+        here = Path(self.source)
+        return here if here.is_dir() else Path(snapshot_download(self.source))
+
+
+def _format(source: str, settings: Mapping[str, Any]) -> Format:
+    method = settings.get("quant_method")
+    if method not in _FORMATS:
+        raise UnsupportedModelError(
+            f"{source}: its weights are quantized by the method {method!r}, and those of"
+            f" {', '.join(_FORMATS)} are read"
+        )
+    try:
+        return _FORMATS[method](settings)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{source}: {error}") from error
+
+
+def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        if "model type" in str(error) and "does not recognize" in str(error):
+            raise UnsupportedModelError(
+                f"{source}: the installed transformers does not know this family: "
+                f"{first_sentence(error)}"
+            ) from error
+        raise ModelNotFoundError(f"{source}: {first_sentence(error)}") from error
+    remote_classes: dict[str, str] = getattr(config, "auto_map", None) or {}
+    is_remote = trust_remote_code and "AutoModelForCausalLM" in remote_classes
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_remote:
+        raise ModelNotFoundError(
+            f"{source}: is not a causal language model (its family is {config.model_type!r})"
+        )
+    return config
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors. Empty if it is damaged, which shows later."""
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            header: dict[str, Any] = json.loads(content.read(min(size, _LARGEST_HEADER)))
+    except ValueError:
+        return {}
+    return header
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _part(name: str) -> str:
+    return name.rpartition(".")[2]
