@@ -17,6 +17,7 @@ from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.settings import Settings, flag_of
 from promptq.worker.engine.api.messages import Engine
 from promptq.worker.engine.api.progress import Progress, unheard
+from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
 from promptq.worker.engine_port import EnginePort
@@ -103,7 +104,7 @@ def identify(settings: Settings) -> ModelIdentity:
         return ModelIdentity(MODEL_FREE, MODEL_FREE)
     name = settings.model or str(MODEL_DIR)
     if settings.engine == NATIVE:
-        from promptq.worker.engine.model.loading import check_source, check_weights
+        from promptq.worker.engine.checkpoints.location import check_source, check_weights
 
         check_weights(check_source(name))
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
@@ -148,9 +149,10 @@ def fits_beside_others(settings: Settings) -> bool:
     from promptq.worker.engine.model.backend_choice import resolve_device
 
     memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
-    folder = str(_folder(settings.model or str(MODEL_DIR)))
     device = resolve_device(settings.device)
-    return loading.fits_beside_others(folder, device, settings.dtype, memory)
+    return loading.fits_beside_others(
+        settings.model or str(MODEL_DIR), device, settings.dtype, memory
+    )
 
 
 def _build_model_free(settings: Settings, memory: int | None) -> Served:
@@ -295,6 +297,8 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
 
 def _way(runner: ModelRunner, settings: Settings) -> str:
     way = runner.own_code
+    if runner.saved_format:
+        way += f", weights of {runner.saved_format}"
     if settings.quantization != "none":
         way += f", weights in {settings.quantization}"
     if settings.kv_cache_dtype != "auto":
@@ -332,14 +336,16 @@ def shown_name(settings: Settings) -> str:
     if settings.model is None:
         return MODEL_NAME
     path = Path(settings.model)
+    if is_gguf(settings.model):
+        return path.stem
     return path.resolve().name if path.is_dir() else settings.model
 
 
 def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     """A hash that tells models apart, of the sizes and beginnings of a model's files.
 
-    A safetensors file begins with the names and shapes of all its tensors. A machine whose worker
-    forwards may have it or not.
+    A safetensors or GGUF file begins with the names and shapes of all its tensors. A machine whose
+    worker forwards may have it or not.
     """
     folder = _folder(name_or_dir)
     digest = hashlib.sha256()
@@ -347,6 +353,8 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     files = [folder / name for name in names if (folder / name).exists()]
     if with_weights:
         files += sorted(folder.glob("*.safetensors"))
+    if is_gguf(name_or_dir):
+        files = [Path(name_or_dir).expanduser()]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as content:
@@ -355,8 +363,8 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
 
 
 def _folder(name_or_dir: str) -> Path:
-    """Where a model's files are, that was loaded from a directory or by its hub name."""
-    folder = Path(name_or_dir)
+    """Where a model's files are, that was loaded from there or by its hub name."""
+    folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

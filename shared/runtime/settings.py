@@ -77,27 +77,29 @@ class Settings(BaseSettings):
 
     model: str | None = Field(
         None,
-        description="local directory or hub name; default: the shipped model; `model-free`"
-        " serves letters without any model, to try or to load-test a queue",
+        description="local directory, GGUF file, or hub name; default: the shipped model;"
+        " `model-free` serves letters without any model, to try or to load-test a queue",
     )
     served_model_name: str | None = Field(
         None,
         min_length=1,
         max_length=200,
         description="name by which clients ask for the model; default: the hub name, or the name of"
-        " the directory",
+        " the directory or file",
     )
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model; leave it off unless you read it"
     )
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: as the model was saved"
+        "auto",
+        description="auto: as the model was saved, but bfloat16 for float16 with quantized weights"
+        " on a CPU",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
         description="round the weights when the model is loaded, on a CPU: int8, or int4 with a"
-        " scale for each group",
+        " scale for each group; those that the files have in 8 or 4 bits stay as they are",
     )
     quantization_group: Literal["32", "128"] = Field(
         "32", description="how many weights in int4 share a scale; 128 takes 8% less memory"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
+from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.text.detokenizer import Decode
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
@@ -112,9 +113,12 @@ class HuggingFaceTokenizer:
         """Raises ModelNotFoundError when there is no tokenizer."""
         from transformers import AutoTokenizer
 
+        place, arguments = library_arguments(name_or_dir)
         try:
             return cls(
-                AutoTokenizer.from_pretrained(name_or_dir, trust_remote_code=trust_remote_code),
+                AutoTokenizer.from_pretrained(
+                    place, trust_remote_code=trust_remote_code, **arguments
+                ),
                 max_prompt_tokens,
             )
         except (OSError, ValueError, KeyError) as error:

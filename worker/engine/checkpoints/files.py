@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from promptq.shared.runtime.extras import require
-from promptq.worker.engine.checkpoints.location import check_source, check_weights, is_gguf
+from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 
@@ -34,7 +34,6 @@ def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
     """Raises ModelNotFoundError if there is no model at that place, UnsupportedModelError if it is
     not read, and ConfigurationError if a package is missing."""
     source = check_source(name_or_dir)
-    check_weights(source)
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)
     require("a GGUF file", "gguf")

@@ -26,21 +26,38 @@ def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 4, 32)
 
 
+def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
+    """A scale in fp16, the upper bits of all inputs in 4 bytes, and the lower bits as in Q4_0."""
+    scales, upper = _halves(blocks[..., :2]), _bits(blocks[..., 2:6]).flatten(-2)
+    numbers = (_nibbles(blocks[..., 6:]) | upper << 4) + (128 - 16)
+    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 32)
+
+
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Factors of scales and of minima in fp16; 8 scales and 8 minima of 6 bits in 12 bytes; then
-    four times 32 bytes, each with 32 inputs in the lower halves and 32 in the upper."""
+    """Scales and minima; then four times 32 bytes, each with 32 inputs in the lower halves and 32
+    in the upper."""
+    scales, offsets = _scales_and_offsets(blocks)
+    numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
+    return QuantizedWeight.of_numbers(numbers.flatten(1), scales, 4, 32, offsets)
+
+
+def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """The same, and between them 32 bytes: bit i of a byte is the upper bit of its place in the 32
+    inputs that are number i."""
+    scales, offsets = _scales_and_offsets(blocks)
+    upper = _bits(blocks[..., 16:48]).transpose(-1, -2).flatten(-2)
+    numbers = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2) | upper << 4
+    return QuantizedWeight.of_numbers(numbers.flatten(1), scales, 8, 32, offsets)
+
+
+def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both [outputs, groups]. A block begins with their two factors in fp16, then 8 scales and 8
+    minima of 6 bits in 12 bytes."""
     factors, packed = _halves(blocks[..., :4]), blocks[..., 4:16]
     low, middle, high = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
     minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
-    numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
-    return QuantizedWeight.of_numbers(
-        numbers.flatten(1),
-        (factors[..., :1] * scales).flatten(1),
-        4,
-        32,
-        (-factors[..., 1:] * minima).flatten(1),
-    )
+    return (factors[..., :1] * scales).flatten(1), (-factors[..., 1:] * minima).flatten(1)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -55,23 +72,20 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 16)
 
 
-_READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
+READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
     "Q8_0": (34, _q8_0),
     "Q4_0": (18, _q4_0),
+    "Q5_0": (22, _q5_0),
     "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
 }
 """The bytes of a block, and what reads it."""
 
 
-def has_products(kind: str) -> bool:
-    """Whether blocks of this type can be multiplied as they are."""
-    return kind in _READERS
-
-
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
     """Bytes [outputs, bytes of a row] of this type."""
-    size, read = _READERS[kind]
+    size, read = READERS[kind]
     return read(_split(rows, -1, size))
 
 
@@ -83,6 +97,11 @@ def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
 def _halves(data: torch.Tensor) -> torch.Tensor:
     """Bytes [..., 2 n] as fp16, in fp32 [..., n]."""
     return data.contiguous().view(torch.float16).float()
+
+
+def _bits(data: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] as bits [..., n, 8], the lowest first."""
+    return data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
 
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:

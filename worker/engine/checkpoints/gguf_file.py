@@ -16,7 +16,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
-from promptq.worker.engine.checkpoints.gguf_blocks import has_products, read_blocks
+from promptq.worker.engine.checkpoints.gguf_blocks import READERS, read_blocks
 from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 
@@ -57,6 +57,11 @@ class GGUFFile:
                 f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files"
             )
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        if strange := self._kinds - READERS.keys() - _DTYPES.keys():
+            raise UnsupportedModelError(
+                f"{source}: has weights of the type {min(strange)}, and {', '.join(READERS)},"
+                f" {', '.join(_DTYPES)} are read"
+            )
         self.config = self._config()
 
     @property
@@ -106,13 +111,12 @@ class GGUFFile:
             tensor = self._tensors[place]
             kind = tensor.tensor_type.name
             rows = self._rows(place)
-            if has_products(kind):
+            if kind in READERS:
                 weight = read_blocks(torch.from_numpy(tensor.data.copy()), kind)
                 saved.add(
                     name.removesuffix(".weight"), weight if rows is None else weight.rows(rows)
                 )
                 continue
-            # The package has no numpy type for bf16, so this widens it as well.
             numbers = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
             saved.add_tensor(name, (numbers if rows is None else numbers[rows]).clone())
         return saved

@@ -19,7 +19,8 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()
-    return str(file.parent), {"gguf_file": file.name}
+    # A file of the same name in the current folder would come before a name alone.
+    return str(file.parent), {"gguf_file": str(file.absolute())}
 
 
 def check_source(name_or_dir: str) -> str:

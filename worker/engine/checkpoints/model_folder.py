@@ -22,6 +22,7 @@ from promptq.worker.engine.checkpoints.compressed_tensors import CompressedTenso
 from promptq.worker.engine.checkpoints.fp8 import FP8
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
+from promptq.worker.engine.checkpoints.location import check_weights
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -43,6 +44,7 @@ _FORMATS: dict[str, type[CompressedTensors] | type[GPTQ] | type[AWQ] | type[FP8]
     "awq": AWQ,
     "fp8": FP8,
 }
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
 """Bytes that the header of a safetensors file may have, as its library has it."""
 
@@ -54,6 +56,7 @@ class ModelFolder:
         """Raises ModelNotFoundError, and UnsupportedModelError for weights that are not read."""
         self.source = source
         self.config = _load_config(source, trust_remote_code)
+        check_weights(source)
         # The library would look for the tool that quantized the weights.
         settings = self.config.__dict__.pop("quantization_config", None)
         if settings is not None and not isinstance(settings, dict):
@@ -108,11 +111,20 @@ class ModelFolder:
                 if _module(name) in marked and _part(name) != "bias":
                     layers[_module(name)][_part(name)] = file
                 else:
-                    saved.add_tensor(name, file.get_tensor(name))
+                    saved.add_tensor(name, self._plain(name, file.get_tensor(name)))
             for module, parts in layers.items():
                 tensors = {it: file.get_tensor(f"{module}.{it}") for it, file in parts.items()}
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
+
+    def _plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _part(name) == "weight" and tensor.dtype not in _PLAIN:
+            assert self._format is not None
+            raise UnsupportedModelError(
+                f"{self.source}: {name} is in {tensor.dtype}, and there is no"
+                f" {_module(name)}.{self._format.marker}"
+            )
+        return tensor
 
     def _weight(
         self, format: Format, module: str, parts: dict[str, torch.Tensor]

@@ -122,13 +122,14 @@ class NativeDecoder(LlamaDecoder):
         projections = (layer.query, layer.key, layer.value)
         biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
         qkv_bias = torch.cat(biases) if biases else None
-        qkv = _stacked(projections)  # kept until it is copied
         self._kept += [cache.key, cache.value]
         self._native.decoder_add_layer(
             self._decoder,
             library.LayerWeights(
                 input_norm=self._keep(layer.input_norm),
-                qkv=self._native_weight(qkv),
+                query=self._weight(layer.query),
+                key=self._weight(layer.key),
+                value=self._weight(layer.value),
                 qkv_bias=self._given(qkv_bias),
                 query_norm=self._keep(layer.query_norm),
                 key_norm=self._keep(layer.key_norm),
@@ -143,26 +144,18 @@ class NativeDecoder(LlamaDecoder):
         )
 
     def _weight(self, module: nn.Linear | nn.Embedding) -> library.Weight:
-        return self._native_weight(_weight_of(module))
+        weight = _weight_of(module)
+        if isinstance(weight, QuantizedWeight):
+            return native_weight(weight)
+        return library.Weight(numbers=self._given(weight), bits=8 * self._dtype.itemsize)
 
     def _kept_weight(self, module: nn.Embedding) -> library.Weight:
         """The same, of a weight that the native code goes on to read."""
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
-            self._kept += [weight.numbers, weight.scales]
-            return self._native_weight(weight)
+            self._kept += weight.tensors
+            return native_weight(weight)
         return library.Weight(numbers=self._keep(weight), bits=8 * self._dtype.itemsize)
-
-    def _native_weight(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        if not isinstance(weight, QuantizedWeight):
-            bits = 8 * self._dtype.itemsize
-            return library.Weight(numbers=self._given(weight), bits=bits)
-        return library.Weight(
-            numbers=weight.numbers.data_ptr(),
-            scales=weight.scales.data_ptr(),
-            bits=weight.bits,
-            group=weight.group,
-        )
 
     def _given(self, weight: torch.Tensor | None) -> int | None:
         """The address of numbers, if there are any."""
@@ -187,13 +180,15 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
     return module.weight
 
 
-def _stacked(linears: Sequence[nn.Linear]) -> torch.Tensor | QuantizedWeight:
-    """One weight, with the outputs of all."""
-    weights = [_weight_of(linear) for linear in linears]
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if quantized:
-        return QuantizedWeight.stacked(quantized)
-    return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
+def native_weight(weight: QuantizedWeight) -> library.Weight:
+    """What the native code is told of a quantized weight, which has to be kept meanwhile."""
+    return library.Weight(
+        numbers=weight.numbers.data_ptr(),
+        scales=weight.scales.data_ptr(),
+        offsets=None if weight.offsets is None else weight.offsets.data_ptr(),
+        bits=weight.bits,
+        group=weight.group,
+    )
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:

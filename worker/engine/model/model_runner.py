@@ -159,6 +159,8 @@ class ModelRunner:
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
         self.why_no_own_code = checked.why_no_own_code
+        self.saved_format = loaded.format
+        """How the model's files are quantized, in words; empty if they are not."""
         self.verdict = checked.verdict
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
@@ -222,7 +224,7 @@ class ModelRunner:
         checked = check_model(
             loaded, backends, limit, decoders=decoders, why_no_own_code=why_none, known=known
         )
-        if is_quantized(options):
+        if is_quantized(loaded, options):
             progress("quantizing")
             checked = quantize(loaded, checked, options, is_known=known is not None)
         if checked.decoder is not None:

@@ -1,10 +1,13 @@
-"""Rounds the weights of a loaded model, and its KV cache, for the native decoder."""
+"""Gives the native decoder weights of few bits, saved or rounded, and such a KV cache."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.llama.native_decoder import NativeDecoder
@@ -15,10 +18,12 @@ from promptq.worker.engine.quantization.modules import quantize_model
 
 BITS = {"int8": 8, "int4": 4}
 
+logger = logging.getLogger(__name__)
 
-def is_quantized(options: LoadOptions) -> bool:
-    """Whether anything is rounded."""
-    return bool(_asked(options))
+
+def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
+    """Whether anything was saved in few bits, or is to be rounded."""
+    return bool(loaded.format or _asked(options))
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
@@ -43,31 +48,59 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
 def quantize(
     loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
 ) -> CheckedModel:
-    """Round the weights of a checked model in place, and check what the decoder makes of them,
-    unless this is known. Returns the model with the cache that was asked for.
+    """Replace the weights of a checked model by quantized ones, and check what the decoder makes of
+    them, unless this is known. Returns the model with the cache that was asked for.
 
-    Raises UnsupportedModelError if no native decoder serves the model.
+    Weights that were saved in few bits are served as wide numbers where there is no native decoder.
+    Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
     asked = _asked(options)
     if checked.decoder is not NativeDecoder:
-        raise UnsupportedModelError(
-            f"{loaded.family}: {asked} needs native code, which does not serve this model"
-            f" ({checked.why_no_own_code})"
-        )
-    if options.quantization != "none":
-        bits = BITS[options.quantization]
-        group = options.quantization_group if bits == 4 else None
-        try:
-            quantize_model(loaded.model, bits, group, embeddings=options.quantize_embeddings)
-        except NativeError as error:
+        if asked:
             raise UnsupportedModelError(
-                f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
-            ) from error
+                f"{loaded.family}: {asked} needs native code, which does not serve this model"
+                f" ({checked.why_no_own_code})"
+            )
+        _warn_of_wide(loaded, "all", checked.why_no_own_code)
+        loaded.quantized.clear()
+        return checked
+    bits = BITS.get(options.quantization)
+    if loaded.format and bits is None and (wide := _wide(loaded)):
+        _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
+    try:
+        quantize_model(
+            loaded.model,
+            bits,
+            options.quantization_group,
+            embeddings=options.quantize_embeddings,
+            saved=loaded.quantized,
+        )
+    except NativeError as error:
+        raise UnsupportedModelError(
+            f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
+        ) from error
+    loaded.quantized.clear()  # the modules have them
     if options.kv_cache_dtype == "int8":
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
     if not is_known:
-        check_quantized(loaded, checked, asked)
+        check_quantized(loaded, checked, asked or f"the quantization {loaded.format}")
     return checked
+
+
+def _wide(loaded: LoadedModel) -> int:
+    """How many linear layers have no weights of few bits, beside the output layer."""
+    model: Any = loaded.model
+    linears = {name for name, it in model.named_modules() if type(it) is nn.Linear}
+    heads = {name for name, it in model.named_modules() if it is model.get_output_embeddings()}
+    return len(linears - loaded.quantized.keys() - heads)
+
+
+def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    logger.warning(
+        "%s of the linear layers of %s (%s) take the memory and time of %s: %s",
+        *(which, loaded.name, loaded.format, dtype, reason),
+    )
 
 
 def _asked(options: LoadOptions) -> str:

@@ -62,6 +62,7 @@ class Weight(Structure):
     _fields_ = (
         ("numbers", c_void_p),
         ("scales", c_void_p),
+        ("offsets", c_void_p),
         ("bits", c_int64),
         ("group", c_int64),
     )
@@ -80,7 +81,9 @@ class ModelWeights(Structure):
 class LayerWeights(Structure):
     _fields_ = (
         ("input_norm", c_void_p),
-        ("qkv", Weight),
+        ("query", Weight),
+        ("key", Weight),
+        ("value", Weight),
         ("qkv_bias", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),

@@ -6,6 +6,7 @@ that code of our own can be compared with them. They are too slow to serve.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer. Its parameter `weight` is empty."""
+    """A linear layer of a model in `dtype`. Its parameter `weight` is empty."""
 
-    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=bias is not None, device="meta")
-        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         if bias is not None:
             self.bias = bias
         self.quantized = weight
@@ -37,7 +40,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         super().__init__(*weight.shape, device="meta")
-        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         self.quantized = weight
         self._dtype = dtype
 
@@ -46,23 +49,39 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 def quantize_model(
-    model: PreTrainedModel, bits: int, group: int | None, *, embeddings: bool
+    model: PreTrainedModel,
+    bits: int | None = None,
+    group: int | None = None,
+    *,
+    embeddings: bool = False,
+    saved: Mapping[str, QuantizedWeight] | None = None,
 ) -> None:
-    """Round the weights of all linear layers, and free what they were rounded from.
+    """Replace the linear layers by quantized ones, and free their weights.
 
-    With `embeddings`, the embedding and the output layer are rounded to 8 bits. Otherwise they stay
-    as they are.
+    The weights that were `saved` quantized, by module, are taken. The others are rounded if there
+    are `bits`, and with `embeddings` the embedding and the output layer too, to 8 bits. Otherwise
+    they stay as they are. Raises NativeError if a weight cannot be rounded.
     """
+    saved = saved or {}
     whole: Any = model  # its class is only partly typed
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head:
-            quantized = QuantizedWeight.of(module.weight, bits, group)
-            model.set_submodule(name, QuantizedLinear(quantized, module.bias))
-    if not embeddings:
-        return
+    dtype = model.dtype
+    names = {module: name for name, module in model.named_modules()}
+
+    def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> QuantizedWeight | None:
+        if (weight := saved.get(names[module])) is not None or bits is None:
+            return weight
+        return QuantizedWeight.of(module.weight, bits, group if bits == 4 else None)
+
+    for module, name in names.items():
+        is_inner = type(module) is nn.Linear and module is not head
+        if is_inner and (weight := quantized(module, bits)) is not None:
+            model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
+    bits_of_ends = 8 if bits is not None and embeddings else None
     is_tied = head.weight is embedding.weight
-    of_head = QuantizedWeight.of(head.weight, 8)
-    of_embedding = of_head if is_tied else QuantizedWeight.of(embedding.weight, 8)
-    whole.set_input_embeddings(QuantizedEmbedding(of_embedding, model.dtype))
-    whole.set_output_embeddings(QuantizedLinear(of_head, head.bias))
+    of_embedding = quantized(embedding, bits_of_ends)
+    of_head = of_embedding if is_tied else quantized(head, bits_of_ends)
+    if of_embedding is not None:
+        whole.set_input_embeddings(QuantizedEmbedding(of_embedding, dtype))
+    if of_head is not None:
+        whole.set_output_embeddings(QuantizedLinear(of_head, head.bias, dtype))

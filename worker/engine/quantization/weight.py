@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,16 +12,18 @@ from promptq.worker.engine.native.library import load_native
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs] on a CPU. A number is `scale * (n - 2 ** (bits - 1))`, and `group`
-    inputs of an output share a scale."""
+    """A weight [outputs, inputs] on a CPU, whose inputs share a scale and an offset by groups. A
+    number is `scale * n + offset`."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs]; of 4 bits, two of a row share a byte, the lower half first."""
     scales: torch.Tensor
-    """fp32 [outputs, ceil(inputs / group)]."""
+    """fp32 [outputs, ceil(inputs / group)]; beside 4 bits, native code keeps them in fp16."""
     bits: int
     group: int
     inputs: int
+    offsets: torch.Tensor | None = None
+    """The same as scales; None: they are `-2 ** (bits - 1) * scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
@@ -43,32 +44,78 @@ class QuantizedWeight:
         return cls(numbers, scales, bits, group, inputs)
 
     @classmethod
-    def stacked(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Their outputs, one after the other. All have the same bits, groups and inputs."""
-        (kind,) = {(each.bits, each.group, each.inputs) for each in weights}
-        numbers = torch.cat([each.numbers for each in weights])
-        return cls(numbers, torch.cat([each.scales for each in weights]), *kind)
+    def of_numbers(
+        cls,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        bits: int,
+        group: int,
+        offsets: torch.Tensor | None = None,
+    ) -> QuantizedWeight:
+        """From `numbers` [outputs, inputs], which are in their range without a sign, and what they
+        stand for, both [outputs, ceil(inputs / group)]. Scales and offsets are rounded as they are
+        kept. Raises ValueError if they have another shape, or are not finite."""
+        inputs = numbers.shape[1]
+        numbers = numbers.to(torch.uint8)
+        if bits == 4:
+            numbers = nn.functional.pad(numbers, (0, inputs % 2))
+            numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+        scales = _as_kept(scales, bits)
+        offsets = None if offsets is None else _as_kept(offsets, bits)
+        wanted = (len(numbers), -(-inputs // group))
+        for factors in (scales, scales if offsets is None else offsets):
+            if factors.shape != wanted:
+                raise ValueError(f"scales or offsets {tuple(factors.shape)} in place of {wanted}")
+            if not factors.isfinite().all():
+                raise ValueError("a scale or an offset is not finite, or too large for 16 bits")
+        return cls(numbers.contiguous(), scales, bits, group, inputs, offsets)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs, inputs."""
         return len(self.numbers), self.inputs
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [it for it in (self.numbers, self.scales, self.offsets) if it is not None]
+
+    @property
+    def has_native_products(self) -> bool:
+        """Whether groups have a size that native code multiplies (linear/quantized_linear.h)."""
+        if self.group >= self.inputs:
+            return True
+        if self.bits == 4:
+            return self.group % 32 == 0
+        step = 64 if self.group <= 512 else 512
+        return self.group in (16, 32) or self.group % step == 0
+
+    def rows(self, rows: torch.Tensor) -> QuantizedWeight:
+        """Some of its outputs, in this order."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], offsets=offsets)
+
     def dequantized(self, rows: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [outputs, inputs], or some of its rows."""
-        numbers, scales = self.numbers, self.scales
         if rows is not None:
-            numbers, scales = numbers[rows], scales[rows]
+            return self.rows(rows).dequantized()
+        numbers = self.numbers
         if self.bits == 4:
             numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
             numbers = numbers[..., : self.inputs]
         padded = nn.functional.pad(numbers, (0, -self.inputs % self.group))
         groups = padded.float().view(*padded.shape[:-1], -1, self.group)
-        scales = scales.unsqueeze(-1)
-        zero = -(2 ** (self.bits - 1)) * scales
-        return torch.addcmul(zero, groups, scales).flatten(-2)[..., : self.inputs]
+        scales = self.scales.unsqueeze(-1)
+        if self.offsets is None:
+            offsets = -(2 ** (self.bits - 1)) * scales
+        else:
+            offsets = self.offsets.unsqueeze(-1)
+        return torch.addcmul(offsets, groups, scales).flatten(-2)[..., : self.inputs]
 
     def released(self) -> QuantizedWeight:
         """What is left of it when its numbers are not needed any more."""
-        nothing = (self.numbers.new_empty(0), self.scales.new_empty(0))
-        return QuantizedWeight(*nothing, self.bits, self.group, self.inputs)
+        nothing = self.scales.new_empty(0)
+        return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
+
+
+def _as_kept(factors: torch.Tensor, bits: int) -> torch.Tensor:
+    return (factors.half() if bits == 4 else factors).float().contiguous()

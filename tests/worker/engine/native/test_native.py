@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.llama.native_decoder import native_weight
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.native import build
@@ -241,11 +244,16 @@ def as_rounded(x: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("rows", "inputs", "columns"), SIZES)
+@pytest.mark.parametrize("has_offsets", [False, True], ids=["", "offsets"])
 @pytest.mark.parametrize(
     ("bits", "group", "chunk"),
-    [(8, None, 512), (8, 32, 32), (8, 128, 128), (8, 1024, 512), (4, 32, 32), (4, 128, 32)],
+    [
+        *[(8, None, 512), (8, 16, 16), (8, 32, 32), (8, 128, 128), (8, 1024, 512)],
+        *[(4, 32, 32), (4, 128, 32)],
+    ],
 )
 def test_products_with_quantized_weights(
+    has_offsets: bool,
     bits: int,
     group: int | None,
     chunk: int,
@@ -261,7 +269,10 @@ def test_products_with_quantized_weights(
     x[:, 0] *= 50  # one number sets the scale of its chunk
     bias = draw(generator, dtype, columns)
     quantized = QuantizedWeight.of(weight, bits, group)
-    given = Weight(quantized.numbers.data_ptr(), quantized.scales.data_ptr(), bits, quantized.group)
+    if has_offsets:
+        offsets = draw(generator, torch.float32, *quantized.scales.shape).half().float()
+        quantized = replace(quantized, offsets=offsets)
+    given = native_weight(quantized)
     found = product(x, given, columns, bias, in_tiles=False)
     chunk = chunk if quantized.group < inputs else (32 if bits == 4 else 512)
     (rounded, doubt), numbers = as_rounded(x, chunk), quantized.dequantized().double()
@@ -279,16 +290,24 @@ def test_a_number_that_is_not_finite_stays_visible(number: float) -> None:
     x, weight = torch.ones(3, 64), torch.ones(5, 64)
     x[1, 40] = number
     quantized = QuantizedWeight.of(weight, 8)
-    given = Weight(quantized.numbers.data_ptr(), quantized.scales.data_ptr(), 8, 64)
-    found = product(x, given, 5, None, in_tiles=False)
+    found = product(x, native_weight(quantized), 5, None, in_tiles=False)
     assert torch.equal(found.isfinite().all(1), torch.tensor([True, False, True]))
 
 
 def test_groups_of_other_sizes_are_refused() -> None:
     quantized = QuantizedWeight.of(torch.ones(5, 96), 4, 48)
-    given = Weight(quantized.numbers.data_ptr(), quantized.scales.data_ptr(), 4, 48)
-    with pytest.raises(NativeError, match="32, 64, 128, 256 or a multiple of 512"):
-        product(torch.ones(1, 96), given, 5, None, in_tiles=False)
+    assert not quantized.has_native_products
+    with pytest.raises(NativeError, match="4 bits have a multiple of 32"):
+        product(torch.ones(1, 96), native_weight(quantized), 5, None, in_tiles=False)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_each_size_of_groups_is_multiplied_or_refused(bits: int) -> None:
+    for group in (8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512, 768, 1024):
+        quantized = QuantizedWeight.of(torch.ones(5, 2048), bits, group)
+        can_multiply = quantized.has_native_products
+        with nullcontext() if can_multiply else pytest.raises(NativeError, match="groups"):
+            product(torch.ones(1, 2048), native_weight(quantized), 5, None, in_tiles=False)
 
 
 def test_without_a_compiler_the_reason_is_told(

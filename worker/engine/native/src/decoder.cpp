@@ -28,26 +28,28 @@ class DecoderOf : public Decoder {
         cosine_(weights.cosine), sine_(weights.sine), norm_(numbers(weights.norm)),
         num_threads_(num_threads),
         head_(
-            {matrix(weights.head, shape.vocab_size, shape.size)}, nullptr, kGranule, num_threads,
-            memory_, kHeadSlices) {}
+            shape.vocab_size, one(matrix(weights.head, shape.vocab_size, shape.size)), nullptr, kGranule,
+            num_threads, memory_, kHeadSlices) {}
 
   void add_layer(const LayerWeights& weights) override {
     const int64_t size = shape_.size, inner_size = shape_.inner_size;
     const int64_t query_size = shape_.num_heads * shape_.head_size;
-    const int64_t qkv_size = query_size + 2 * shape_.num_kv_heads * shape_.head_size;
-    const auto linear = [&](std::vector<Matrix> stacked, const void* bias, int64_t granule) {
-      return Linear<T>(stacked, numbers(bias), granule, num_threads_, memory_);
+    const int64_t kv_size = shape_.num_kv_heads * shape_.head_size;
+    const auto linear = [&](int64_t outputs, const auto& weights_of, const void* bias, int64_t granule) {
+      return Linear<T>(outputs, weights_of, numbers(bias), granule, num_threads_, memory_);
     };
+    const Matrix query = matrix(weights.query, query_size, size);
+    const Matrix key = matrix(weights.key, kv_size, size), value = matrix(weights.value, kv_size, size);
+    const Matrix gate = matrix(weights.gate, inner_size, size), up = matrix(weights.up, inner_size, size);
     layers_.push_back(Layer{
         numbers(weights.input_norm),
-        linear({matrix(weights.qkv, qkv_size, size)}, weights.qkv_bias, shape_.head_size),
-        numbers(weights.query_norm), numbers(weights.key_norm),
-        linear({matrix(weights.output, size, query_size)}, weights.output_bias, kGranule),
-        numbers(weights.inner_norm),
         linear(
-            {matrix(weights.gate, inner_size, size), matrix(weights.up, inner_size, size)}, nullptr,
-            kGranule),
-        linear({matrix(weights.down, size, inner_size)}, nullptr, kGranule), weights.cache});
+            query_size + 2 * kv_size, one_after_another({query, key, value}), weights.qkv_bias,
+            shape_.head_size),
+        numbers(weights.query_norm), numbers(weights.key_norm),
+        linear(size, one(matrix(weights.output, size, query_size)), weights.output_bias, kGranule),
+        numbers(weights.inner_norm), linear(inner_size, side_by_side({gate, up}), nullptr, kGranule),
+        linear(size, one(matrix(weights.down, size, inner_size)), nullptr, kGranule), weights.cache});
   }
 
   void run(const Step& step) override {
@@ -143,7 +145,7 @@ class DecoderOf : public Decoder {
   static const T* numbers(const void* weight) { return static_cast<const T*>(weight); }
 
   static Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
-    return {weight.numbers, weight.scales, weight.bits, weight.group, outputs, inputs};
+    return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs};
   }
 
   // Norm and rotate `count` heads of a row, from the model's head `first` on, and store them: queries in
@@ -245,10 +247,12 @@ const char* linear(
     int64_t outputs, int64_t inputs, const void* bias, void* y) {
   using namespace promptq;
   return guarded([&] {
-    const Matrix matrix{weight->numbers, weight->scales, weight->bits, weight->group, outputs, inputs};
+    const Matrix matrix{weight->numbers, weight->scales, weight->offsets, weight->bits, weight->group,
+                        outputs, inputs};
     WeightMemory memory;
     const auto multiply = [&]<typename T>(std::unique_ptr<Packed<T>> packed) {
-      packed->multiply(static_cast<const T*>(x), rows, static_cast<const T*>(bias), static_cast<T*>(y));
+      packed->multiply(
+          static_cast<const T*>(x), rows, static_cast<const T*>(bias), static_cast<T*>(y), outputs);
     };
     if (!is_bf16)
       multiply(pack<float>(matrix, memory));

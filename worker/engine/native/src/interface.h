@@ -24,7 +24,7 @@ struct ModelShape {
 // The weight of a linear layer [outputs, inputs]; see Matrix.
 struct Weight {
   const void* numbers;
-  const float* scales;
+  const float *scales, *offsets;
   int64_t bits, group;
 };
 
@@ -39,13 +39,13 @@ struct ModelWeights {
 // As long as the decoder: norms, K and V. The others are copied. Biases, query_norm and key_norm may be null.
 struct LayerWeights {
   const void* input_norm;             // [size]
-  Weight qkv;                         // [(num_heads + 2 num_kv_heads) head_size, size]
-  const void* qkv_bias;
+  Weight query, key, value;           // [num_heads head_size, size] and [num_kv_heads head_size, size]
+  const void* qkv_bias;               // of all three, one after the other
   const void *query_norm, *key_norm;  // [head_size]
   Weight output;                      // [size, num_heads head_size]
   const void* output_bias;
   const void* inner_norm;             // [size]
-  Weight gate, up;                    // [inner_size, size], with the same bits and groups
+  Weight gate, up;                    // [inner_size, size]
   Weight down;                        // [size, inner_size]
   LayerCache cache;
 };

@@ -32,8 +32,8 @@ float extreme_of(const float* numbers, int64_t blocks) {
   return most > -least ? most : least;
 }
 
-float as_bf16(float number) {
-  Bf16 half;
+float as_fp16(float number) {
+  Fp16 half;
   store(half, number);
   return load(half);
 }
@@ -41,7 +41,7 @@ float as_bf16(float number) {
 // A group of 4 bits: steps of -8 to 7. Scales are rounded as they are kept.
 float scale_of_4_bits(const float* numbers, int64_t blocks) {
   const float extreme = extreme_of(numbers, blocks);
-  float best = as_bf16(extreme / -8.0f), most_explained = 0.0f;
+  float best = as_fp16(extreme / -8.0f), most_explained = 0.0f;
   // The largest number is so many steps. If these are more than there are, it is cut off.
   for (float steps : {-8.0f, -7.4f, -8.6f}) {
     const float factor = extreme != 0.0f ? steps / extreme : 0.0f;
@@ -57,7 +57,7 @@ float scale_of_4_bits(const float* numbers, int64_t blocks) {
     const float explained = with_itself > 0.0f ? with_numbers * with_numbers / with_itself : 0.0f;
     if (explained > most_explained) {
       most_explained = explained;
-      best = as_bf16(with_numbers / with_itself);
+      best = as_fp16(with_numbers / with_itself);
     }
   }
   return best;
@@ -74,6 +74,7 @@ void quantize_row(
     std::fill(std::copy_n(row + first, count, padded.begin()), padded.end(), 0.0f);
     *scales = bits == 8 ? std::fabs(extreme_of(padded.data(), blocks)) / 127.0f
                         : scale_of_4_bits(padded.data(), blocks);
+    if (!std::isfinite(*scales)) throw std::invalid_argument("it has numbers too large for 4 bits");
     const float factor = *scales != 0.0f ? 1.0f / *scales : 0.0f;
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i)

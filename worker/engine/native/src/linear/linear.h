@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -36,29 +37,59 @@ struct Range {
   int64_t first, count;
 };
 
+// The rows of weights that a slice of a layer's outputs needs, in the order of its results.
+using WeightsOf = std::function<std::vector<Matrix>(Range outputs)>;
+
+inline WeightsOf one(const Matrix& weight) {
+  return [=](Range outputs) { return std::vector{weight.some_rows(outputs.first, outputs.count)}; };
+}
+
+// An output has a result of each weight.
+inline WeightsOf side_by_side(const std::vector<Matrix>& weights) {
+  return [=](Range outputs) {
+    std::vector<Matrix> parts;
+    for (const Matrix& weight : weights) parts.push_back(weight.some_rows(outputs.first, outputs.count));
+    return parts;
+  };
+}
+
+// The outputs of each weight follow those of the one before.
+inline WeightsOf one_after_another(const std::vector<Matrix>& weights) {
+  return [=](Range outputs) {
+    std::vector<Matrix> parts;
+    int64_t begin = 0;
+    for (const Matrix& weight : weights) {
+      const int64_t first = std::max(outputs.first, begin);
+      const int64_t last = std::min(outputs.first + outputs.count, begin + weight.rows);
+      if (first < last) parts.push_back(weight.some_rows(first - begin, last - first));
+      begin += weight.rows;
+    }
+    return parts;
+  };
+}
+
 template <typename T>
 class Linear {
  public:
-  // `stacked` are weights [outputs, inputs] of one size and kind. A slice has the same outputs of each, in
-  // order.
-  // `bias` is for a single weight only and may be null. Slices end at multiples of `granule` outputs. There
-  // are at most `slices_each` for each thread. What is given is copied into `memory`.
+  // `bias` [outputs] may be null; beside it, an output has one result. Slices end at multiples of `granule`
+  // outputs. There are at most `slices_each` for each thread. What is given is copied into `memory`.
   Linear(
-      const std::vector<Matrix>& stacked, const T* bias, int64_t granule, int num_threads,
+      int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
       WeightMemory& memory, int64_t slices_each = 1) {
-    const int64_t outputs = stacked[0].rows, granules = ceil_div(outputs, granule);
+    const int64_t granules = ceil_div(outputs, granule);
     slices_.resize(std::min(slices_each * num_threads, granules));
     const int64_t count = slices_.size();
     Team::run(num_threads, [&](Team& team) {
       team.share(count, [&](int64_t slice) {
         const int64_t first = std::min(outputs, granules * slice / count * granule);
         const int64_t last = std::min(outputs, granules * (slice + 1) / count * granule);
-        slices_[slice] = slice_of(stacked, bias, Range{first, last - first}, memory);
+        const Range range{first, last - first};
+        slices_[slice] = slice_of(weights_of(range), bias, range, memory);
       });
     });
   }
 
-  // One phase: use(y, rows, outputs) is called with y = x w' + b [rows, stacked * outputs] for some rows
+  // One phase: use(y, rows, outputs) is called with y = x w' + b [rows, results of the outputs] for some rows
   // of `x` [num_rows, inputs].
   template <typename Use>
   void multiply(Team& team, const T* x, int64_t num_rows, const Use& use) const {
@@ -67,18 +98,25 @@ class Linear {
       const Slice& slice = slices_[item % num_slices];
       const int64_t part = item / num_slices, first = num_rows * part / num_parts;
       const Range rows{first, num_rows * (part + 1) / num_parts - first};
-      T* y = results(rows.count * slice.weight->outputs());
+      T* y = results(rows.count * slice.num_results);
       const T* bias = slice.bias.empty() ? nullptr : slice.bias.data();
-      slice.weight->multiply(x + first * slice.weight->inputs(), rows.count, bias, y);
+      int64_t column = 0;
+      for (const auto& weight : slice.weights) {
+        weight->multiply(
+            x + first * weight->inputs(), rows.count, bias ? bias + column : nullptr, y + column,
+            slice.num_results);
+        column += weight->outputs();
+      }
       use(y, rows, slice.outputs);
     });
   }
 
  private:
   struct Slice {
-    std::unique_ptr<Packed<T>> weight;
+    std::vector<std::unique_ptr<Packed<T>>> weights;
+    int64_t num_results;
     std::vector<T> bias;
-    Range outputs;  // of each of the stacked
+    Range outputs;
   };
 
   // The most rows of one item: enough to read weights rarely, few enough to stay in the cache.
@@ -90,26 +128,36 @@ class Linear {
     return memory.reserve(count);
   }
 
-  static Slice slice_of(
-      const std::vector<Matrix>& stacked, const T* bias, Range outputs, WeightMemory& memory) {
-    const Matrix& one = stacked[0];
-    const int64_t size = outputs.count * one.row_bytes(), num_scales = outputs.count * one.num_groups();
-    std::vector<uint8_t> numbers(stacked.size() * size);
-    std::vector<float> scales(stacked.size() * num_scales);
-    for (size_t i = 0; i < stacked.size(); ++i) {
-      const auto* bytes = static_cast<const uint8_t*>(stacked[i].numbers);
-      std::copy_n(bytes + outputs.first * one.row_bytes(), size, numbers.data() + i * size);
-      if (num_scales)
-        std::copy_n(
-            stacked[i].scales + outputs.first * one.num_groups(), num_scales,
-            scales.data() + i * num_scales);
+  // Neighbours of one kind are packed as one weight.
+  static Slice slice_of(const std::vector<Matrix>& parts, const T* bias, Range outputs, WeightMemory& memory) {
+    Slice slice{{}, 0, {}, outputs};
+    for (size_t i = 0, next; i < parts.size(); i = next) {
+      for (next = i + 1; next < parts.size() && parts[next].is_like(parts[i]);) ++next;
+      slice.weights.push_back(pack_together({parts.begin() + i, parts.begin() + next}, memory));
+      slice.num_results += slice.weights.back()->outputs();
     }
-    const int64_t width = stacked.size() * outputs.count;
-    return Slice{
-        pack<T>({numbers.data(), scales.data(), one.bits, one.group, width, one.columns}, memory),
-        bias ? std::vector<T>(bias + outputs.first, bias + outputs.first + outputs.count)
-             : std::vector<T>(),
-        outputs};
+    if (bias) slice.bias.assign(bias + outputs.first, bias + outputs.first + outputs.count);
+    return slice;
+  }
+
+  static std::unique_ptr<Packed<T>> pack_together(const std::vector<Matrix>& parts, WeightMemory& memory) {
+    if (parts.size() == 1) return pack<T>(parts[0], memory);
+    std::vector<uint8_t> numbers;
+    std::vector<float> scales, offsets;
+    Matrix whole = parts[0];
+    whole.rows = 0;
+    for (const Matrix& part : parts) {
+      const auto* bytes = static_cast<const uint8_t*>(part.numbers);
+      numbers.insert(numbers.end(), bytes, bytes + part.rows * part.row_bytes());
+      const int64_t num_scales = part.rows * part.num_groups();
+      if (part.scales) scales.insert(scales.end(), part.scales, part.scales + num_scales);
+      if (part.offsets) offsets.insert(offsets.end(), part.offsets, part.offsets + num_scales);
+      whole.rows += part.rows;
+    }
+    whole.numbers = numbers.data();
+    if (whole.scales) whole.scales = scales.data();
+    if (whole.offsets) whole.offsets = offsets.data();
+    return pack<T>(whole, memory);
   }
 
   std::vector<Slice> slices_;

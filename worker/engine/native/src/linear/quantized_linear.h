@@ -3,7 +3,9 @@
 // A row is rounded to 8 bits, chunk by chunk. A chunk's sums are exact integers, whatever their order. They
 // are scaled and added in fp32, in the order of the chunks:
 //
-//   y = sum over chunks of scale(w) * scale(x) * (sum of w x - 2^(bits - 1) * sum of x)
+//   y = sum over chunks of scale(x) * (scale(w) * sum of w x + offset(w) * sum of x)
+//
+// Without offsets, it is scale(w) * scale(x) * (sum of w x - 2^(bits - 1) * sum of x).
 #pragma once
 
 #include <algorithm>
@@ -22,19 +24,22 @@
 
 namespace promptq {
 
-template <typename T, int Bits>
+template <typename T, int Bits, bool kHasOffsets>
 class QuantizedLinear : public Packed<T> {
  public:
-  // Packs `weight` into tiles [steps, 2, kLanes columns], and their scales into [groups, kColumns].
+  // Packs `weight` into tiles [steps, 2, kLanes columns], and their scales into [groups, kColumns]. Those of a
+  // group are followed by its offsets.
   QuantizedLinear(const Matrix& weight, WeightMemory& memory)
       : Packed<T>(weight.rows, weight.columns),
         group_(weight.num_groups() > 1 ? weight.group : round_up(weight.columns, kMostOfChunk)),
         chunk_(std::min(group_, kMostOfChunk)), padding_(std::min(chunk_, kPadding)) {
-    if (chunk_ % kChunk != 0 || group_ % chunk_ != 0)
-      throw std::invalid_argument("groups of weights have 32, 64, 128, 256 or a multiple of 512 inputs");
+    if (chunk_ % kChunk != 0 || group_ % chunk_ != 0 || kPadding % padding_ != 0 || chunk_ % padding_ != 0)
+      throw std::invalid_argument(
+          Bits == 4 ? "groups of weights of 4 bits have a multiple of 32 inputs"
+                    : "groups of weights of 8 bits have 16, 32, or a multiple of 64 inputs; above 512, of 512");
     const int64_t outputs = weight.rows, inputs = weight.columns, row_bytes = weight.row_bytes();
     const int64_t num_tiles = ceil_div(outputs, kColumns), num_groups = weight.num_groups();
-    const int64_t size = num_tiles * num_steps() * kStep, num_scales = num_tiles * num_groups * kColumns;
+    const int64_t size = num_tiles * num_steps() * kStep, num_scales = num_tiles * num_groups * kGroup;
     uint8_t* numbers = std::fill_n(numbers_ = memory.reserve<uint8_t>(size), size, uint8_t(0)) - size;
     Scale* scales = std::fill_n(scales_ = memory.reserve<Scale>(num_scales), num_scales, Scale(0)) - num_scales;
     for (int64_t output = 0; output < outputs; ++output) {
@@ -48,17 +53,19 @@ class QuantizedLinear : public Packed<T> {
         else
           byte |= (row[i / 2] >> i % 2 * 4 & 15) << i % kInputs / 4 * 4;
       }
-      Scale* its = scales + tile * num_groups * kColumns + place_of(column);
-      for (int64_t g = 0; g < num_groups; ++g)
-        store(its[g * kColumns], weight.scales[output * num_groups + g]);
+      Scale* its = scales + tile * num_groups * kGroup + column;
+      for (int64_t g = 0; g < num_groups; ++g) {
+        store(its[g * kGroup], weight.scales[output * num_groups + g]);
+        if constexpr (kHasOffsets) store(its[g * kGroup + kColumns], weight.offsets[output * num_groups + g]);
+      }
     }
   }
 
-  void multiply(const T* x, int64_t rows, const T* bias, T* y) const override {
+  void multiply(const T* x, int64_t rows, const T* bias, T* y, int64_t stride) const override {
 #ifdef __AMX_INT8__
     if constexpr (Bits == 8)
       if (rows >= kTileRows && padding_ == kPadding && has_tiles())
-        return multiply_in_tiles(x, rows, bias, y);
+        return multiply_in_tiles(x, rows, bias, y, stride);
 #endif
     thread_local Buffer<uint32_t> words;
     thread_local Buffer<Rounded> rounded;
@@ -68,29 +75,30 @@ class QuantizedLinear : public Packed<T> {
     });
     for (int64_t tile = 0; tile < ceil_div(this->outputs(), kColumns); ++tile)
       for_groups<kRows>(rows, [&](auto group, int64_t row) {
-        multiply_tile<group()>(inputs.at(*this, row), tile, bias, y + row * this->outputs());
+        multiply_tile<group()>(inputs.at(*this, row), tile, bias, y + row * stride, stride);
       });
   }
 
  private:
   using Weights = IntegerWeights<Bits>;
   // Scales of 4 bits would be a fifth of what is read in fp32.
-  using Scale = std::conditional_t<Bits == 4, Bf16, float>;
+  using Scale = std::conditional_t<Bits == 4, Fp16, float>;
   static constexpr int64_t kInputs = Weights::kInputs, kWords = Weights::kWords;
   static constexpr int64_t kColumns = 2 * kLanes, kStep = 2 * Weights::kBytes;
+  static constexpr int64_t kGroup = kHasOffsets ? 2 * kColumns : kColumns;  // scales and offsets of a group
   static constexpr int64_t kRows = kRegisters / 2 - 2;
   // Chunks have a multiple of so many inputs, and at most so many: 4 bits are summed in 16.
-  static constexpr int64_t kChunk = 32, kMostOfChunk = Bits == 4 ? 32 : 512;
+  static constexpr int64_t kChunk = Bits == 4 ? 32 : 16, kMostOfChunk = Bits == 4 ? 32 : 512;
   // Inputs are padded to a multiple of so many, which is what tile registers take, or of a chunk.
   static constexpr int64_t kPadding = 64;
 
   // Weights are read ahead by so many bytes. What the processor reads ahead by itself is not enough.
   static constexpr int64_t kAhead = 2048;
 
-  // A chunk of a row: what its integers are multiplied with, and their sum times 2^(bits - 1).
+  // A chunk of a row: what its integers are multiplied with, and their sum.
   struct Rounded {
     float scale;
-    int32_t surplus;
+    int32_t sum;
   };
 
   // Rows side by side in their groups: [steps, group, kWords], and [chunks, group].
@@ -102,8 +110,6 @@ class QuantizedLinear : public Packed<T> {
       return {words + row * linear.num_steps() * kWords, chunks + row * linear.num_chunks()};
     }
   };
-
-  static int64_t place_of(int64_t column) { return widened_from<Scale>(column); }
 
   int64_t num_chunks() const { return ceil_div(this->inputs(), chunk_); }
   int64_t num_inputs() const { return round_up(this->inputs(), padding_); }
@@ -131,14 +137,14 @@ class QuantizedLinear : public Packed<T> {
     int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; ++i) sum += integers[i];
-    return {most / 127.0f, sum * (1 << (Bits - 1))};
+    return {most / 127.0f, sum};
   }
 
   template <int Rows>
-  void multiply_tile(const Inputs& inputs, int64_t tile, const T* bias, T* y) const {
+  void multiply_tile(const Inputs& inputs, int64_t tile, const T* bias, T* y, int64_t stride) const {
     const int64_t num_groups = ceil_div(this->inputs(), group_);
     const uint8_t* weights = numbers_ + tile * num_steps() * kStep;
-    const Scale* scales = scales_ + tile * num_groups * kColumns;
+    const Scale* scales = scales_ + tile * num_groups * kGroup;
     const uint32_t* words = inputs.words;
     const Rounded* rounded = inputs.chunks;
     Pair results[Rows] = {};
@@ -153,20 +159,36 @@ class QuantizedLinear : public Packed<T> {
           right.add_to(b[row()], words + row() * kWords);
         });
       }
-      const Pair scale = widen(scales + first / group_ * kColumns);
+      const Group group(scales + first / group_ * kGroup);
       each<Rows>([&](auto row) __attribute__((always_inline)) {
-        add_chunk(results[row()], scale, rounded[row()], Weights::total(a[row()]), Weights::total(b[row()]));
+        group.add_chunk(results[row()], rounded[row()], Weights::total(a[row()]), Weights::total(b[row()]));
       });
     }
-    for (int64_t row = 0; row < Rows; ++row) store_row(results[row], tile, bias, y + row * this->outputs());
+    for (int64_t row = 0; row < Rows; ++row) store_row(results[row], tile, bias, y + row * stride);
   }
 
-  // results += the sums of a chunk, scaled
-  [[gnu::always_inline]] static void add_chunk(
-      Pair& results, const Pair& scale, const Rounded& rounded, const Integers& a, const Integers& b) {
-    results.a += scale.a * rounded.scale * as_floats(a - rounded.surplus);
-    results.b += scale.b * rounded.scale * as_floats(b - rounded.surplus);
-  }
+  // What a group's numbers stand for, in each column of a tile.
+  struct Group {
+    [[gnu::always_inline]] explicit Group(const Scale* place) : scale(widen(place)) {
+      if constexpr (kHasOffsets) offset = widen(place + kColumns);
+    }
+
+    // results += the sums of a chunk, scaled
+    [[gnu::always_inline]] void add_chunk(
+        Pair& results, const Rounded& rounded, const Integers& a, const Integers& b) const {
+      if constexpr (kHasOffsets) {
+        const float sum = static_cast<float>(rounded.sum);
+        results.a += rounded.scale * (scale.a * as_floats(a) + offset.a * sum);
+        results.b += rounded.scale * (scale.b * as_floats(b) + offset.b * sum);
+      } else {
+        const int32_t surplus = rounded.sum * (1 << (Bits - 1));
+        results.a += scale.a * rounded.scale * as_floats(a - surplus);
+        results.b += scale.b * rounded.scale * as_floats(b - surplus);
+      }
+    }
+
+    Pair scale, offset;
+  };
 
   void store_row(const Pair& results, int64_t tile, const T* bias, T* y) const {
     const int64_t first = tile * kColumns, count = std::min(kColumns, this->outputs() - first);
@@ -178,7 +200,7 @@ class QuantizedLinear : public Packed<T> {
 
 #ifdef __AMX_INT8__
   // The same in tile registers, with the same bits, as the sums of chunks are exact.
-  void multiply_in_tiles(const T* x, int64_t rows, const T* bias, T* y) const {
+  void multiply_in_tiles(const T* x, int64_t rows, const T* bias, T* y, int64_t stride) const {
     constexpr int64_t kBlock = 2 * kTileRows;  // rows of a block
     const int64_t inputs = this->inputs(), num_groups = ceil_div(inputs, group_);
     thread_local Buffer<int8_t> memory;
@@ -196,7 +218,7 @@ class QuantizedLinear : public Packed<T> {
     int64_t configured = 0;
     for (int64_t tile = 0; tile < ceil_div(this->outputs(), kColumns); ++tile) {
       const uint8_t* weights = numbers_ + tile * num_steps() * kStep;
-      const Scale* scales = scales_ + tile * num_groups * kColumns;
+      const Scale* scales = scales_ + tile * num_groups * kGroup;
       for (int64_t block = 0; block < rows; block += kBlock) {
         const int64_t num_rows = std::min(kBlock, rows - block);
         if (num_rows != configured) {
@@ -213,14 +235,14 @@ class QuantizedLinear : public Packed<T> {
             multiply_chunk<2>(from, columns, num_tiles, sums);
           else
             multiply_chunk<1>(from, columns, num_tiles, sums);
-          const Pair scale = widen(scales + first / group_ * kColumns);
+          const Group group(scales + first / group_ * kGroup);
           for (int64_t row = 0; row < num_rows; ++row)
-            add_chunk(
-                results[row], scale, chunks[(block + row) * num_chunks() + chunk],
+            group.add_chunk(
+                results[row], chunks[(block + row) * num_chunks() + chunk],
                 load_as<Integers>(sums[row]), load_as<Integers>(sums[row] + kLanes));
         }
         for (int64_t row = 0; row < num_rows; ++row)
-          store_row(results[row], tile, bias, y + (block + row) * this->outputs());
+          store_row(results[row], tile, bias, y + (block + row) * stride);
       }
     }
   }

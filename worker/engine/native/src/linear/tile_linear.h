@@ -35,7 +35,7 @@ class TileLinear : public Packed<Bf16> {
     }
   }
 
-  void multiply(const Bf16* x, int64_t rows, const Bf16* bias, Bf16* y) const override {
+  void multiply(const Bf16* x, int64_t rows, const Bf16* bias, Bf16* y, int64_t stride) const override {
     const int64_t outputs = this->outputs();
     const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(inputs(), kTileInputs);
     const int64_t num_blocks = ceil_div(rows, 2 * kTileRows);
@@ -72,7 +72,7 @@ class TileLinear : public Packed<Bf16> {
         for (int64_t i = 0; i < num_rows; ++i, to += kColumns) round_row(sums[i], biases, to);
       }
     }
-    place_rows(panels, rows, outputs, y);
+    place_rows(panels, rows, outputs, y, stride);
   }
 
  private:
@@ -121,10 +121,10 @@ class TileLinear : public Packed<Bf16> {
     std::memcpy(to, &rounded, sizeof rounded);
   }
 
-  // Copies the rows of all panels to `y` [rows, outputs]. They were written panel by panel, because writing
+  // Copies the rows of all panels to `y`. They were written panel by panel, because writing
   // to rows so far apart would keep the processor from reading weights ahead.
-  static void place_rows(const Bf16* panels, int64_t rows, int64_t outputs, Bf16* y) {
-    for (int64_t row = 0; row < rows; ++row, y += outputs)
+  static void place_rows(const Bf16* panels, int64_t rows, int64_t outputs, Bf16* y, int64_t stride) {
+    for (int64_t row = 0; row < rows; ++row, y += stride)
       for (int64_t first = 0; first < outputs; first += kColumns) {
         const Bf16* part = panels + first * rows + row * kColumns;
         if (outputs - first >= kColumns)

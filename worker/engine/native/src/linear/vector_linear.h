@@ -34,7 +34,7 @@ class VectorLinear : public Packed<T> {
     }
   }
 
-  void multiply(const T* x, int64_t rows, const T* bias, T* y) const override {
+  void multiply(const T* x, int64_t rows, const T* bias, T* y, int64_t stride) const override {
     const int64_t outputs = this->outputs(), num_steps = ceil_div(this->inputs(), kInputs);
     const int64_t num_tiles = ceil_div(outputs, kColumns);
     thread_local Buffer<Factor> memory;
@@ -45,7 +45,7 @@ class VectorLinear : public Packed<T> {
       step = rows <= kFewRows && tile + 1 < num_tiles ? 2 : 1;
       const T* weights = numbers_ + tile * num_steps * kStep;
       const int64_t first = tile * kColumns;
-      const Target target{y + first, outputs, outputs - first, bias ? bias + first : nullptr};
+      const Target target{y + first, stride, outputs - first, bias ? bias + first : nullptr};
       for_groups<kRows>(rows, [&](auto group, int64_t row) {
         const Factor* from = factors + row * num_steps;
         if constexpr (group() <= kFewRows)

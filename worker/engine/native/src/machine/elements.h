@@ -1,4 +1,4 @@
-// Loads and stores of bf16 and fp32 as fp32, and the small row-wise operations of a decoder layer.
+// Loads and stores of bf16, fp16 and fp32 as fp32, and the small row-wise operations of a decoder layer.
 //
 // The loops are simple, so that the compiler can vectorise them on any processor.
 #pragma once
@@ -30,6 +30,34 @@ inline void store(Bf16& place, float value) {
   std::memcpy(&bits, &value, sizeof bits);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   place = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<Bf16>(rounded);
+}
+
+struct Fp16 {
+  uint16_t bits;
+};
+
+inline float load(Fp16 value) {
+  const uint32_t exponent = value.bits >> 10 & 31, fraction = value.bits & 1023;
+  const float sign = value.bits >> 15 ? -1.0f : 1.0f;
+  if (exponent == 0) return sign * 0x1p-24f * static_cast<float>(fraction);
+  const uint32_t bits = (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return sign * result;
+}
+
+// Rounds to the nearest, ties to even. What is too large becomes infinite, and NaN too.
+inline void store(Fp16& place, float value) {
+  const float magnitude = std::fabs(value);
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  if (magnitude < 0x1p-14f)
+    bits = static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f));
+  else if (magnitude < 65520.0f)
+    bits = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
+  else
+    bits = 31 << 10;
+  place.bits = static_cast<uint16_t>(bits | (std::signbit(value) ? 1 << 15 : 0));
 }
 
 // out[d] = row[d] / rms(row) * weight[d], computed in fp32.

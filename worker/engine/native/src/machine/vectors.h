@@ -6,7 +6,7 @@
 #include <limits>
 #include <type_traits>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -61,10 +61,24 @@ inline Pair widen(const Bf16* place) {
   return {reinterpret_cast<Vector>(words << 16), reinterpret_cast<Vector>(words & 0xffff0000u)};
 }
 
+inline Vector widen_half(const Fp16* place) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vector>(_mm512_cvtph_ps(load_as<__m256i>(place)));
+#elif defined(__F16C__)
+  return reinterpret_cast<Vector>(_mm256_cvtph_ps(load_as<__m128i>(place)));
+#else
+  Vector vector;
+  for (int i = 0; i < kLanes; ++i) vector[i] = load(place[i]);
+  return vector;
+#endif
+}
+
+inline Pair widen(const Fp16* place) { return {widen_half(place), widen_half(place + kLanes)}; }
+
 // The place within a span of the number that widen() puts at `index`.
 template <typename T>
 int64_t widened_from(int64_t index) {
-  return std::is_same_v<T, float> ? index : index % kLanes * 2 + index / kLanes;
+  return std::is_same_v<T, Bf16> ? index % kLanes * 2 + index / kLanes : index;
 }
 
 // Where span `index` of a row of `size` numbers is. An incomplete one is copied to `padded`, with zeros

@@ -1,0 +1,176 @@
+"""Checkpoints that were quantized by the tools that people use, against what these tools say."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.load_check import off_by
+from promptq.worker.engine.model.loading import LoadOptions, load_model
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.quantization.modules import quantize_model
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+
+FILES = Path(__file__).parent / "files"
+EXPECTED = load_file(FILES / "expected.safetensors")
+CPU = torch.device("cpu")
+
+# What native code takes as it is, of the seven layers and the embedding; the others are widened.
+IN_FEW_BITS = {
+    "awq": 7,
+    "ct-fp8": 0,
+    "ct-fp8-block": 0,
+    "ct-w4a16": 7,
+    "ct-w4a16-asym": 7,
+    "ct-w8a16": 7,
+    "ct-w8a8": 7,
+    "fp8": 0,
+    "gptq": 7,
+    "gptq-act-order": 0,
+    "gptq-asym": 7,
+    "large-q4_k_m.gguf": 8,
+    "qwen3-q8_0.gguf": 8,
+    "small-bf16.gguf": 0,
+    "small-f16.gguf": 0,
+    "small-q4_0.gguf": 8,
+    "small-q5_0.gguf": 8,
+    "small-q8_0.gguf": 8,
+}
+# Offsets, and scales that are products, are rounded to fp16.
+ROUNDED = {"awq", "ct-w4a16-asym", "gptq-asym", "large-q4_k_m.gguf"}
+
+
+def expected(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [12], and the logits [3, vocab_size] after the last three of them."""
+    key = name.removesuffix(".gguf")
+    return EXPECTED[f"{key}.ids"], EXPECTED[f"{key}.logits"]
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids.unsqueeze(0)).logits[0, -3:].float()
+    return logits
+
+
+def off(runner: ModelRunner, name: str) -> float:
+    """How far log-probabilities of the last two tokens, as a request is told them, are from the
+    tool's, relative to the spread of the logits."""
+    ids, logits = expected(name)
+    of_next = logits.log_softmax(-1)[:-1].gather(1, ids[-2:].unsqueeze(1))[:, 0]
+    spread = logits[:-1].std(dim=1)
+    relative = float(((logprobs_of(runner, ids.tolist()) - of_next).abs() / spread).max())
+    print(f"{name}: off by {relative:.2g} of the spread")
+    return relative
+
+
+def logprobs_of(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
+    """[2]: of the last two tokens."""
+    engine = LLMEngine(runner, max_num_seqs=1, max_num_batched_tokens=64)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    engine.add(EngineRequest(0, ids, params, seed=0, max_tokens=1))
+    found: list[float] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            for reported in output.prompt_logprobs or ():
+                found += reported.logprobs.tolist()
+    return torch.tensor(found[-2:])
+
+
+def options(**others: Any) -> LoadOptions:
+    return LoadOptions(device="cpu", block_size=4, kv_cache_memory=8_000_000, **others)
+
+
+def test_every_file_is_tried() -> None:
+    assert {it.name for it in FILES.iterdir() if it.is_dir() or it.suffix == ".gguf"} == {
+        *IN_FEW_BITS
+    }
+    size = sum(file.stat().st_size for file in FILES.rglob("*") if file.is_file())
+    assert size < 1_000_000
+
+
+@pytest.mark.parametrize("name", IN_FEW_BITS)
+def test_weights_are_those_that_the_tool_reads(name: str) -> None:
+    """Wide, and in the few bits that native code multiplies."""
+    ids, logits = expected(name)
+    loaded = load_model(str(FILES / name), device=CPU, dtype="float32")
+    assert len(loaded.quantized) == IN_FEW_BITS[name]
+    most = 4e-3 if name in ROUNDED else 1e-5
+    assert off_by(logits_of(loaded.model, ids), logits).max() < most
+    quantize_model(loaded.model, saved=loaded.quantized)
+    assert off_by(logits_of(loaded.model, ids), logits).max() < most
+    kinds = [isinstance(it, QuantizedWeight) for it in loaded.quantized.values()]
+    assert len(kinds) == IN_FEW_BITS[name]
+
+
+@pytest.mark.parametrize("name", IN_FEW_BITS)
+def test_native_code_serves_it(name: str) -> None:
+    runner = ModelRunner.load(str(FILES / name), options())
+    assert runner.why_no_own_code == ""
+    assert runner.is_row_invariant
+    assert runner.dtype == torch.bfloat16
+    assert bool(runner.saved_format) == (name not in ("small-bf16.gguf", "small-f16.gguf"))
+    assert off(runner, name) < 0.05
+
+
+@pytest.mark.parametrize("name", ["gptq", "small-q4_0.gguf"])
+def test_without_native_code_it_is_served_as_wide_numbers(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = ModelRunner.load(str(FILES / name), options(native=False, dtype="float32"))
+    assert off(runner, name) < 1e-4
+    assert "all of the linear layers" in caplog.text
+    assert "take the memory and time of float32" in caplog.text
+
+
+def test_what_was_not_saved_in_few_bits_can_be_rounded(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest stays as it is in the file."""
+    ModelRunner.load(str(FILES / "fp8"), options())
+    assert "7 of the linear layers" in caplog.text
+    caplog.clear()
+    loaded = load_model(str(FILES / "fp8"), device=CPU)
+    runner = ModelRunner.of(loaded, options(quantization="int8"))
+    assert not caplog.text
+    assert off(runner, "fp8") < 0.05
+    loaded = load_model(str(FILES / "gptq"), device=CPU)
+    saved = loaded.quantized["model.layers.0.mlp.down_proj"].bits
+    ModelRunner.of(loaded, options(quantization="int8"))
+    model: Any = loaded.model
+    assert model.model.layers[0].mlp.down_proj.quantized.bits == saved == 4
+    assert model.model.embed_tokens.quantized.bits == 8
+
+
+def test_a_file_of_two_dtypes_takes_the_one_that_is_asked_for() -> None:
+    """Native code does not compute in fp16, so `auto` is bf16. Norms are in fp32 in the file."""
+    for name, asked, dtype in (
+        ("small-f16.gguf", "auto", torch.bfloat16),
+        ("small-f16.gguf", "float32", torch.float32),
+        ("awq", "float32", torch.float32),
+        ("small-q8_0.gguf", "auto", torch.bfloat16),
+    ):
+        loaded = load_model(str(FILES / name), device=CPU, dtype=asked)  # type: ignore[arg-type]
+        assert {it.dtype for it in loaded.model.parameters()} == {dtype}
+
+
+def test_end_tokens_come_from_the_files(tmp_path: Path) -> None:
+    assert load_model(str(FILES / "qwen3-q8_0.gguf"), device=CPU).end_token_ids == {287}
+    folder = shutil.copytree(FILES / "gptq", tmp_path / "gptq")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert load_model(str(folder), device=CPU).end_token_ids == {7, 9}
+
+
+@pytest.mark.parametrize("name", ["small-q8_0.gguf", "qwen3-q8_0.gguf"])
+def test_the_tokenizer_is_in_the_file(name: str) -> None:
+    tokenizer = HuggingFaceTokenizer.load(str(FILES / name))
+    for text in ("The quick brown fox", "naïve 日本語 42\n\n  x"):
+        ids = tokenizer.encode_text(text)
+        assert 0 < len(ids) <= 4 * len(text)
+        assert tokenizer.decode(ids).strip() == text

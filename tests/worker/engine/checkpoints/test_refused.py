@@ -1,0 +1,215 @@
+"""Quantized checkpoints that are damaged or not read: one sentence says which and why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from promptq.shared.errors import ConfigurationError, ModelError, UnsupportedModelError
+from promptq.worker.engine.model.loading import load_model
+from tests.worker.engine.checkpoints.test_formats import FILES
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def refusal(source: Path | str) -> str:
+    with pytest.raises((ModelError, ConfigurationError)) as refused:
+        load_model(str(source), device=CPU)
+    said = str(refused.value)
+    assert "\n" not in said
+    assert str(source) in said
+    return said
+
+
+def copied(name: str, to: Path, **settings: Any) -> Path:
+    """The fixture, with other settings of its quantization."""
+    folder = Path(shutil.copytree(FILES / name, to / name))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("gptq", {"quant_method": "hqq"}, "quantized by the method 'hqq', and those of"),
+        ("gptq", {"bits": 3}, "gptq: its weights have 3 bits, and 4 or 8 are read"),
+        ("gptq", {"checkpoint_format": "marlin"}, "gptq: its format 'marlin' is none of"),
+        ("awq", {"version": "gemv", "format": "gemv"}, "awq: its version is 'gemv'"),
+        ("ct-w4a16", {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is none of"),
+        ("ct-w4a16", {"sparsity_config": {"format": "sparse-24"}}, "weights are sparse"),
+        ("ct-w4a16", {"transform_config": {"config_groups": {"u": {}}}}, "it transforms inputs"),
+        (
+            "ct-w4a16",
+            {"config_groups": {"a": {"weights": {"num_bits": 6, "type": "int"}}}},
+            "weights have 6 bits",
+        ),
+    ],
+)
+def test_what_is_not_read_is_named(
+    name: str, settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    assert expected in refusal(copied(name, tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "expected"),
+    [
+        ("gptq", "qzeros", f"the gptq layer {LAYER} has no qzeros, only"),
+        ("gptq", "qweight", "1 weights that LlamaForCausalLM needs are missing"),
+        ("awq", "scales", f"the awq layer {LAYER} has no scales, only"),
+        ("ct-w4a16", "weight_packed", f"layer {LAYER} has no weight, only"),
+        ("ct-w4a16", "weight_shape", f"layer {LAYER} has no weight_shape, only"),
+        ("ct-w8a8", "weight_scale", f"{LAYER}.weight is in torch.int8, and there is no {LAYER}"),
+        ("fp8", "weight", f"the fp8 layer {LAYER} has no weight, only"),
+    ],
+)
+def test_a_missing_part_is_named(name: str, part: str, expected: str, tmp_path: Path) -> None:
+    folder = copied(name, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{LAYER}.{part}"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert expected in refusal(folder)
+
+
+def test_parts_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    folder = copied("gptq", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{LAYER}.scales"] = tensors[f"{LAYER}.scales"][:, :-8].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert f"the gptq layer {LAYER} has parts of wrong sizes" in refusal(folder)
+    tensors = load_file(FILES / "gptq" / "model.safetensors")
+    tensors[f"{LAYER}.scales"] = torch.full_like(tensors[f"{LAYER}.scales"], float("inf"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "not finite" in refusal(folder)
+
+
+def rewritten(
+    source: Path,
+    to: Path,
+    *,
+    without: str = "",
+    extra: dict[str, np.ndarray[Any, Any]] | None = None,
+    architecture: str = "",
+    **fields: Any,
+) -> Path:
+    """A GGUF file without a tensor, with others, or with other fields."""
+    reader = gguf.GGUFReader(source)
+    name = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(to, architecture or name)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture" or key in fields:
+            continue
+        kind = field.types[0]
+        of_items = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), kind, of_items)
+    for key, value in fields.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
+    for tensor in reader.tensors:
+        if tensor.name != without:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for key, data in (extra or {}).items():
+        writer.add_tensor(key, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def test_a_gguf_file_that_is_damaged_is_named(tmp_path: Path) -> None:
+    whole = (FILES / "small-q8_0.gguf").read_bytes()
+    broken = tmp_path / "broken.gguf"
+    for content in (b"", b"GGUF", b"not a model" * 100, whole[:1000], whole[: len(whole) // 2]):
+        broken.write_bytes(content)
+        assert "broken.gguf: " in refusal(broken)
+    assert "there is no such file" in refusal(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"without": "blk.0.ffn_down.weight"}, "1 weights that LlamaForCausalLM needs are missing"),
+        ({"extra": {"blk.0.strange.weight": np.ones(4, np.float32)}}, "does not know, for example"),
+        ({"architecture": "gemma3"}, "of the architecture 'gemma3', and GGUF files of llama"),
+        ({"split.count": 3}, "is one of 3 parts; make one file of them with llama-gguf-split"),
+        ({"llama.rope.scaling.type": "yarn"}, "positions are scaled by 'yarn'"),
+    ],
+)
+def test_what_a_gguf_file_has_and_is_not_read_is_named(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    file = rewritten(FILES / "small-q8_0.gguf", tmp_path / "other.gguf", **changes)
+    assert expected in refusal(file)
+
+
+def test_a_gguf_file_with_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    whole = gguf.quants.quantize(np.ones((64, 256), np.float32), gguf.GGMLQuantizationType.TQ1_0)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", whole, raw_dtype=gguf.GGMLQuantizationType.TQ1_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "has weights of the type TQ1_0, and Q8_0, " in refusal(tmp_path / "t.gguf")
+
+
+def test_a_rewritten_gguf_file_is_served(tmp_path: Path) -> None:
+    """So that the refusals above are for what was changed."""
+    file = rewritten(FILES / "small-q8_0.gguf", tmp_path / "same.gguf")
+    loaded = load_model(str(file), device=CPU)
+    assert len(loaded.quantized) == 8
+
+
+def test_rope_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None:
+    """A file has only how much each frequency is divided by."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    plain = load_model(str(FILES / "small-q8_0.gguf"), device=CPU).text_config
+    theta = plain.rope_parameters["rope_theta"]
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(head_dim=plain.head_dim, rope_parameters=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+    unscaled = theta ** -(torch.arange(0, plain.head_dim, 2).float() / plain.head_dim)
+    factors = (unscaled / scaled).numpy()
+    assert factors.max() > 2
+    file = rewritten(
+        FILES / "small-q8_0.gguf", tmp_path / "l3.gguf", extra={"rope_freqs.weight": factors}
+    )
+    loaded = load_model(str(file), device=CPU)
+    model: Any = loaded.model
+    assert torch.allclose(model.model.rotary_emb.inv_freq, scaled, rtol=1e-4)
+    factors[-1] *= 1.5
+    strange = rewritten(
+        FILES / "small-q8_0.gguf", tmp_path / "strange.gguf", extra={"rope_freqs.weight": factors}
+    )
+    with pytest.raises(UnsupportedModelError, match="not that of Llama 3"):
+        load_model(str(strange), device=CPU)
+
+
+def test_a_folder_of_gguf_files_tells_how_to_name_one(tmp_path: Path) -> None:
+    shutil.copy(FILES / "small-q8_0.gguf", tmp_path / "a.gguf")
+    assert f"name that: --model {tmp_path}/a.gguf" in refusal(tmp_path)
+    (tmp_path / "weights.bin").write_bytes(b"1")
+    assert "is neither a model directory nor a file that ends with" in refusal(
+        tmp_path / "weights.bin"
+    )
