@@ -98,8 +98,8 @@ class Settings(BaseSettings):
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="round the weights when the model is loaded, on a CPU: int8, or int4 with a"
-        " scale for each group; those that the files have in 8 or 4 bits stay as they are",
+        description="round the weights when the model is loaded: int8, or int4 with a scale"
+        " for each group; those that the files have in 8 or 4 bits stay as they are",
     )
     quantization_group: Literal["32", "128"] = Field(
         "32", description="how many weights in int4 share a scale; 128 takes 8% less memory"
@@ -108,10 +108,10 @@ class Settings(BaseSettings):
         True,
         description="with --quantization, also round the embedding and the output layer, to int8",
     )
-    kv_cache_dtype: Literal["auto", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="int8: on a CPU, hold nearly twice the tokens in the same memory; auto: as the"
-        " model computes",
+        description="int8 on a CPU, fp8 on a GPU: hold about twice the tokens in the same memory;"
+        " auto: as the model computes",
     )
     attention: str = Field(
         "auto",

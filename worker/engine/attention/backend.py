@@ -78,6 +78,10 @@ class LayerSpec:
             value_dtype=torch.uint8,
         )
 
+    def in_fp8(self) -> LayerSpec:
+        """The same with K and V in fp8, without a scale."""
+        return replace(self, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn)
+
 
 SCALE_BYTES = 2
 """What the scale of a row in int8 takes."""

@@ -14,6 +14,7 @@ import torch
 from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.checkpoints.fp8 import scaled
 from promptq.worker.engine.checkpoints.packed_integers import are_in_order, scattered, unpacked
+from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _FORMATS = {
@@ -54,7 +55,7 @@ class CompressedTensors:
         self._block = blocks[0] if blocks else None
         self.bits = min((it.get("num_bits", 8) for it in schemes), default=8)
 
-    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
         """Of a linear layer. Raises KeyError for a part that is missing."""
         scales = parts[self.marker]
         if "weight_packed" in parts:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
+
 
 class FP8:
     """Checkpoints of the method `fp8`."""
@@ -18,17 +20,20 @@ class FP8:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._block = config.get("weight_block_size")
 
-    def weight(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """In fp32. Raises KeyError for a part that is missing."""
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> FP8Weight | torch.Tensor:
+        """Of a linear layer. Raises KeyError for a part that is missing."""
         return scaled(parts["weight"], parts[self.marker], self._block)
 
 
-def scaled(weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None) -> torch.Tensor:
-    """A weight [outputs, inputs] times the scales of its blocks, of its outputs, or of all."""
-    scales = scales.float()
+def scaled(
+    weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
+) -> FP8Weight | torch.Tensor:
+    """A weight [outputs, inputs] with scales of its outputs or of all, or in fp32 one with scales
+    of blocks."""
+    scales, (outputs, inputs) = scales.float(), weight.shape
     if block is not None and scales.dim() == 2:
         scales = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        scales = scales[: weight.shape[0], : weight.shape[1]]
-    elif scales.dim() == 1:
-        scales = scales.unsqueeze(1)
-    return weight.float() * scales
+        return weight.float() * scales[:outputs, :inputs]
+    if weight.dtype != torch.float8_e4m3fn:
+        return weight.float() * scales.reshape(-1, 1)
+    return FP8Weight(weight, scales.reshape(-1, 1).expand(outputs, 1).contiguous())

@@ -24,7 +24,7 @@ from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_weights
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
-from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.quantization.modules import FewBits
 
 
 class Format(Protocol):
@@ -35,7 +35,7 @@ class Format(Protocol):
     bits: int
     """How many bits of a word of 32 a number has."""
 
-    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor: ...
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor: ...
 
 
 _FORMATS: dict[str, type[CompressedTensors] | type[GPTQ] | type[AWQ] | type[FP8]] = {
@@ -128,7 +128,7 @@ class ModelFolder:
 
     def _weight(
         self, format: Format, module: str, parts: dict[str, torch.Tensor]
-    ) -> QuantizedWeight | torch.Tensor:
+    ) -> FewBits | torch.Tensor:
         layer = f"{self.source}: the {self._method} layer {module}"
         try:
             return format.weight(parts)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.backend import (
@@ -26,24 +25,28 @@ from promptq.worker.engine.attention.backend import (
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.fused.activation import silu_and_multiply
+from promptq.worker.engine.fused.fp8_product import FP8Product
 from promptq.worker.engine.fused.heads import Rotary, place_heads
-from promptq.worker.engine.fused.linear import Linear, fused
+from promptq.worker.engine.fused.linear import Product, fused
 from promptq.worker.engine.fused.norm import add_rms_norm
+from promptq.worker.engine.fused.quantized_product import QuantizedProduct
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
+from promptq.worker.engine.quantization.modules import FewBits
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: torch.Tensor  # [hidden size]
-    qkv: Linear
+    qkv: Product
     head_norms: torch.Tensor | None  # [2, head size]: the query's, the key's
     cache: LayerCache
     scoring: Scoring
-    output: Linear
+    output: Product
     inner_norm: torch.Tensor  # [hidden size]
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
 
 
 class FusedDecoder(LlamaDecoder):
@@ -64,10 +67,10 @@ class FusedDecoder(LlamaDecoder):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
         parts = LlamaParts.of(model, len(caches))
         self._backend = backend
-        self._embedding, self._norm = parts.embedding.weight, parts.norm
-        self._head = Linear(parts.head.weight)
+        self._embedding, self._norm = parts.embedding, parts.norm
+        self._head = fused(parts.head)
         self._epsilon = parts.epsilon
-        self._rotary = Rotary(*parts.rotations(max_length, self._embedding))
+        self._rotary = Rotary(*parts.rotations(max_length, parts.norm))
         self._layers = [
             _layer(layer, cache, Scoring(parts.scale, pattern))
             for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)
@@ -94,7 +97,7 @@ class FusedDecoder(LlamaDecoder):
     def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Two terms [T, hidden size], whose sum is what the last layer gives."""
         layout, positions, epsilon = step.layout, step.positions[0], self._epsilon
-        hidden = nn.functional.embedding(step.input_ids[0], self._embedding)
+        hidden = self._embedding(step.input_ids[0])
         update: torch.Tensor | None = None
         for layer in self._layers:
             normed = add_rms_norm(hidden, update, layer.input_norm, epsilon)
@@ -115,12 +118,18 @@ class FusedDecoder(LlamaDecoder):
         return hidden, update
 
     @classmethod
+    def takes(cls, weight: FewBits) -> bool:
+        if isinstance(weight, FP8Weight):
+            return FP8Product.takes(weight)
+        return QuantizedProduct.takes(weight)
+
+    @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:
         for layer in LlamaParts.of(model).layers:
             _fuse(layer)
 
 
-def _fuse(layer: LlamaLayer) -> tuple[Linear, Linear]:
+def _fuse(layer: LlamaLayer) -> tuple[Product, Product]:
     """The layer's QKV, and its gate and up."""
     return fused(layer.query, layer.key, layer.value), fused(layer.gate, layer.up)
 
@@ -134,8 +143,8 @@ def _layer(layer: LlamaLayer, cache: LayerCache, scoring: Scoring) -> _Layer:
         head_norms=torch.stack(norms) if norms else None,
         cache=cache,
         scoring=scoring,
-        output=Linear(layer.output.weight, layer.output.bias),
+        output=fused(layer.output),
         inner_norm=layer.inner_norm,
         gate_up=gate_up,
-        down=Linear(layer.down.weight, layer.down.bias),
+        down=fused(layer.down),
     )

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from promptq.worker.engine.fused.fp8_product import FP8Product
+from promptq.worker.engine.fused.quantized_product import QuantizedProduct
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
+from promptq.worker.engine.quantization.modules import FewBits, QuantizedLinear
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Rows [T, inputs] give rows [T, outputs]."""
+
 
 class Linear:
-    """A linear layer: rows [T, inputs] give rows [T, outputs], in one launch."""
+    """A linear layer, in one launch."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
@@ -18,14 +28,44 @@ class Linear:
         return nn.functional.linear(rows, self._weight, self._bias)
 
 
-def fused(*linears: nn.Linear) -> Linear:
+class SideBySide:
+    """The outputs of several layers, one after the other: a launch for each, and one more."""
+
+    def __init__(self, parts: Sequence[Product]) -> None:
+        self._parts = parts
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(rows) for part in self._parts], dim=1)
+
+
+def fused(*linears: nn.Linear) -> Product:
     """The layer that gives the outputs of all `linears`, one after the other.
 
-    All have a bias, or none has. Their parameters become views of its own.
+    All have a bias, or none has. Their weights become views of its own, unless they are of several
+    kinds.
     """
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    weight = _joined([linear.weight for linear in linears])
-    return Linear(weight, _joined(biases) if biases else None)
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    if not quantized:
+        weight = _joined([linear.weight for linear in linears])
+        return Linear(weight, _joined(biases) if biases else None)
+    kinds = {linear.quantized.kind for linear in quantized}
+    if len(quantized) < len(linears) or len(kinds) > 1:
+        return SideBySide([fused(linear) for linear in linears])
+    bias = _joined(biases) if biases else None
+    first: Any = quantized[0].quantized
+    joined = {
+        field.name: _joined([getattr(each.quantized, field.name) for each in quantized])
+        for field in fields(first)
+        if isinstance(getattr(first, field.name), torch.Tensor)
+    }
+    return _product(replace(first, **joined), bias)
+
+
+def _product(weight: FewBits, bias: torch.Tensor | None) -> Product:
+    if isinstance(weight, FP8Weight):
+        return FP8Product(weight, bias)
+    return QuantizedProduct(weight, bias)
 
 
 def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

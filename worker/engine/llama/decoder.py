@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.backend import AttentionBackend, LayerCache, Pattern
 from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.quantization.modules import FewBits
 
 
 class LlamaDecoder(ABC):
@@ -39,6 +40,11 @@ class LlamaDecoder(ABC):
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See PackedModel."""
+
+    @classmethod
+    @abstractmethod
+    def takes(cls, weight: FewBits) -> bool:
+        """Whether it multiplies with this weight as it is."""
 
     @classmethod  # noqa: B027  # a decoder may take them as they are
     def arrange(cls, model: PreTrainedModel) -> None:

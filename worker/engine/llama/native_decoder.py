@@ -22,7 +22,11 @@ from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import load_native
-from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from promptq.worker.engine.quantization.modules import (
+    FewBits,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -118,6 +122,10 @@ class NativeDecoder(LlamaDecoder):
         )
         return logits, states
 
+    @classmethod
+    def takes(cls, weight: FewBits) -> bool:
+        return isinstance(weight, QuantizedWeight) and weight.has_native_products
+
     def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
         projections = (layer.query, layer.key, layer.value)
         biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
@@ -176,6 +184,7 @@ class NativeDecoder(LlamaDecoder):
 def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
     """[outputs, inputs], or [tokens, hidden size]."""
     if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        assert isinstance(module.quantized, QuantizedWeight), "it takes no others"
         return module.quantized
     return module.weight
 

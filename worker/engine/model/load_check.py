@@ -41,6 +41,7 @@ from promptq.worker.engine.model.packed_model import (
     leave_seam,
     set_attention,
 )
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
@@ -57,6 +58,8 @@ LOW_PRECISION_TOLERANCE = 0.1
 """The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
 QUANTIZED_TOLERANCE = 0.1
 """The same where products round their inputs to 8 bits, or K and V are rounded."""
+FP8_TOLERANCE = 0.3
+"""The same where inputs, or K and V, are rounded to fp8, which has 4 bits and an exponent."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """The same for fp32 where the environment forces TF32, which rounds to 11 bits."""
 
@@ -189,13 +192,21 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> N
     `asked` are the options that asked for it. Raises UnsupportedModelError.
     """
     probes = _decoder_probes(loaded, model_length(loaded, None))
+    tolerance = FP8_TOLERANCE if _has_fp8(loaded, checked) else QUANTIZED_TOLERANCE
     with torch.inference_mode():
-        difference = _compare(loaded, checked, probes, QUANTIZED_TOLERANCE)
+        difference = _compare(loaded, checked, probes, tolerance)
     if not difference.is_tolerable:
         raise UnsupportedModelError(
             f"{loaded.family}: {asked} changes logits by {difference.median:.2g} of their spread in"
             " half of the rows, beside what rounded weights change; it has to be left out"
         )
+
+
+def _has_fp8(loaded: LoadedModel, checked: CheckedModel) -> bool:
+    model: nn.Module = loaded.model
+    weights = [getattr(module, "quantized", None) for module in model.modules()]
+    in_weights = any(isinstance(weight, FP8Weight) for weight in weights)
+    return in_weights or any(spec.key_dtype == torch.float8_e4m3fn for spec in checked.specs)
 
 
 class _NotCompiledError(Exception):

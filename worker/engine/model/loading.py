@@ -16,7 +16,7 @@ from promptq.worker.engine.api.end_tokens import end_token_ids
 from promptq.worker.engine.checkpoints.files import ModelFiles, open_files
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
-from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.quantization.modules import FewBits
 
 Quantization = Literal["none", "int8", "int4"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -54,7 +54,7 @@ class LoadOptions:
     """How many weights in int4 share a scale."""
     quantize_embeddings: bool = True
     """Whether to round the embedding and the output layer too, to int8."""
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """What K and V are rounded to; `auto`: they are not."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
@@ -69,9 +69,9 @@ class LoadedModel:
     name: str
     model: PreTrainedModel
     end_token_ids: frozenset[int]
-    quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
-    """The weights that the files have in 8 or 4 bits, as far as native code takes these as they
-    are, by module. The modules have what they stand for."""
+    quantized: dict[str, FewBits] = field(default_factory=dict)
+    """The weights that the files have in 8 or 4 bits, by module. The modules have what they stand
+    for."""
     format: str = ""
     """How the files are quantized, in words."""
 

@@ -1,8 +1,9 @@
-"""Gives the native decoder weights of few bits, saved or rounded, and such a KV cache."""
+"""Gives our own decoders weights of few bits, saved or rounded, and such a KV cache."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import nn
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.worker.engine.llama.native_decoder import NativeDecoder
 from promptq.worker.engine.model.load_check import CheckedModel, check_quantized
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
+from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import NativeError
-from promptq.worker.engine.quantization.modules import quantize_model
+from promptq.worker.engine.quantization.modules import FewBits, quantize_model
 
 BITS = {"int8": 8, "int4": 4}
+_HAS_FP8 = (8, 9)
+"""The compute capability from which a card converts fp8."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +40,21 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         )
     if not (asked := _asked(options)):
         return
-    if device.type != "cpu":
-        raise ConfigurationError(
-            f"{asked} is for the CPU, and the device is {device}; leave it out, or use --device cpu"
-        )
     if not options.native:
-        raise ConfigurationError(f"{asked} needs native code; omit --no-native")
+        raise ConfigurationError(f"{asked} needs code of our own; omit --no-native")
+    if options.kv_cache_dtype == "auto":
+        return
+    wanted = "int8" if device.type == "cpu" else "fp8"
+    if options.kv_cache_dtype != wanted:
+        raise ConfigurationError(
+            f"--kv-cache-dtype: {options.kv_cache_dtype} is not for {device}, where it can be"
+            f" {wanted}"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _HAS_FP8:
+        raise ConfigurationError(
+            "--kv-cache-dtype: fp8 needs a card of compute capability 8.9 or higher, and"
+            f" {device} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+        )
 
 
 def quantize(
@@ -51,21 +63,24 @@ def quantize(
     """Replace the weights of a checked model by quantized ones, and check what the decoder makes of
     them, unless this is known. Returns the model with the cache that was asked for.
 
-    Weights that were saved in few bits are served as wide numbers where there is no native decoder.
+    Weights that were saved in few bits are served as wide numbers where no decoder of our own
+    serves the model.
     Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
     asked = _asked(options)
-    if checked.decoder is not NativeDecoder:
+    if checked.decoder is None:
         if asked:
             raise UnsupportedModelError(
-                f"{loaded.family}: {asked} needs native code, which does not serve this model"
+                f"{loaded.family}: {asked} needs code of our own, which does not serve this model"
                 f" ({checked.why_no_own_code})"
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
         loaded.quantized.clear()
         return checked
-    bits = BITS.get(options.quantization)
-    if loaded.format and bits is None and (wide := _wide(loaded)):
+    bits, decoder = BITS.get(options.quantization), checked.decoder
+    saved = {name: weight for name, weight in loaded.quantized.items() if decoder.takes(weight)}
+    loaded.quantized.clear()
+    if loaded.format and bits is None and (wide := _wide(loaded, saved)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
     try:
         quantize_model(
@@ -73,26 +88,27 @@ def quantize(
             bits,
             options.quantization_group,
             embeddings=options.quantize_embeddings,
-            saved=loaded.quantized,
+            saved=saved,
         )
-    except NativeError as error:
+    except (NativeError, NativeCodeError) as error:
         raise UnsupportedModelError(
             f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
         ) from error
-    loaded.quantized.clear()  # the modules have them
     if options.kv_cache_dtype == "int8":
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
+    elif options.kv_cache_dtype == "fp8":
+        checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
     if not is_known:
         check_quantized(loaded, checked, asked or f"the quantization {loaded.format}")
     return checked
 
 
-def _wide(loaded: LoadedModel) -> int:
+def _wide(loaded: LoadedModel, saved: Mapping[str, FewBits]) -> int:
     """How many linear layers have no weights of few bits, beside the output layer."""
     model: Any = loaded.model
     linears = {name for name, it in model.named_modules() if type(it) is nn.Linear}
     heads = {name for name, it in model.named_modules() if it is model.get_output_embeddings()}
-    return len(linears - loaded.quantized.keys() - heads)
+    return len(linears - saved.keys() - heads)
 
 
 def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:

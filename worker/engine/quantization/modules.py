@@ -13,21 +13,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+FewBits = QuantizedWeight | FP8Weight
 
 
 class QuantizedLinear(nn.Linear):
     """A linear layer of a model in `dtype`. Its parameter `weight` is empty."""
 
-    def __init__(
-        self, weight: QuantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=bias is not None, device="meta")
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         if bias is not None:
             self.bias = bias
-        self.quantized = weight
+        self.quantized: FewBits = weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -38,10 +39,10 @@ class QuantizedLinear(nn.Linear):
 class QuantizedEmbedding(nn.Embedding):
     """An embedding, which gives numbers of `dtype`. Its parameter `weight` is empty."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: FewBits, dtype: torch.dtype) -> None:
         super().__init__(*weight.shape, device="meta")
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        self.quantized = weight
+        self.quantized: FewBits = weight
         self._dtype = dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,7 @@ def quantize_model(
     group: int | None = None,
     *,
     embeddings: bool = False,
-    saved: Mapping[str, QuantizedWeight] | None = None,
+    saved: Mapping[str, FewBits] | None = None,
 ) -> None:
     """Replace the linear layers by quantized ones, and free their weights.
 
@@ -68,10 +69,10 @@ def quantize_model(
     dtype = model.dtype
     names = {module: name for name, module in model.named_modules()}
 
-    def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> QuantizedWeight | None:
-        if (weight := saved.get(names[module])) is not None or bits is None:
-            return weight
-        return QuantizedWeight.of(module.weight, bits, group if bits == 4 else None)
+    def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> FewBits | None:
+        if (weight := saved.get(names[module])) is None and bits is not None:
+            weight = QuantizedWeight.of(module.weight, bits, group if bits == 4 else None)
+        return None if weight is None else weight.to(module.weight.device)
 
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head

@@ -12,7 +12,7 @@ from promptq.worker.engine.native.library import load_native
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs] on a CPU, whose inputs share a scale and an offset by groups. A
+    """A weight [outputs, inputs], whose inputs share a scale and an offset by groups. A
     number is `scale * n + offset`."""
 
     numbers: torch.Tensor
@@ -27,8 +27,8 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
-        """Round a weight [outputs, inputs] in fp32 or bf16. Without a group, an output has one
-        scale.
+        """Round a weight [outputs, inputs] in fp32 or bf16, by native code on a CPU. Without a
+        group, an output has one scale.
 
         Raises NativeError if a number is not finite.
         """
@@ -36,7 +36,7 @@ class QuantizedWeight:
         group = group or inputs
         numbers = torch.empty(outputs, -(-inputs * bits // 8), dtype=torch.uint8)
         scales = torch.empty(outputs, -(-inputs // group))
-        weight = weight.contiguous()
+        weight = weight.cpu().contiguous()
         load_native().quantize(
             *(weight.dtype == torch.bfloat16, weight.data_ptr(), outputs, inputs, bits, group),
             *(torch.get_num_threads(), numbers.data_ptr(), scales.data_ptr()),
@@ -76,6 +76,11 @@ class QuantizedWeight:
         return len(self.numbers), self.inputs
 
     @property
+    def kind(self) -> tuple[int, int, int, bool]:
+        """What weights share that can be joined."""
+        return self.bits, self.group, self.inputs, self.offsets is not None
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         return [it for it in (self.numbers, self.scales, self.offsets) if it is not None]
 
@@ -89,7 +94,12 @@ class QuantizedWeight:
         step = 64 if self.group <= 512 else 512
         return self.group in (16, 32) or self.group % step == 0
 
-    def rows(self, rows: torch.Tensor) -> QuantizedWeight:
+    def to(self, device: torch.device) -> QuantizedWeight:
+        numbers, scales = self.numbers.to(device), self.scales.to(device)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, numbers=numbers, scales=scales, offsets=offsets)
+
+    def rows(self, rows: torch.Tensor | slice) -> QuantizedWeight:
         """Some of its outputs, in this order."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], offsets=offsets)

@@ -319,6 +319,7 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
         "_add_rms_norm_kernel",
         "_place_heads_kernel",
         "_silu_kernel",
+        "_product_kernel",
     }
     for launch in launches:
         assert launch["stack"] == 0, launch

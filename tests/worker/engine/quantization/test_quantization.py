@@ -170,7 +170,9 @@ def test_a_cache_in_int8_holds_nearly_twice_the_tokens(tmp_path: Path, seed: int
 def test_a_cache_in_int8_needs_native_code(others: dict[str, Any]) -> None:
     loaded = LoadedModel("gpt2", make_model("gpt2", SEED), frozenset())
     asked = options(**{"quantization": "none", "kv_cache_dtype": "int8", **others})
-    with pytest.raises(UnsupportedModelError, match=r"gpt2: .*--kv-cache-dtype int8 needs native"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"gpt2: .*--kv-cache-dtype int8 needs code of our own"
+    ):
         ModelRunner.of(loaded, asked)
 
 
@@ -199,7 +201,9 @@ def test_a_decoder_that_computes_something_else_is_found_out(
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma2"])
 def test_other_families_are_refused_by_name(family: str) -> None:
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
-    with pytest.raises(UnsupportedModelError, match=f"{family}: --quantization int8 needs native"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{family}: --quantization int8 needs code of our own"
+    ):
         ModelRunner.of(loaded, options("int8"))
 
 
@@ -207,7 +211,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     ("changed", "named"),
     [
         ({"quantization": "int3"}, "'int3' is none of none, int8, int4"),
-        ({"native": False}, "needs native code; omit --no-native"),
+        ({"native": False}, "needs code of our own; omit --no-native"),
         ({"attention": "torch"}, "--attention torch was asked for"),
         ({"dtype": "float16"}, "the weights are torch.float16"),
     ],

@@ -62,6 +62,14 @@ def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
+    """K or V in the dtype of the queries, if they are kept in 8 bits."""
+    if tile.dtype.primitive_bitwidth == 8:
+        tile = tile.to(queries.dtype)
+    return tile
+
+
+@triton.jit
 def scores_of(
     query: tl.tensor,
     key: tl.tensor,
@@ -110,7 +118,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
     """How many keys, with their values, a tile may hold so that so many tiles fit."""
-    itemsize = cache.key.element_size()
+    itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.
     tile = most if itemsize < 4 else min(most, MAX_KEYS_PER_TILE // 2)

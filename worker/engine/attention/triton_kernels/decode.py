@@ -25,6 +25,7 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     padded,
     scores_of,
     shared_memory_bytes,
+    widened,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def decode(
     results = work.results(num_heads, num_kv_heads, value_size)
     head_tile, value_tile = triton.next_power_of_2(group), padded(value_size)
     # More keys would spill registers.
-    is_wide = max(key_size, value_size) > 128 or cache.key.element_size() >= 4
+    is_wide = max(key_size, value_size) > 128 or cache.key.element_size() != 2
     _decode_kernel[(num_programs(work.max_parts * num_kv_heads, query.device),)](
         query,
         cache.key,
@@ -181,7 +182,9 @@ def _decode_kernel(
         rows = query + sequence * query_row_stride + head[:, None] * query_head_stride
         queries = tl.load(
             rows + key_column[None, :], mask=is_head[:, None] & is_key_column, other=0.0
-        ).to(key_cache.dtype.element_ty)
+        )
+        if key_cache.dtype.element_ty.primitive_bitwidth > 8:
+            queries = queries.to(key_cache.dtype.element_ty)
         answer = output + (sequence * num_heads + head[:, None]) * VALUE_SIZE + value_column
         highest = tl.full((HEAD_TILE,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((HEAD_TILE,), dtype=tl.float32)
@@ -208,9 +211,11 @@ def _decode_kernel(
                 mask=is_seen[:, None] & is_value_column,
                 other=0.0,
             )
-            scores = scores_of(queries, key, scale, softcap, HAS_SOFTCAP)
+            scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            highest, weight, total = attend_tile(scores, value, highest, weight, total)
+            highest, weight, total = attend_tile(
+                scores, widened(value, queries), highest, weight, total
+            )
             if tile + TOKEN_TILE >= part_end:  # the part's last tile; a part is some whole ones
                 mean = total / weight[:, None]
                 if num_parts == 1:

@@ -48,7 +48,8 @@ class TritonPaged(AttentionBackend):
     ) -> torch.Tensor:
         """As `attend`, for a step whose K and V are in the cache already."""
         query = _with_whole_heads(query)
-        output = cache.value.new_empty(*query.shape[:2], cache.value.shape[-1])
+        dtype = query.dtype if cache.value.itemsize == 1 else cache.value.dtype
+        output = query.new_empty(*query.shape[:2], cache.value.shape[-1], dtype=dtype)
         tables, num_decodes = layout.block_tables, layout.num_decodes
         if num_decodes:
             decodes = query[:num_decodes], output[:num_decodes]

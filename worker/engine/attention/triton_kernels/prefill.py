@@ -27,6 +27,7 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     pattern_arguments,
     scores_of,
     shared_memory_bytes,
+    widened,
 )
 
 if TYPE_CHECKING:
@@ -58,14 +59,15 @@ def prefill(
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
     group = num_heads // num_kv_heads
-    itemsize = cache.key.element_size()
+    itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     most_queries, most_keys = MAX_QUERY_TILE, MAX_KEYS_PER_TILE
     if max(key_size, value_size) > 128:
         most_queries //= 2
     if itemsize >= 4:
         most_queries //= 4
     # More would spill registers. Before capability 9, products take K and V from registers too.
-    if max(key_size, value_size) > 128 or architecture(query.device) < 90:
+    is_widened = cache.key.element_size() == 1
+    if max(key_size, value_size) > 128 or is_widened or architecture(query.device) < 90:
         most_keys //= 2
     query_tile = max(padded(group), min(most_queries, padded(work.longest_chunk * group)))
     tiles = work.tiles(query_tile // group)
@@ -152,7 +154,9 @@ def _prefill_kernel(
     rows = query + (first_row + offset) * query_row_stride + head * query_head_stride
     queries = tl.load(
         rows[:, None] + key_column[None, :], mask=is_query[:, None] & is_key_column, other=0.0
-    ).to(key_cache.dtype.element_ty)
+    )
+    if key_cache.dtype.element_ty.primitive_bitwidth > 8:
+        queries = queries.to(key_cache.dtype.element_ty)
 
     highest = tl.full((QUERY_TILE,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((QUERY_TILE,), dtype=tl.float32)
@@ -182,8 +186,10 @@ def _prefill_kernel(
                 mask=is_value_column,
                 other=0.0,
             )
-            scores = scores_of(queries, key, scale, softcap, HAS_SOFTCAP)
-            highest, weight, total = attend_tile(scores, value, highest, weight, total)
+            scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
+            highest, weight, total = attend_tile(
+                scores, widened(value, queries), highest, weight, total
+            )
     for first_token in range(middle, end, TOKEN_TILE):
         token = first_token + tl.arange(0, TOKEN_TILE)
         is_seen = token < end
@@ -206,9 +212,11 @@ def _prefill_kernel(
             visible = visible & (
                 token[None, :] // pattern_size == position[:, None] // pattern_size
             )
-        scores = scores_of(queries, key, scale, softcap, HAS_SOFTCAP)
+        scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
         scores = tl.where(visible, scores, float("-inf"))
-        highest, weight, total = attend_tile(scores, value, highest, weight, total)
+        highest, weight, total = attend_tile(
+            scores, widened(value, queries), highest, weight, total
+        )
 
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
     place = ((first_row + offset) * num_kv_heads * GROUP + head) * VALUE_SIZE

@@ -1,0 +1,45 @@
+"""Weights in FP8, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Weight:
+    """A weight [outputs, inputs]: `scale * n` with numbers of 8 bits that have an exponent."""
+
+    numbers: torch.Tensor
+    """float8_e4m3fn [outputs, inputs]."""
+    scales: torch.Tensor
+    """fp32 [outputs, 1]."""
+
+    @property
+    def kind(self) -> str:
+        """What weights share that can be joined."""
+        return "fp8"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+        outputs, inputs = self.numbers.shape
+        return outputs, inputs
+
+    def to(self, device: torch.device) -> FP8Weight:
+        return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
+
+    def rows(self, rows: torch.Tensor | slice) -> FP8Weight:
+        """Some of its outputs, in this order."""
+        return FP8Weight(self.numbers[rows], self.scales[rows])
+
+    def dequantized(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [outputs, inputs], or some of its rows."""
+        if rows is not None:
+            return self.rows(rows).dequantized()
+        return self.numbers.float() * self.scales
+
+    def released(self) -> FP8Weight:
+        """What is left of it when its numbers are not needed any more."""
+        return FP8Weight(self.numbers.new_empty(0, 0), self.scales.new_empty(0, 1))
