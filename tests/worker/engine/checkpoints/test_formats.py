@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.llama.native_decoder import NativeDecoder
@@ -18,6 +19,7 @@ from promptq.worker.engine.model.load_check import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.quantization.modules import quantize_model
+from promptq.worker.served_model import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 FILES = Path(__file__).parent / "files"
@@ -172,3 +174,19 @@ def test_the_tokenizer_is_in_the_file(name: str) -> None:
         ids = tokenizer.encode_text(text)
         assert 0 < len(ids) <= 4 * len(text)
         assert tokenizer.decode(ids).strip() == text
+
+
+def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With its tokenizer, its own name and fingerprint, wherever it is started."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(FILES / "qwen3-q8_0.gguf", "small-q8_0.gguf")  # another model of the same name
+    settings = read_settings(model=str(FILES / "small-q8_0.gguf"), kv_cache_memory="4M")
+    served = build(settings)
+    assert served.identity.name == "small-q8_0"
+    assert "weights of GGUF Q8_0" in served.way
+    assert served.dtype == "bfloat16"
+    assert served.end_token_ids == {2}
+    assert identify(settings) == served.identity
+    other = identify(read_settings(model="small-q8_0.gguf"))
+    assert other.fingerprint != served.identity.fingerprint
+    assert fits_beside_others(settings)
