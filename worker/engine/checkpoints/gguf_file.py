@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 from promptq.worker.engine.checkpoints.gguf_blocks import READERS, read_blocks
+from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 
@@ -41,12 +42,13 @@ class GGUFFile:
         self.source = source
         try:
             self._reader: Any = GGUFReader(source)
-        except (OSError, ValueError, IndexError, KeyError) as error:
+            self._architecture = self._field("general.architecture")
+            parts = int(self._field("split.count") or 0)
+        except LOADING_ERRORS as error:
             raise ModelNotFoundError(
-                f"{source}: is no GGUF file that can be read: {error}"
+                f"{source}: is no GGUF file that can be read: {first_sentence(error)}"
             ) from error
-        self._architecture = self._field("general.architecture")
-        if (parts := self._field("split.count")) and parts > 1:
+        if parts > 1:
             raise UnsupportedModelError(
                 f"{source}: is one of {parts} parts; make one file of them with"
                 " llama-gguf-split --merge"
@@ -82,8 +84,16 @@ class GGUFFile:
         folder, arguments = library_arguments(self.source)
         try:
             config: Any = AutoConfig.from_pretrained(folder, **arguments)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UnsupportedModelError(f"{self.source}: {error}") from error
+            self._complete(config)
+        except LOADING_ERRORS as error:
+            raise UnsupportedModelError(
+                f"{self.source}: its settings are not read: {first_sentence(error)}"
+            ) from error
+        made: PreTrainedConfig = config
+        return made
+
+    def _complete(self, config: Any) -> None:
+        """What transformers does not read of the file."""
         if (size := self._own_field("attention.key_length")) is not None:
             config.head_dim = int(size)
         if self._own_field("rope.scaling.type") not in (None, "none"):
@@ -97,8 +107,6 @@ class GGUFFile:
         ends = [self._field(f"tokenizer.ggml.{name}") for name in _END_TOKENS]
         config.eos_token_id = sorted({int(it) for it in ends if it is not None}) or None
         config.dtype = self.dtype
-        made: PreTrainedConfig = config
-        return made
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
         """For a model that computes in `dtype`.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 LOADING_ERRORS = (
     OSError,
     ValueError,
-    KeyError,
+    LookupError,
+    OverflowError,
     TypeError,
     AttributeError,
     ImportError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,
 )
 
 

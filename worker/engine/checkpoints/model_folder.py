@@ -83,12 +83,7 @@ class ModelFolder:
         if not Path(self.source).is_dir():
             return 0
         packed = 1 if self._format is None else 32 // self._format.bits
-        return sum(
-            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
-            for file in Path(self.source).glob("*.safetensors")
-            for name, tensor in _header(file).items()
-            if name != "__metadata__"
-        )
+        return sum(_num_numbers(file, packed) for file in Path(self.source).glob("*.safetensors"))
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
         """The weights for a model that computes in `dtype`; None if they are not quantized.
@@ -178,15 +173,20 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors. Empty if it is damaged, which shows later."""
+def _num_numbers(file: Path, packed: int) -> int:
+    """How many numbers a safetensors file has, of which so many are packed in a word of 32 bits. 0
+    if it is damaged, which shows when it is loaded."""
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            header: dict[str, Any] = json.loads(content.read(min(size, _LARGEST_HEADER)))
-    except ValueError:
-        return {}
-    return header
+            header = json.loads(content.read(min(size, _LARGEST_HEADER)))
+        header.pop("__metadata__", None)
+        return sum(
+            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
+            for tensor in header.values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def _module(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,21 @@ def test_a_folder_of_gguf_files_tells_how_to_name_one(tmp_path: Path) -> None:
     assert "is neither a model directory nor a file that ends with" in refusal(
         tmp_path / "weights.bin"
     )
+
+
+def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path, seed: int) -> None:
+    """Wherever they are: nothing but a refusal ends a load."""
+    draw = random.Random(seed)
+    whole = (FILES / "qwen3-q8_0.gguf").read_bytes()
+    refused = 0
+    for _ in range(25):
+        content = bytearray(whole)
+        for _ in range(draw.choice([1, 2, 5])):
+            content[draw.randrange(9000)] = draw.randrange(256)
+        broken = tmp_path / "broken.gguf"
+        broken.write_bytes(content)
+        try:
+            load_model(str(broken), device=CPU)
+        except (ModelError, ConfigurationError):
+            refused += 1
+    assert refused > 0
