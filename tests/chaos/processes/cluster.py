@@ -18,7 +18,6 @@ from tests.servers import server_program
 from tests.shared.server.cluster import Cluster
 from tests.waiting import until
 
-_PAUSE_MS = 10_000
 _NODE_TIMEOUT_MS = 3000
 """Longer than this machine stands still under load: nobody but the run kills a primary, and a move
 key by key does not outlive the loss of one of its two nodes."""
@@ -60,11 +59,11 @@ class ChaoticCluster:
         """Kill the primary of a queue. It comes back as a replica of its replica."""
         primary = self._cluster.primary_of(_key(rng))
         replica = self._cluster.replica_of(primary)
-        if not self._may_lose:
-            primary.client.execute_command("CLIENT", "PAUSE", _PAUSE_MS, "WRITE")
-            primary.client.execute_command("WAIT", 1, 0)
         self._num_kills += 1
-        primary.kill()
+        if self._may_lose:
+            primary.kill()
+        else:
+            primary.kill_once_copied(replica)
         until(lambda: replica.role == "master")
         primary.start()
         primary.wait()

@@ -18,6 +18,8 @@ from tests.servers import answers, free_ports
 from tests.waiting import until
 
 NUM_SLOTS = 16384
+_PAUSE_MS = 120_000
+"""Longer than a replica is late when the machine stands still."""
 _MIGRATE_MS = 60_000
 """A node that waits no longer for another leaves keys on both."""
 
@@ -72,9 +74,19 @@ class Node:
         return self._log.read_text(errors="replace").count("Failover election won")
 
     def is_in_step(self) -> bool:
-        """Whether it is a replica that has all that its primary has."""
+        """Whether it is a replica that gets what its primary writes."""
         told = self.client.info("replication")
         return told["role"] == "slave" and told["master_link_status"] == "up"
+
+    def kill_once_copied(self, replica: Node) -> None:
+        """Kill it once the replica has all that it accepted. It accepts no more meanwhile.
+
+        `WAIT` would not do: it waits for what the same connection has written.
+        """
+        self.client.execute_command("CLIENT", "PAUSE", _PAUSE_MS, "WRITE")
+        written = self.client.info("replication")["master_repl_offset"]
+        until(lambda: replica.client.info("replication")["slave_repl_offset"] >= written)
+        self.kill()
 
 
 class Cluster:
@@ -141,7 +153,7 @@ class Cluster:
         return {_owner(node.client, slot) for node in self.nodes if node.process.poll() is None}
 
     def replica_of(self, primary: Node) -> Node:
-        """The replica of a node, once it has all that the node has. Without it, nobody could be
+        """The replica of a node, once it gets what that writes. Without it, nobody could be
         promoted."""
         primary_id = primary.id
         while True:
@@ -155,8 +167,7 @@ class Cluster:
         """Kill the primary of a key's slot. Returns it, and its replica, which is now primary."""
         primary = self.primary_of(key)
         replica = self.replica_of(primary)
-        primary.client.execute_command("WAIT", 1, 0)
-        primary.kill()
+        primary.kill_once_copied(replica)
         until(lambda: self._owners(self.slot(key)) == {replica.port})
         return primary, replica
 
