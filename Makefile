@@ -48,7 +48,7 @@ test-engines: bench-peers
 	@$(BIN)/python -m tests.engines.chaos llama.cpp --worker-kills 15 --server-kills 15
 	@$(BIN)/python -m tests.engines.chaos vllm --worker-kills 5 --server-kills 5
 
-# The image for CPUs: built, serving, stopped under load. It needs podman, buildah and mmdebstrap.
+# The image for CPUs: built, serving, stopped under load. It needs podman, buildah, mmdebstrap, iptables.
 test-images: wheel
 	@$(BIN)/python -m tests.deploy.images --wheel dist/*.whl $(ARGS)
 

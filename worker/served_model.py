@@ -149,9 +149,13 @@ def fits_beside_others(settings: Settings) -> bool:
     from promptq.worker.engine.model.backend_choice import resolve_device
 
     memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
-    device = resolve_device(settings.device)
+    name = settings.model or str(MODEL_DIR)
     return loading.fits_beside_others(
-        settings.model or str(MODEL_DIR), device, settings.dtype, memory
+        name if is_gguf(name) else str(_folder(name)),
+        resolve_device(settings.device),
+        settings.dtype,
+        memory,
+        trust_remote_code=settings.trust_remote_code,
     )
 
 
@@ -344,8 +348,8 @@ def shown_name(settings: Settings) -> str:
 def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     """A hash that tells models apart, of the sizes and beginnings of a model's files.
 
-    A safetensors or GGUF file begins with the names and shapes of all its tensors. A machine whose
-    worker forwards may have it or not.
+    A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
+    name and vocabulary. A machine whose worker forwards may have it or not.
     """
     folder = _folder(name_or_dir)
     digest = hashlib.sha256()

@@ -417,7 +417,7 @@ class Run:
     def _audit(self, references: dict[str, Expected], is_over: bool = False) -> None:
         places = self._fleet.pids() if is_over else None
         self.outcome.audit(self._folder, self._audited, references, places)
-        if self._cluster is not None:
+        if self._cluster is not None and is_over:
             self.outcome.violations[:0] = self._cluster.unasked()
         refused = [*self._refused, *self._audited.refusals()]
         self.outcome.violations += check_refusals(dict.fromkeys(refused))

@@ -72,7 +72,7 @@ class ChaoticCluster:
     def unasked(self) -> Iterator[Violation]:
         """Primaries that lost their place alive, and with it what their replica did not have."""
         count = sum(node.num_elections for node in self._cluster.nodes) - self._num_kills
-        if count:
+        if count > 0:
             yield Violation(
                 "void run",
                 "",

@@ -13,7 +13,12 @@ import torch
 
 from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.checkpoints.fp8 import scaled
-from promptq.worker.engine.checkpoints.packed_integers import are_in_order, scattered, unpacked
+from promptq.worker.engine.checkpoints.packed_integers import (
+    are_in_order,
+    offsets_of,
+    scattered,
+    unpacked,
+)
 from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -76,7 +81,7 @@ class CompressedTensors:
                 zeros = unpacked(zeros.T, bits).T[:outputs]
             else:
                 zeros = zeros.reshape(-1, scales.shape[1]).short() + (1 << (bits - 1))
-            offsets = -zeros.float() * scales
+            offsets = offsets_of(zeros, scales, bits)
         group = -(-inputs // scales.shape[1])
         if (groups := parts.get("weight_g_idx")) is not None and not are_in_order(groups, group):
             return scattered(numbers, scales, offsets, groups, bits)

@@ -31,7 +31,7 @@ def scaled(
     """A weight [outputs, inputs] with scales of its outputs or of all, or in fp32 one with scales
     of blocks."""
     scales, (outputs, inputs) = scales.float(), weight.shape
-    if block is not None and scales.dim() == 2:
+    if block is not None and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1])):
         scales = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         return weight.float() * scales[:outputs, :inputs]
     if weight.dtype != torch.float8_e4m3fn:

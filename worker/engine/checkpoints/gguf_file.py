@@ -77,8 +77,14 @@ class GGUFFile:
         kinds = self._kinds
         return _DTYPES[kinds.pop()] if len(kinds) == 1 and kinds <= set(_DTYPES) else torch.bfloat16
 
-    def num_parameters(self) -> int:
-        return sum(int(tensor.n_elements) for tensor in self._tensors.values())
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self._kinds - _DTYPES.keys())
+
+    def num_bytes(self, dtype: torch.dtype | None) -> int:
+        """What all parameters take in `dtype`."""
+        numbers = sum(int(tensor.n_elements) for tensor in self._tensors.values())
+        return numbers * (dtype or self.dtype).itemsize
 
     def _config(self) -> PreTrainedConfig:
         folder, arguments = library_arguments(self.source)
@@ -102,6 +108,20 @@ class GGUFFile:
                 f" {self._own_field('rope.scaling.type')!r}, which is not read from GGUF files;"
                 " use a directory of safetensors files"
             )
+        size = config.head_dim
+        neutral = {
+            "rope.scale_linear": 1,
+            "rope.scaling.factor": 1,
+            "rope.dimension_count": size,
+            "attention.value_length": size,
+            "attention.scale": size**-0.5,
+        }
+        for name, value in neutral.items():
+            if (found := self._own_field(name)) is not None and abs(found - value) > 1e-6:
+                raise UnsupportedModelError(
+                    f"{self.source}: {name} is {found}, which is not read from GGUF files; use a"
+                    " directory of safetensors files"
+                )
         if _LLAMA3_FREQUENCIES in self._tensors:
             self._scale_positions(config)
         ends = [self._field(f"tokenizer.ggml.{name}") for name in _END_TOKENS]

@@ -20,7 +20,14 @@ from promptq.worker.engine.checkpoints.packed_integers import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to the zeros in the file."""
+"""What is added to each zero in the file."""
+
+
+def _added(words: torch.Tensor, number: int, bits: int) -> torch.Tensor:
+    """Adds a number to all that share a word. The tools do so with whole words, and carry."""
+    ones = sum(1 << place for place in range(0, 32, bits))
+    total = (words.long() + number * ones) & 0xFFFFFFFF
+    return torch.where(total < 1 << 31, total, total - (1 << 32)).int()
 
 
 class GPTQ:
@@ -46,7 +53,7 @@ class GPTQ:
         """Of a linear layer. Raises KeyError for a part that is missing."""
         numbers = unpacked(parts["qweight"].T, self.bits)
         scales = parts["scales"].T.float()
-        zeros = unpacked(parts["qzeros"], self.bits).T.short() + self._added
+        zeros = unpacked(_added(parts["qzeros"], self._added, self.bits), self.bits).T
         offsets = offsets_of(zeros, scales, self.bits)
         group = -(-numbers.shape[1] // scales.shape[1])
         groups = parts.get("g_idx")

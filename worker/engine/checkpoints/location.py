@@ -11,7 +11,7 @@ _GGUF = ".gguf"
 
 
 def is_gguf(name_or_dir: str) -> bool:
-    return name_or_dir.endswith(_GGUF)
+    return name_or_dir.endswith(_GGUF) and not Path(name_or_dir).expanduser().is_dir()
 
 
 def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:

@@ -44,6 +44,8 @@ _FORMATS: dict[str, type[CompressedTensors] | type[GPTQ] | type[AWQ] | type[FP8]
     "awq": AWQ,
     "fp8": FP8,
 }
+_OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
+"""Scales for a KV cache of few bits, which ours finds itself."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
 """Bytes that the header of a safetensors file may have, as its library has it."""
@@ -59,10 +61,10 @@ class ModelFolder:
         check_weights(source)
         # The library would look for the tool that quantized the weights.
         settings = self.config.__dict__.pop("quantization_config", None)
-        if settings is not None and not isinstance(settings, dict):
+        if settings and not isinstance(settings, dict):
             settings = settings.to_dict()
-        self._method = "" if settings is None else str(settings.get("quant_method"))
-        self._format = None if settings is None else _format(source, settings)
+        self._method = str(settings.get("quant_method")) if settings else ""
+        self._format = _format(source, self._method, settings) if settings else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,12 +80,20 @@ class ModelFolder:
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
         return config
 
-    def num_parameters(self) -> int:
-        """0 for a hub name, whose files may not be here yet."""
+    @property
+    def is_quantized(self) -> bool:
+        return self._format is not None
+
+    def num_bytes(self, dtype: torch.dtype | None) -> int:
+        """What all parameters take in `dtype`, or as the library would load them. 0 for a hub name,
+        whose files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
+        if self._format is None and dtype is None:
+            return sum(file.stat().st_size for file in self._files())
         packed = 1 if self._format is None else 32 // self._format.bits
-        return sum(_num_numbers(file, packed) for file in Path(self.source).glob("*.safetensors"))
+        numbers = sum(_num_numbers(file, packed) for file in self._files())
+        return numbers * (dtype or self.dtype).itemsize
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
         """The weights for a model that computes in `dtype`; None if they are not quantized.
@@ -95,17 +105,14 @@ class ModelFolder:
             return None
         saved = SavedWeights(self._method, dtype)
         with ExitStack() as stack:
-            files = [
-                stack.enter_context(safe_open(file, "pt"))
-                for file in sorted(self._folder().glob("*.safetensors"))
-            ]
+            files = [stack.enter_context(safe_open(file, "pt")) for file in self._files()]
             places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             marked = {_module(name) for name in places if _part(name) == self._format.marker}
             layers: dict[str, dict[str, Any]] = defaultdict(dict)
             for name, file in places.items():
                 if _module(name) in marked and _part(name) != "bias":
                     layers[_module(name)][_part(name)] = file
-                else:
+                elif _part(name) not in _OF_THE_CACHE:
                     saved.add_tensor(name, self._plain(name, file.get_tensor(name)))
             for module, parts in layers.items():
                 tensors = {it: file.get_tensor(f"{module}.{it}") for it, file in parts.items()}
@@ -134,13 +141,29 @@ class ModelFolder:
         except (RuntimeError, ValueError) as error:  # sizes that do not belong together
             raise UnsupportedModelError(f"{layer} has parts of wrong sizes: {error}") from error
 
+    def _files(self) -> list[Path]:
+        """Those with weights, and no copies in another form beside them."""
+        folder = self._folder()
+        index = folder / "model.safetensors.index.json"
+        if not index.exists():
+            return sorted(folder.glob("*.safetensors"))
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            return [folder / name for name in sorted(names)]
+        except LOADING_ERRORS as error:
+            raise UnsupportedModelError(
+                f"{self.source}: {index.name} does not say which files there are:"
+                f" {first_sentence(error)}"
+            ) from error
+
     def _folder(self) -> Path:
         here = Path(self.source)
-        return here if here.is_dir() else Path(snapshot_download(self.source))
+        if here.is_dir():
+            return here
+        return Path(snapshot_download(self.source, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def _format(source: str, settings: Mapping[str, Any]) -> Format:
-    method = settings.get("quant_method")
+def _format(source: str, method: str, settings: Mapping[str, Any]) -> Format:
     if method not in _FORMATS:
         raise UnsupportedModelError(
             f"{source}: its weights are quantized by the method {method!r}, and those of"
@@ -150,6 +173,10 @@ def _format(source: str, settings: Mapping[str, Any]) -> Format:
         return _FORMATS[method](settings)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
+    except LOADING_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{source}: its quantization_config is not one of {method}: {first_sentence(error)}"
+        ) from error
 
 
 def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:

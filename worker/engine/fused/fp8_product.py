@@ -30,9 +30,9 @@ class FP8Product:
         most = rows.abs().amax(1, keepdim=True).float()
         scales = (most / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         numbers = (rows / scales).to(torch.float8_e4m3fn)
-        dtype = rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
+        # Not every card gives another dtype.
         product: torch.Tensor = torch._scaled_mm(
-            numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=dtype
+            numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
         product = product.to(rows.dtype)
         return product if self._bias is None else product + self._bias

@@ -23,9 +23,7 @@ class QuantizedProduct:
     """A linear layer: rows [T, inputs] give rows [T, outputs], in one launch."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
-        kept = torch.float16 if weight.bits == 4 else torch.float32
-        self._numbers, self._scales = weight.numbers, weight.scales.to(kept)
-        self._offsets = None if weight.offsets is None else weight.offsets.to(kept)
+        self._numbers, self._scales, self._offsets = weight.numbers, weight.scales, weight.offsets
         self._bias, self._bits, self._group = bias, weight.bits, weight.group
         # A step through the inputs stays within a group.
         self._step = min(_MOST_INPUTS, triton.next_power_of_2(weight.inputs))

@@ -189,7 +189,7 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> N
     """Compare our own decoder of a model whose weights or KV cache are rounded now with the
     library's model, which computes with what the weights stand for. The formula was checked before.
 
-    `asked` are the options that asked for it. Raises UnsupportedModelError.
+    `asked` are the options that asked for it; empty: the files did. Raises UnsupportedModelError.
     """
     probes = _decoder_probes(loaded, model_length(loaded, None))
     tolerance = FP8_TOLERANCE if _has_fp8(loaded, checked) else QUANTIZED_TOLERANCE
@@ -197,8 +197,9 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> N
         difference = _compare(loaded, checked, probes, tolerance)
     if not difference.is_tolerable:
         raise UnsupportedModelError(
-            f"{loaded.family}: {asked} changes logits by {difference.median:.2g} of their spread in"
-            " half of the rows, beside what rounded weights change; it has to be left out"
+            f"{loaded.family}: {asked or loaded.format} changes logits by {difference.median:.2g}"
+            " of their spread in half of the rows, beside what rounded weights change;"
+            f" {'leave it out' if asked else 'use --no-native'}"
         )
 
 

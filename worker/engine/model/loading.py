@@ -134,6 +134,7 @@ def load_model(
                 )
             model: PreTrainedModel = loaded[0]
             info: dict[str, Any] = loaded[1]
+            settings = files.generation_config or model.generation_config
     except LOADING_ERRORS as error:
         raise UnsupportedModelError(
             f"{source}: the weights of this {config.model_type!r} model do not load: "
@@ -145,10 +146,14 @@ def load_model(
                 f"{source}: {len(keys)} weights that {type(model).__name__} needs are "
                 f"{problem}, for example {keys[0]}"
             )
+    if saved is not None and (keys := sorted(str(key) for key in info["unexpected_keys"])):
+        raise UnsupportedModelError(
+            f"{source}: it has {len(keys)} tensors that {type(model).__name__} does not know, for"
+            f" example {keys[0]}"
+        )
     module: torch.nn.Module = model  # the library's class has untyped methods instead
     module.requires_grad_(False).eval().to(device)
     # The generation settings' end tokens come before the configuration's.
-    settings = files.generation_config or model.generation_config
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
     if saved is None:
         return LoadedModel(name_or_dir, model, ends)
@@ -156,29 +161,34 @@ def load_model(
 
 
 def fits_beside_others(
-    name_or_dir: str, device: torch.device, dtype: DType, kv_cache_memory: int | None
+    dir_or_file: str,
+    device: torch.device,
+    dtype: DType,
+    kv_cache_memory: int | None,
+    *,
+    trust_remote_code: bool = False,
 ) -> bool:
     """Whether a model can surely be loaded while others stay in memory."""
     if kv_cache_memory is None and counts_memory(device):
         return False  # each takes most of what is free
-    needed = _MOST_COPIES * _bytes_of_weights(open_files(name_or_dir), dtype)
+    files = open_files(dir_or_file, trust_remote_code)
+    needed = _MOST_COPIES * files.num_bytes(_DTYPES.get(dtype))
     return needed + (kv_cache_memory or 0) <= free_bytes(device)
 
 
 def _check_memory(files: ModelFiles, dtype: DType, device: torch.device) -> None:
     """Refuse weights that do not fit, or the system would end the process."""
-    needed, free = _bytes_of_weights(files, dtype), free_bytes(device)
+    # Weights that are quantized are widened on the host first.
+    places = {device, torch.device("cpu")} if files.is_quantized else {device}
+    needed = files.num_bytes(_DTYPES.get(dtype))
+    device, free = min(((it, free_bytes(it)) for it in places), key=lambda it: it[1])
     if needed > free:
+        widened = ", which are widened while they are loaded," if files.is_quantized else ""
         raise ConfigurationError(
-            f"--model: the weights of {files.source} take {needed / 2**30:,.1f} GiB, and"
+            f"--model: the weights of {files.source}{widened} take {needed / 2**30:,.1f} GiB, and"
             f" {free / 2**30:,.1f} GiB are free on {device}; use a smaller model or dtype, or"
             " another device"
         )
-
-
-def _bytes_of_weights(files: ModelFiles, dtype: DType) -> int:
-    """How much memory they take in `dtype`. 0 if they are not on this machine yet."""
-    return files.num_parameters() * (_DTYPES.get(dtype) or files.dtype).itemsize
 
 
 def _computing(files: ModelFiles, dtype: DType, device: torch.device) -> torch.dtype:

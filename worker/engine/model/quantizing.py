@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.worker.engine.fused.fp8_product import HAS_FP8
 from promptq.worker.engine.model.load_check import CheckedModel, check_quantized
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native.build import NativeCodeError
@@ -18,8 +19,6 @@ from promptq.worker.engine.native.library import NativeError
 from promptq.worker.engine.quantization.modules import FewBits, quantize_model
 
 BITS = {"int8": 8, "int4": 4}
-_HAS_FP8 = (8, 9)
-"""The compute capability from which a card converts fp8."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
             f"--kv-cache-dtype: {options.kv_cache_dtype} is not for {device}, where it can be"
             f" {wanted}"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _HAS_FP8:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
         raise ConfigurationError(
             "--kv-cache-dtype: fp8 needs a card of compute capability 8.9 or higher, and"
             f" {device} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
@@ -82,6 +81,8 @@ def quantize(
     loaded.quantized.clear()
     if loaded.format and bits is None and (wide := _wide(loaded, saved)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
+    if not (saved or asked):
+        return checked
     try:
         quantize_model(
             loaded.model,
@@ -99,7 +100,7 @@ def quantize(
     elif options.kv_cache_dtype == "fp8":
         checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
     if not is_known:
-        check_quantized(loaded, checked, asked or f"the quantization {loaded.format}")
+        check_quantized(loaded, checked, asked)
     return checked
 
 

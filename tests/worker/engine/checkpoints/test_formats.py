@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.llama.native_decoder import NativeDecoder
 from promptq.worker.engine.model.load_check import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
-from promptq.worker.engine.quantization.modules import quantize_model
+from promptq.worker.engine.quantization.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    quantize_model,
+)
+from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.served_model import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
@@ -174,6 +181,46 @@ def test_the_tokenizer_is_in_the_file(name: str) -> None:
         ids = tokenizer.encode_text(text)
         assert 0 < len(ids) <= 4 * len(text)
         assert tokenizer.decode(ids).strip() == text
+
+
+def test_zeros_of_gptq_carry_as_its_tools_let_them() -> None:
+    """The format `gptq` has zeros less one; of a zero of 0 the neighbour's place loses one."""
+    zeros = [0, 8, 8, 15, 3, 0, 1, 8]
+    word = sum(zero << 4 * place for place, zero in enumerate(zeros)) - 0x11111111
+    word = (word + 2**31) % 2**32 - 2**31
+    parts = {
+        "qweight": torch.zeros(4, 8, dtype=torch.int32),  # 32 inputs of 8 outputs
+        "qzeros": torch.tensor([[word]], dtype=torch.int32),
+        "scales": torch.ones(1, 8, dtype=torch.float16),
+    }
+    weight = GPTQ({"bits": 4}).weight(parts)
+    assert isinstance(weight, QuantizedWeight)
+    assert weight.dequantized()[:, 0].tolist() == [-zero for zero in zeros]
+
+
+def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FILES / "ct-w8a8", tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"].float()
+    scales = embedding.abs().amax(1, keepdim=True) / 127
+    tensors["lm_head.weight"] = (embedding / scales).round().to(torch.int8)
+    tensors["lm_head.weight_scale"] = scales
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    loaded = load_model(str(folder), device=CPU)
+    assert "lm_head" in loaded.quantized
+    runner = ModelRunner.of(loaded, options())
+    assert runner.why_no_own_code == ""
+    model: Any = loaded.model
+    assert isinstance(model.lm_head, QuantizedLinear)
+    assert not isinstance(model.model.embed_tokens, QuantizedEmbedding)
+    assert off(runner, "ct-w8a8") < 0.05
+
+
+def test_a_directory_may_be_named_like_a_gguf_file(tmp_path: Path) -> None:
+    folder = shutil.copytree(FILES / "gptq", tmp_path / "model.gguf")
+    assert load_model(str(folder), device=CPU).format == "gptq"
 
 
 def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

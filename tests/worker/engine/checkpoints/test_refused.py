@@ -55,6 +55,12 @@ def copied(name: str, to: Path, **settings: Any) -> Path:
             {"config_groups": {"a": {"weights": {"num_bits": 6, "type": "int"}}}},
             "weights have 6 bits",
         ),
+        (
+            "ct-w4a16",
+            {"config_groups": [1]},
+            "quantization_config is not one of compressed-tensors",
+        ),
+        ("gptq", {"quant_method": ["x"]}, "quantized by the method"),
     ],
 )
 def test_what_is_not_read_is_named(
@@ -81,6 +87,31 @@ def test_a_missing_part_is_named(name: str, part: str, expected: str, tmp_path: 
     del tensors[f"{LAYER}.{part}"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert expected in refusal(folder)
+
+
+def test_tensors_that_nobody_takes_are_named(tmp_path: Path) -> None:
+    """They may change what the model computes, as some scales of AWQ do."""
+    folder = copied("awq", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)  # of a KV cache of few bits
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    load_model(str(folder), device=CPU)
+    tensors["model.layers.0.mlp.act.scales"] = torch.ones(128)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "1 tensors that LlamaForCausalLM does not know, for example" in refusal(folder)
+
+
+def test_other_files_of_a_folder_may_be_damaged_too(tmp_path: Path) -> None:
+    folder = copied("gptq", tmp_path)
+    (folder / "generation_config.json").write_text("{")
+    refusal(folder)
+    (folder / "generation_config.json").unlink()
+    (folder / "model.safetensors.index.json").write_text("{")
+    refusal(folder)
+    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"model.norm.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    load_model(str(folder), device=CPU)
 
 
 def test_parts_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
@@ -146,6 +177,8 @@ def test_a_gguf_file_that_is_damaged_is_named(tmp_path: Path) -> None:
         ({"architecture": "gemma3"}, "of the architecture 'gemma3', and GGUF files of llama"),
         ({"split.count": 3}, "is one of 3 parts; make one file of them with llama-gguf-split"),
         ({"llama.rope.scaling.type": "yarn"}, "positions are scaled by 'yarn'"),
+        ({"llama.rope.scale_linear": 2.0}, "rope.scale_linear is 2.0, which is not read"),
+        ({"llama.attention.scale": 0.5}, "attention.scale is 0.5, which is not read"),
     ],
 )
 def test_what_a_gguf_file_has_and_is_not_read_is_named(

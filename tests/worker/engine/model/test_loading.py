@@ -107,7 +107,7 @@ def test_missing_directory(tmp_path: Path) -> None:
 
 
 def test_file_instead_of_a_directory(model_dir: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="is a file"):
+    with pytest.raises(ModelNotFoundError, match="is neither a model directory nor"):
         load(model_dir / "config.json")
 
 

@@ -45,7 +45,9 @@ def logprobs_of(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> li
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32), (4, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 def test_weights_are_rounded_to_the_nearest(
     bits: int, group: int | None, dtype: torch.dtype, seed: int
 ) -> None:
@@ -89,7 +91,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
         QuantizedWeight.of(weight, 8)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 1.0)])
 def test_log_probabilities_are_near_those_of_the_whole_numbers(
     family: str, quantization: str, most: float, tmp_path: Path, seed: int
