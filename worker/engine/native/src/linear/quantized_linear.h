@@ -24,7 +24,7 @@
 
 namespace promptq {
 
-template <typename T, int Bits, bool kHasOffsets>
+template <typename T, int Bits>
 class QuantizedLinear : public Packed<T> {
  public:
   // Packs `weight` into tiles [steps, 2, kLanes columns], and their scales into [groups, kColumns]. Those of a
@@ -32,14 +32,15 @@ class QuantizedLinear : public Packed<T> {
   QuantizedLinear(const Matrix& weight, WeightMemory& memory)
       : Packed<T>(weight.rows, weight.columns),
         group_(weight.num_groups() > 1 ? weight.group : round_up(weight.columns, kMostOfChunk)),
-        chunk_(std::min(group_, kMostOfChunk)), padding_(std::min(chunk_, kPadding)) {
+        chunk_(std::min(group_, kMostOfChunk)), padding_(std::min(chunk_, kPadding)),
+        has_offsets_(weight.offsets != nullptr), group_scales_((has_offsets_ ? 2 : 1) * kColumns) {
     if (chunk_ % kChunk != 0 || group_ % chunk_ != 0 || kPadding % padding_ != 0 || chunk_ % padding_ != 0)
       throw std::invalid_argument(
           Bits == 4 ? "groups of weights of 4 bits have a multiple of 32 inputs"
                     : "groups of weights of 8 bits have 16, 32, or a multiple of 64 inputs; above 512, of 512");
     const int64_t outputs = weight.rows, inputs = weight.columns, row_bytes = weight.row_bytes();
     const int64_t num_tiles = ceil_div(outputs, kColumns), num_groups = weight.num_groups();
-    const int64_t size = num_tiles * num_steps() * kStep, num_scales = num_tiles * num_groups * kGroup;
+    const int64_t size = num_tiles * num_steps() * kStep, num_scales = num_tiles * num_groups * group_scales_;
     uint8_t* numbers = std::fill_n(numbers_ = memory.reserve<uint8_t>(size), size, uint8_t(0)) - size;
     Scale* scales = std::fill_n(scales_ = memory.reserve<Scale>(num_scales), num_scales, Scale(0)) - num_scales;
     for (int64_t output = 0; output < outputs; ++output) {
@@ -53,10 +54,10 @@ class QuantizedLinear : public Packed<T> {
         else
           byte |= (row[i / 2] >> i % 2 * 4 & 15) << i % kInputs / 4 * 4;
       }
-      Scale* its = scales + tile * num_groups * kGroup + column;
+      Scale* its = scales + tile * num_groups * group_scales_ + column;
       for (int64_t g = 0; g < num_groups; ++g) {
-        store(its[g * kGroup], weight.scales[output * num_groups + g]);
-        if constexpr (kHasOffsets) store(its[g * kGroup + kColumns], weight.offsets[output * num_groups + g]);
+        store(its[g * group_scales_], weight.scales[output * num_groups + g]);
+        if (has_offsets_) store(its[g * group_scales_ + kColumns], weight.offsets[output * num_groups + g]);
       }
     }
   }
@@ -85,7 +86,6 @@ class QuantizedLinear : public Packed<T> {
   using Scale = std::conditional_t<Bits == 4, Fp16, float>;
   static constexpr int64_t kInputs = Weights::kInputs, kWords = Weights::kWords;
   static constexpr int64_t kColumns = 2 * kLanes, kStep = 2 * Weights::kBytes;
-  static constexpr int64_t kGroup = kHasOffsets ? 2 * kColumns : kColumns;  // scales and offsets of a group
   static constexpr int64_t kRows = kRegisters / 2 - 2;
   // Chunks have a multiple of so many inputs, and at most so many: 4 bits are summed in 16.
   static constexpr int64_t kChunk = Bits == 4 ? 32 : 16, kMostOfChunk = Bits == 4 ? 32 : 512;
@@ -144,7 +144,7 @@ class QuantizedLinear : public Packed<T> {
   void multiply_tile(const Inputs& inputs, int64_t tile, const T* bias, T* y, int64_t stride) const {
     const int64_t num_groups = ceil_div(this->inputs(), group_);
     const uint8_t* weights = numbers_ + tile * num_steps() * kStep;
-    const Scale* scales = scales_ + tile * num_groups * kGroup;
+    const Scale* scales = scales_ + tile * num_groups * group_scales_;
     const uint32_t* words = inputs.words;
     const Rounded* rounded = inputs.chunks;
     Pair results[Rows] = {};
@@ -159,36 +159,39 @@ class QuantizedLinear : public Packed<T> {
           right.add_to(b[row()], words + row() * kWords);
         });
       }
-      const Group group(scales + first / group_ * kGroup);
-      each<Rows>([&](auto row) __attribute__((always_inline)) {
-        group.add_chunk(results[row()], rounded[row()], Weights::total(a[row()]), Weights::total(b[row()]));
-      });
+      const Scale* its = scales + first / group_ * group_scales_;
+      const Pair scale = widen(its);
+      if (has_offsets_) {
+        const Pair offset = widen(its + kColumns);
+        each<Rows>([&](auto row) __attribute__((always_inline)) {
+          add_chunk(
+              results[row()], scale, offset, rounded[row()], Weights::total(a[row()]),
+              Weights::total(b[row()]));
+        });
+      } else {
+        each<Rows>([&](auto row) __attribute__((always_inline)) {
+          add_chunk(results[row()], scale, rounded[row()], Weights::total(a[row()]), Weights::total(b[row()]));
+        });
+      }
     }
     for (int64_t row = 0; row < Rows; ++row) store_row(results[row], tile, bias, y + row * stride);
   }
 
-  // What a group's numbers stand for, in each column of a tile.
-  struct Group {
-    [[gnu::always_inline]] explicit Group(const Scale* place) : scale(widen(place)) {
-      if constexpr (kHasOffsets) offset = widen(place + kColumns);
-    }
+  // results += the sums of a chunk, scaled
+  [[gnu::always_inline]] static void add_chunk(
+      Pair& results, const Pair& scale, const Rounded& rounded, const Integers& a, const Integers& b) {
+    const int32_t surplus = rounded.sum * (1 << (Bits - 1));
+    results.a += scale.a * rounded.scale * as_floats(a - surplus);
+    results.b += scale.b * rounded.scale * as_floats(b - surplus);
+  }
 
-    // results += the sums of a chunk, scaled
-    [[gnu::always_inline]] void add_chunk(
-        Pair& results, const Rounded& rounded, const Integers& a, const Integers& b) const {
-      if constexpr (kHasOffsets) {
-        const float sum = static_cast<float>(rounded.sum);
-        results.a += rounded.scale * (scale.a * as_floats(a) + offset.a * sum);
-        results.b += rounded.scale * (scale.b * as_floats(b) + offset.b * sum);
-      } else {
-        const int32_t surplus = rounded.sum * (1 << (Bits - 1));
-        results.a += scale.a * rounded.scale * as_floats(a - surplus);
-        results.b += scale.b * rounded.scale * as_floats(b - surplus);
-      }
-    }
-
-    Pair scale, offset;
-  };
+  [[gnu::always_inline]] static void add_chunk(
+      Pair& results, const Pair& scale, const Pair& offset, const Rounded& rounded, const Integers& a,
+      const Integers& b) {
+    const float sum = static_cast<float>(rounded.sum);
+    results.a += rounded.scale * (scale.a * as_floats(a) + offset.a * sum);
+    results.b += rounded.scale * (scale.b * as_floats(b) + offset.b * sum);
+  }
 
   void store_row(const Pair& results, int64_t tile, const T* bias, T* y) const {
     const int64_t first = tile * kColumns, count = std::min(kColumns, this->outputs() - first);
@@ -218,7 +221,7 @@ class QuantizedLinear : public Packed<T> {
     int64_t configured = 0;
     for (int64_t tile = 0; tile < ceil_div(this->outputs(), kColumns); ++tile) {
       const uint8_t* weights = numbers_ + tile * num_steps() * kStep;
-      const Scale* scales = scales_ + tile * num_groups * kGroup;
+      const Scale* scales = scales_ + tile * num_groups * group_scales_;
       for (int64_t block = 0; block < rows; block += kBlock) {
         const int64_t num_rows = std::min(kBlock, rows - block);
         if (num_rows != configured) {
@@ -235,11 +238,16 @@ class QuantizedLinear : public Packed<T> {
             multiply_chunk<2>(from, columns, num_tiles, sums);
           else
             multiply_chunk<1>(from, columns, num_tiles, sums);
-          const Group group(scales + first / group_ * kGroup);
-          for (int64_t row = 0; row < num_rows; ++row)
-            group.add_chunk(
-                results[row], chunks[(block + row) * num_chunks() + chunk],
-                load_as<Integers>(sums[row]), load_as<Integers>(sums[row] + kLanes));
+          const Scale* its = scales + first / group_ * group_scales_;
+          const Pair scale = widen(its), offset = has_offsets_ ? widen(its + kColumns) : Pair{};
+          for (int64_t row = 0; row < num_rows; ++row) {
+            const Rounded& its_chunk = chunks[(block + row) * num_chunks() + chunk];
+            const Integers left = load_as<Integers>(sums[row]), right = load_as<Integers>(sums[row] + kLanes);
+            if (has_offsets_)
+              add_chunk(results[row], scale, offset, its_chunk, left, right);
+            else
+              add_chunk(results[row], scale, its_chunk, left, right);
+          }
         }
         for (int64_t row = 0; row < num_rows; ++row)
           store_row(results[row], tile, bias, y + (block + row) * stride);
@@ -265,6 +273,8 @@ class QuantizedLinear : public Packed<T> {
 #endif
 
   const int64_t group_, chunk_, padding_;
+  const bool has_offsets_;
+  const int64_t group_scales_;  // how many scales and offsets a group has in a tile
   uint8_t* numbers_;
   Scale* scales_;
 };
