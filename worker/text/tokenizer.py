@@ -121,7 +121,7 @@ class HuggingFaceTokenizer:
                 ),
                 max_prompt_tokens,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise ModelNotFoundError(f"{name_or_dir} has no usable tokenizer: {reason}") from error
 

@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from promptq.shared.runtime.extras import require
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
@@ -39,7 +38,7 @@ def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
     source = check_source(name_or_dir)
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)
-    require("a GGUF file", "gguf")
+    # Its package is optional.
     from promptq.worker.engine.checkpoints.gguf_file import GGUFFile
 
     return GGUFFile(source)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from promptq.shared.errors import ModelNotFoundError
+from promptq.shared.runtime.extras import require
 
 _GGUF = ".gguf"
 
@@ -26,7 +27,7 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
 def check_source(name_or_dir: str) -> str:
     """The directory or GGUF file, checked to hold a model, or the hub name as it is.
 
-    Raises ModelNotFoundError.
+    Raises ModelNotFoundError, and ConfigurationError if a package is missing that reads the file.
     """
     place = Path(name_or_dir).expanduser()
     if place.is_dir():
@@ -35,6 +36,7 @@ def check_source(name_or_dir: str) -> str:
     if is_gguf(name_or_dir):
         if not place.is_file():
             raise ModelNotFoundError(f"{name_or_dir}: there is no such file")
+        require("a GGUF file", "gguf")
         return str(place)
     if place.exists():
         raise ModelNotFoundError(

@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from promptq.shared.errors import ConfigurationError, ModelError, UnsupportedModelError
+from promptq.shared.runtime import extras
+from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.model.loading import load_model
+from promptq.worker.served_model import build, identify
 from tests.worker.engine.checkpoints.test_formats import FILES
 
 CPU = torch.device("cpu")
@@ -158,6 +161,14 @@ def rewritten(
     writer.write_tensors_to_file()
     writer.close()
     return to
+
+
+def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_is_complete", lambda extra: extra != "gguf")
+    said = r"a GGUF file needs packages that are not installed: pip install 'promptq\[gguf\]'"
+    for load in (build, identify):
+        with pytest.raises(ConfigurationError, match=said):
+            load(read_settings(model=str(FILES / "small-q8_0.gguf")))
 
 
 def test_a_gguf_file_that_is_damaged_is_named(tmp_path: Path) -> None:
