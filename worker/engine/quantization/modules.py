@@ -25,7 +25,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=bias is not None, device="meta")
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        self.weight = _nothing(weight, dtype)
         if bias is not None:
             self.bias = bias
         self.quantized: FewBits = weight
@@ -41,12 +41,17 @@ class QuantizedEmbedding(nn.Embedding):
 
     def __init__(self, weight: FewBits, dtype: torch.dtype) -> None:
         super().__init__(*weight.shape, device="meta")
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        self.weight = _nothing(weight, dtype)
         self.quantized: FewBits = weight
         self._dtype = dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.quantized.dequantized(input).to(self._dtype)
+
+
+def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter that has the dtype of the model, and is where the weight is."""
+    return nn.Parameter(weight.scales.new_empty(0, dtype=dtype), requires_grad=False)
 
 
 def quantize_model(

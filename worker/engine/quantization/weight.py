@@ -12,8 +12,8 @@ from promptq.worker.engine.native.library import load_native
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs], whose inputs share a scale and an offset by groups. A
-    number is `scale * n + offset`."""
+    """A weight [outputs, inputs], whose inputs share a scale and an offset by groups. A number is
+    `scale * n + offset`."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs]; of 4 bits, two of a row share a byte, the lower half first."""
@@ -27,8 +27,8 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
-        """Round a weight [outputs, inputs], by native code on a CPU. Without a
-        group, an output has one scale.
+        """Round a weight [outputs, inputs], by native code on a CPU. Without a group, an output has
+        one scale.
 
         Raises NativeError if a number is not finite.
         """

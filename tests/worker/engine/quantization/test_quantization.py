@@ -178,6 +178,16 @@ def test_a_cache_in_int8_needs_native_code(others: dict[str, Any]) -> None:
         ModelRunner.of(loaded, asked)
 
 
+def test_a_model_stays_on_its_device_and_in_its_dtype() -> None:
+    """Its first parameter tells where it is, and may be that of an embedding."""
+    place = torch.device("meta")
+    weight = QuantizedWeight.of(torch.ones(4, 32), 4, 32).to(place)
+    linear = QuantizedLinear(weight, None, torch.bfloat16)
+    for module in (linear, modules.QuantizedEmbedding(weight, torch.bfloat16)):
+        assert (module.weight.device, module.weight.dtype) == (place, torch.bfloat16)
+    assert weight.scales.dtype == torch.float16  # as a card keeps them
+
+
 def test_what_was_rounded_and_copied_is_freed(tmp_path: Path) -> None:
     loaded = load_model(str(save_model(tmp_path, "llama", SEED, **SHAPE)), device=CPU)
     ModelRunner.of(loaded, options("int8"))
