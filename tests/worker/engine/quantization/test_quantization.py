@@ -19,7 +19,7 @@ from promptq.worker.engine.native.library import NativeError
 from promptq.worker.engine.quantization import modules
 from promptq.worker.engine.quantization.modules import QuantizedLinear, quantize_model
 from promptq.worker.engine.quantization.weight import QuantizedWeight
-from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
+from tests.worker.engine.tiny_models import LLAMA_SHAPED, VOCAB_SIZE, make_model, save_model
 
 SEED = 5
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
@@ -97,7 +97,8 @@ def test_log_probabilities_are_near_those_of_the_whole_numbers(
     family: str, quantization: str, most: float, tmp_path: Path, seed: int
 ) -> None:
     """Relative to their spread. They are nearer to the library's model with the rounded weights."""
-    directory = save_model(tmp_path, family, SEED, **SHAPE, initializer_range=0.1)
+    sizes = {**LLAMA_SHAPED, **SHAPE, "initializer_range": 0.1}
+    directory = save_model(tmp_path, family, SEED, **sizes)
     runner = ModelRunner.load(str(directory), options(quantization, dtype="float32"))
     assert runner.why_no_own_code == ""
     generator = torch.Generator().manual_seed(seed)
