@@ -4,7 +4,8 @@
 worker and to both, on one server; the second worker is stopped while it is not its turn. A real
 model computes nearly all the time, so each worker has a core of its own. The model-free one has
 nothing to compute, so server and client need as much as the workers do: each worker gets a part of
-a core only (`--share`), by a control group, and must be run by root.
+a core only, by a control group, and must be run by root. `--share` sets the part, for a real model
+too: on a machine of two cores, two workers of a whole one leave none to server and client.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main() -> None:
     """Measure in alternating pairs, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=_BURSTS, default="54m")
-    parser.add_argument("--share", type=float, default=0.25, help="of a core, without a model")
+    parser.add_argument("--share", type=float, help="of a core; without a model, a quarter")
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     is_real = options.model in MODELS
@@ -96,8 +97,8 @@ def main() -> None:
             stack.callback(os.kill, pid, signal.SIGCONT)  # or it could not end
             if is_real:
                 keep_to_core(pid, core)
-            else:
-                stack.enter_context(group_of(pid, options.share))
+            if (share := options.share or (None if is_real else 0.25)) is not None:
+                stack.enter_context(group_of(pid, share))
 
         def seconds(num_workers: int) -> float:
             os.kill(workers[1], signal.SIGCONT if num_workers == 2 else signal.SIGSTOP)
