@@ -106,7 +106,7 @@ class ModelFolder:
         saved = SavedWeights(self._method, dtype)
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(file, "pt")) for file in self._files()]
-            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118 # no dict
             marked = {_module(name) for name in places if _part(name) == self._format.marker}
             layers: dict[str, dict[str, Any]] = defaultdict(dict)
             for name, file in places.items():
