@@ -196,7 +196,7 @@ def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptu
 def test_a_cache_in_fp8_holds_twice_the_tokens(seed: int) -> None:
     found, tokens = {}, {}
     generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(3, VOCAB_SIZE, (9,), generator=generator).tolist()
+    prompt = torch.randint(3, VOCAB_SIZE, (20,), generator=generator).tolist()
     dtypes: list[Literal["auto", "fp8"]] = ["auto", "fp8"]
     for dtype in dtypes:
         model = make_model("qwen3", 7, num_hidden_layers=1).bfloat16()
@@ -207,16 +207,18 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(seed: int) -> None:
         runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
         tokens[dtype] = runner.kv_layout.num_blocks
         engine = LLMEngine(runner, max_num_seqs=2, max_num_batched_tokens=8)
-        params = SamplingParams(temperature=0.0, logprobs=5)
-        engine.add(EngineRequest(0, prompt, params, seed=0, max_tokens=2))
+        params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        engine.add(EngineRequest(0, prompt, params, seed=0, max_tokens=1))
         reported: list[float] = []
         while engine.has_work:
             for output in engine.step().outputs:
-                reported += [each.logprob for each in output.logprobs or ()]
-        found[dtype] = reported[0]  # of the next token; then texts may differ
+                for each in output.prompt_logprobs or ():
+                    reported += each.logprobs.tolist()
+        found[dtype] = torch.tensor(reported)
     assert tokens["fp8"] == 2 * tokens["auto"]
-    off = abs(found["fp8"] - found["auto"])
-    assert 0 < off < 0.3
+    off = (found["fp8"] - found["auto"]).abs().mean() / found["auto"].std()
+    print(f"off by {off:.3f} of the spread")
+    assert 0 < off < 0.6
 
 
 @pytest.mark.parametrize(
