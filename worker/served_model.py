@@ -357,7 +357,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     files = [folder / name for name in names if (folder / name).exists()]
     if with_weights:
         files += sorted(folder.glob("*.safetensors"))
-    if is_gguf(name_or_dir):
+    if is_gguf(name_or_dir):  # it has all of these inside
         files = [Path(name_or_dir).expanduser()]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())

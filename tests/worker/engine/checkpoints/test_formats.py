@@ -11,11 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.runtime.settings import read_settings
-from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.gptq import GPTQ
-from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.llama.native_decoder import NativeDecoder
 from promptq.worker.engine.model.load_check import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
@@ -28,6 +25,7 @@ from promptq.worker.engine.quantization.modules import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.served_model import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from tests.worker.engine.quantization.test_quantization import logprobs_of
 
 FILES = Path(__file__).parent / "files"
 EXPECTED = load_file(FILES / "expected.safetensors")
@@ -76,22 +74,16 @@ def off(runner: ModelRunner, name: str) -> float:
     ids, logits = expected(name)
     of_next = logits.log_softmax(-1)[:-1].gather(1, ids[-2:].unsqueeze(1))[:, 0]
     spread = logits[:-1].std(dim=1)
-    relative = float(((logprobs_of(runner, ids.tolist()) - of_next).abs() / spread).max())
+    relative = float(
+        (
+            (
+                torch.tensor(logprobs_of(runner, ids[:-2].tolist(), ids[-2:].tolist())) - of_next
+            ).abs()
+            / spread
+        ).max()
+    )
     print(f"{name}: off by {relative:.2g} of the spread")
     return relative
-
-
-def logprobs_of(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
-    """[2]: of the last two tokens."""
-    engine = LLMEngine(runner, max_num_seqs=1, max_num_batched_tokens=64)
-    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    engine.add(EngineRequest(0, ids, params, seed=0, max_tokens=1))
-    found: list[float] = []
-    while engine.has_work:
-        for output in engine.step().outputs:
-            for reported in output.prompt_logprobs or ():
-                found += reported.logprobs.tolist()
-    return torch.tensor(found[-2:])
 
 
 def options(**others: Any) -> LoadOptions:

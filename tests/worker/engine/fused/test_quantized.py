@@ -34,6 +34,7 @@ from promptq.worker.engine.quantization.modules import QuantizedLinear
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from tests.worker.engine.checkpoints.test_formats import FILES, logits_of
 from tests.worker.engine.checkpoints.test_formats import expected as expected_of
+from tests.worker.engine.quantization.test_quantization import logprobs_of
 from tests.worker.engine.tiny_models import LLAMA_SHAPED, VOCAB_SIZE, make_model
 
 KINDS = [(8, None), (8, 16), (8, 64), (4, None), (4, 32), (4, 128)]
@@ -206,15 +207,7 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(seed: int) -> None:
         )
         runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
         tokens[dtype] = runner.kv_layout.num_blocks
-        engine = LLMEngine(runner, max_num_seqs=2, max_num_batched_tokens=8)
-        params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-        engine.add(EngineRequest(0, prompt, params, seed=0, max_tokens=1))
-        reported: list[float] = []
-        while engine.has_work:
-            for output in engine.step().outputs:
-                for each in output.prompt_logprobs or ():
-                    reported += each.logprobs.tolist()
-        found[dtype] = torch.tensor(reported)
+        found[dtype] = torch.tensor(logprobs_of(runner, prompt[:1], prompt[1:]))
     assert tokens["fp8"] == 2 * tokens["auto"]
     off = (found["fp8"] - found["auto"]).abs().mean() / found["auto"].std()
     print(f"off by {off:.3f} of the spread")

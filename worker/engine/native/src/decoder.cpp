@@ -20,6 +20,10 @@
 
 namespace promptq {
 
+inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
+  return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs};
+}
+
 template <typename T>
 class DecoderOf : public Decoder {
  public:
@@ -28,8 +32,8 @@ class DecoderOf : public Decoder {
         cosine_(weights.cosine), sine_(weights.sine), norm_(numbers(weights.norm)),
         num_threads_(num_threads),
         head_(
-            shape.vocab_size, one(matrix(weights.head, shape.vocab_size, shape.size)), nullptr, kGranule,
-            num_threads, memory_, kHeadSlices) {}
+            shape.vocab_size, side_by_side({matrix(weights.head, shape.vocab_size, shape.size)}), nullptr,
+            kGranule, num_threads, memory_, kHeadSlices) {}
 
   void add_layer(const LayerWeights& weights) override {
     const int64_t size = shape_.size, inner_size = shape_.inner_size;
@@ -47,9 +51,11 @@ class DecoderOf : public Decoder {
             query_size + 2 * kv_size, one_after_another({query, key, value}), weights.qkv_bias,
             shape_.head_size),
         numbers(weights.query_norm), numbers(weights.key_norm),
-        linear(size, one(matrix(weights.output, size, query_size)), weights.output_bias, kGranule),
+        linear(
+            size, side_by_side({matrix(weights.output, size, query_size)}), weights.output_bias, kGranule),
         numbers(weights.inner_norm), linear(inner_size, side_by_side({gate, up}), nullptr, kGranule),
-        linear(size, one(matrix(weights.down, size, inner_size)), nullptr, kGranule), weights.cache});
+        linear(size, side_by_side({matrix(weights.down, size, inner_size)}), nullptr, kGranule),
+        weights.cache});
   }
 
   void run(const Step& step) override {
@@ -143,10 +149,6 @@ class DecoderOf : public Decoder {
   static constexpr int64_t kHeadSlices = 8;
 
   static const T* numbers(const void* weight) { return static_cast<const T*>(weight); }
-
-  static Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
-    return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs};
-  }
 
   // Norm and rotate `count` heads of a row, from the model's head `first` on, and store them: queries in
   // `query` [T, num_heads * head_size], K and V in the cache.
@@ -247,19 +249,18 @@ const char* linear(
     int64_t outputs, int64_t inputs, const void* bias, void* y) {
   using namespace promptq;
   return guarded([&] {
-    const Matrix matrix{weight->numbers, weight->scales, weight->offsets, weight->bits, weight->group,
-                        outputs, inputs};
+    const Matrix given = matrix(*weight, outputs, inputs);
     WeightMemory memory;
     const auto multiply = [&]<typename T>(std::unique_ptr<Packed<T>> packed) {
       packed->multiply(
           static_cast<const T*>(x), rows, static_cast<const T*>(bias), static_cast<T*>(y), outputs);
     };
     if (!is_bf16)
-      multiply(pack<float>(matrix, memory));
+      multiply(pack<float>(given, memory));
     else if (in_tiles || weight->scales)
-      multiply(pack<Bf16>(matrix, memory));
+      multiply(pack<Bf16>(given, memory));
     else
-      multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(matrix, memory)));
+      multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(given, memory)));
   });
 }
 

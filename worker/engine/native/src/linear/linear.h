@@ -40,10 +40,6 @@ struct Range {
 // The rows of weights that a slice of a layer's outputs needs, in the order of its results.
 using WeightsOf = std::function<std::vector<Matrix>(Range outputs)>;
 
-inline WeightsOf one(const Matrix& weight) {
-  return [=](Range outputs) { return std::vector{weight.some_rows(outputs.first, outputs.count)}; };
-}
-
 // An output has a result of each weight.
 inline WeightsOf side_by_side(const std::vector<Matrix>& weights) {
   return [=](Range outputs) {
