@@ -137,7 +137,8 @@ def test_what_a_killed_process_held_gets_its_model_back(
     with started(tmp_path, redis_url, *BOTH, "--lease-ms", "1000") as worker:
         request_id = put(queues[1], seed=7, max_tokens=LONG)
         until(lambda: num_tokens(queues[1], request_id))
-        [serving] = until(lambda: models_of(queues)[1])
+        until(lambda: [len(it) for it in models_of(queues)] == [0, 1])
+        [_, [serving]] = models_of(queues)
         os.kill(serving.pid, signal.SIGKILL)
         other = put(queues[0], seed=8, max_tokens=20)
         check(queues[0], other, 8, 20)
@@ -190,9 +191,11 @@ def test_a_real_model_beside_another_and_probes_of_both(
         "--health-port", "0",
     ) as worker:  # fmt: skip
         assert all(queue.redis.hget(queue.keys.model, "model") for queue in queues)
-        for queue in (queues[1], queues[0]):
-            result_of(queue, put(queue, max_tokens=5))
+        for at in (1, 0):
+            result_of(queues[at], put(queues[at], max_tokens=5))
+            until(lambda at=at: [len(it) for it in models_of(queues)] == [1 - at, at])
         told = [it["told"] for it in worker.logged("a model is loaded")]
+        assert len(told) == 3
         assert "checking 0.0 s" in told[-1], "it was checked when it was loaded first"
         url = worker.first_line.rpartition("probes at ")[2].strip()
         for path in ("startupz", "livez", "readyz"):
