@@ -2,8 +2,9 @@
 
 All are loaded at once and measured in turns, so what else the machine does hits all of them.
 Nothing is drafted. A rate is between the first and the last token; "prompt" is the time to the
-first token behind 1,024. Ratios are medians of pairs. Starts are processes of their own; their
-memory is what loading added to it once the start is over, with an empty KV cache.
+first token behind 1,024. Ratios are medians of pairs. "What memory allows" is how fast weights, K
+and V could be read, as measured before and after each request. Starts are processes of their own;
+their memory is what loading added to it once the start is over, with an empty KV cache.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.peers import DEFAULT as PEERS
 from benchmarks.rows import engine as engine_row
 from benchmarks.rows import llama_server
 from benchmarks.suite import workloads
-from benchmarks.suite.floor import measure_rates
+from benchmarks.suite.floor import measure_reading
 from benchmarks.suite.jobs import Outcome, Workload
 
 _CACHE = Path(__file__).parents[1] / ".cache"
@@ -78,13 +79,24 @@ def theirs(stack: ExitStack, folder: Path, format: str) -> Contender:
     return lambda workload: asyncio.run(drive(workload, llama_server.stream_from(port)))
 
 
+def bytes_of_step(shape: Shape, format: str, workload: Workload) -> float:
+    """What a mean decode step of ours reads for the one request of `workload`."""
+    [request] = workload.requests
+    length = len(request.prompt) + request.num_output // 2
+    embedding = VOCAB_SIZE * shape.hidden
+    layers = shape.num_parameters - embedding
+    bits, kv_bytes = {"bf16": 16, "int8": 8, "int4": 4.5}[format], shape.kv_bytes_per_token
+    if format == "int8":  # the KV cache too; a row of a head has its scale in bf16
+        kv_bytes = kv_bytes * (shape.head_dim + 2) // (2 * shape.head_dim)
+    return (layers * bits + embedding * (16 if format == "bf16" else 8)) / 8 + length * kv_bytes
+
+
 def compare(name: str, pairs: list[tuple[float, float]]) -> str:
     ratios = sorted(one / other for one, other in pairs)
     return f"{name}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
-def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> dict[str, list[float]]:
-    """Prints ratios. Returns the rates of solo requests."""
+def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
     with ExitStack() as stack:
         contenders = {format: ours(shape, folder, format) for format in OURS}
         if (PEERS / "llama" / "bin").exists():
@@ -94,12 +106,19 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> dict[st
                 continue
             taking_part = [it for it in contenders if kind != "burst" or it in OURS]
             found: dict[str, list[float]] = {format: [] for format in taking_part}
+            allowed: dict[str, list[float]] = {format: [] for format in OURS}
             for number in range(-1, count):  # the first one warms up
                 for format in taking_part if number % 2 else taking_part[::-1]:
                     load = workloads.WORKLOADS[kind](shape, number)
+                    is_floored = kind == "solo" and format in OURS
+                    readings = [measure_reading()] if is_floored else []
                     outcome = contenders[format](load)
-                    if number >= 0:
-                        found[format].append(figure(kind, outcome))
+                    if number < 0:
+                        continue
+                    found[format].append(figure(kind, outcome))
+                    if is_floored:
+                        reading = statistics.mean([*readings, measure_reading()])
+                        allowed[format].append(reading / bytes_of_step(shape, format, load))
             for format, figures in found.items():
                 unit = "s" if kind == "prompt" else "tokens/s"
                 print(f"{kind}, {format}: {statistics.median(figures):.3g} {unit}", flush=True)
@@ -107,9 +126,10 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> dict[st
                 if other in found:
                     pairs = list(zip(found[one], found[other], strict=True))
                     print(compare(f"{kind}, {one} over {other}", pairs), flush=True)
-            if kind == "solo":
-                solo = found
-    return solo
+            for format, rates in allowed.items():
+                if rates:
+                    pairs = list(zip(found[format], rates, strict=True))
+                    print(compare(f"{kind}, {format} over what memory allows", pairs), flush=True)
 
 
 def start(folder: Path, format: str) -> None:
@@ -164,15 +184,7 @@ def main() -> None:
         start(folder, options.start)
         return
     starts(folder, options.model, options.starts)
-    solo = measure_all(shape, folder, options.rounds, options.bursts)
-    rate = measure_rates().bytes_per_second
-    print(f"memory is read at {rate / 1e9:.1f} GB/s")
-    for format, bits in (("bf16", 16), ("int8", 8), ("int4", 4.5)):
-        embedding = VOCAB_SIZE * shape.hidden
-        layers = shape.num_parameters - embedding
-        floor = (layers * bits + embedding * (16 if format == "bf16" else 8)) / 8 / rate
-        share = statistics.median(solo[format]) * floor
-        print(f"solo, {format} over what memory allows for the weights: {share:.2f}")
+    measure_all(shape, folder, options.rounds, options.bursts)
 
 
 if __name__ == "__main__":

@@ -35,15 +35,23 @@ def measure_rates() -> Rates:
     import torch
 
     dtype: torch.dtype = getattr(torch, torch_dtype())
+    with torch.inference_mode():
+        left = torch.randn(_ROWS, _WIDTH).to(dtype)
+        right = torch.randn(_WIDTH, _WIDTH).to(dtype)
+        product = _best(lambda: left @ right)
+    return Rates(measure_reading(), 2 * _ROWS * _WIDTH * _WIDTH / product)
+
+
+def measure_reading() -> float:
+    """Bytes that all cores together read of memory in a second, likewise."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, torch_dtype())
     numbers = torch.ones(_BYTES // 4)
     weights = torch.ones(_BYTES // dtype.itemsize // _WIDTH, _WIDTH, dtype=dtype)
     vector = torch.ones(_WIDTH, dtype=dtype)
     with torch.inference_mode():
-        reading = min(_best(lambda: numbers.sum()), _best(lambda: weights @ vector))
-        left = torch.randn(_ROWS, _WIDTH).to(dtype)
-        right = torch.randn(_WIDTH, _WIDTH).to(dtype)
-        product = _best(lambda: left @ right)
-    return Rates(_BYTES / reading, 2 * _ROWS * _WIDTH * _WIDTH / product)
+        return _BYTES / min(_best(lambda: numbers.sum()), _best(lambda: weights @ vector))
 
 
 def decode_floor(shape: Shape, rates: Rates, batch: int, length: int) -> float:

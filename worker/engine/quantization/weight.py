@@ -111,18 +111,21 @@ class QuantizedWeight:
         """fp32 [outputs, inputs], or some of its rows."""
         if rows is not None:
             return self.rows(rows).dequantized()
-        numbers = self.numbers
         if self.bits == 4:
-            numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
-            numbers = numbers[..., : self.inputs]
-        padded = nn.functional.pad(numbers, (0, -self.inputs % self.group))
-        groups = padded.float().view(*padded.shape[:-1], -1, self.group)
+            halves = self.scales.new_empty(*self.numbers.shape, 2, dtype=torch.float32)
+            halves[..., 0], halves[..., 1] = self.numbers & 15, self.numbers >> 4
+            numbers = halves.flatten(-2)[..., : self.inputs]
+        else:
+            numbers = self.numbers.float()
+        if missing := -self.inputs % self.group:
+            numbers = nn.functional.pad(numbers, (0, missing))
+        groups = numbers.unflatten(-1, (-1, self.group))  # each pass takes time, so all are in place
         scales = self.scales.float().unsqueeze(-1)
         if self.offsets is None:
-            offsets = -(2 ** (self.bits - 1)) * scales
+            groups.sub_(2 ** (self.bits - 1)).mul_(scales)
         else:
-            offsets = self.offsets.float().unsqueeze(-1)
-        return torch.addcmul(offsets, groups, scales).flatten(-2)[..., : self.inputs]
+            groups.mul_(scales).add_(self.offsets.float().unsqueeze(-1))
+        return groups.flatten(-2)[..., : self.inputs]
 
     def released(self) -> QuantizedWeight:
         """What is left of it when its numbers are not needed any more."""

@@ -84,20 +84,26 @@ void in_groups(int64_t num_queries, const Work& work) {
 }
 
 // Calls work(group, query, i, rows) for `Group` queries at a time, each kLanes positions from `begin` + i on
-// and each KV head. It goes block by block, and through the heads within a block, in the order of memory,
-// so that the processor reads ahead well. Rows of integers are widened to R in `widened`.
+// and each KV head. It goes block by block, and through the heads within a block, in the order of memory.
+// The next rows are read ahead, as the processor does not know which block follows. Rows of integers are
+// widened to R in `widened`.
 template <typename R, typename T, typename Work>
 void over_blocks(
     const Piece<T>& piece, const std::vector<Stretch>& stretches, const uint8_t* cache, int64_t begin,
     R* widened, const Work& work) {
-  const uint8_t* found[kLanes];
+  const uint8_t *found[kLanes], *next[kLanes];
   const R* rows[kLanes];
-  for (const Stretch& stretch : stretches)
-    for (int64_t start = stretch.first / kLanes * kLanes; start < stretch.last; start += kLanes) {
-      piece.find_rows(stretch, cache, start, found);
+  for (const Stretch& stretch : stretches) {
+    const int64_t first = stretch.first / kLanes * kLanes;
+    piece.find_rows(stretch, cache, first, next);
+    for (int64_t start = first; start < stretch.last; start += kLanes) {
+      std::copy_n(next, kLanes, found);
+      piece.find_rows(stretch, cache, start + kLanes, next);
       for (int64_t head = 0; head < piece.num_kv_heads; ++head) {
         for (int64_t i = 0; i < kLanes; ++i) {
           const uint8_t* row = found[i] + head * piece.head_stride;
+          for (int64_t byte = 0; byte < piece.position_stride; byte += kCacheLine)
+            __builtin_prefetch(next[i] + head * piece.head_stride + byte);
           if (piece.is_int8) load_int8_row(row, piece.size, widened + i * piece.size);
           rows[i] = piece.is_int8 ? widened + i * piece.size : reinterpret_cast<const R*>(row);
         }
@@ -106,6 +112,7 @@ void over_blocks(
         });
       }
     }
+  }
 }
 
 // Attention of one piece, over rows in the cache of type R, or integers that are widened to it. `scratch`

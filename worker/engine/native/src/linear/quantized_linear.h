@@ -44,15 +44,14 @@ class QuantizedLinear : public Packed<T> {
     uint8_t* numbers = std::fill_n(numbers_ = memory.reserve<uint8_t>(size), size, uint8_t(0)) - size;
     Scale* scales = std::fill_n(scales_ = memory.reserve<Scale>(num_scales), num_scales, Scale(0)) - num_scales;
     for (int64_t output = 0; output < outputs; ++output) {
-      const auto* row = static_cast<const uint8_t*>(weight.numbers) + output * row_bytes;
+      const uint8_t* row = static_cast<const uint8_t*>(weight.numbers) + output * row_bytes;
       const int64_t tile = output / kColumns, column = output % kColumns;
-      uint8_t* to = numbers + tile * num_steps() * kStep + column / kLanes * Weights::kBytes;
-      for (int64_t i = 0; i < inputs; ++i) {
-        uint8_t& byte = to[i / kInputs * kStep + Weights::byte_of(column % kLanes, i % kInputs)];
-        if constexpr (Bits == 8)
-          byte = row[i];
-        else
-          byte |= (row[i / 2] >> i % 2 * 4 & 15) << i % kInputs / 4 * 4;
+      uint8_t* to = numbers + tile * num_steps() * kStep + column * kPacked;
+      for (int64_t step = 0; step < inputs / kInputs; ++step, row += kPacked, to += kStep) Weights::pack(row, to);
+      if (inputs % kInputs > 0) {
+        uint8_t padded[kPacked] = {};
+        std::copy_n(row, ceil_div(inputs % kInputs * Bits, 8), padded);
+        Weights::pack(padded, to);
       }
       Scale* its = scales + tile * num_groups * group_scales_ + column;
       for (int64_t g = 0; g < num_groups; ++g) {
@@ -86,6 +85,8 @@ class QuantizedLinear : public Packed<T> {
   using Scale = std::conditional_t<Bits == 4, Fp16, float>;
   static constexpr int64_t kInputs = Weights::kInputs, kWords = Weights::kWords;
   static constexpr int64_t kColumns = 2 * kLanes, kStep = 2 * Weights::kBytes;
+  // A column's bytes of a step.
+  static constexpr int64_t kPacked = kStep / kColumns;
   static constexpr int64_t kRows = kRegisters / 2 - 2;
   // Chunks have a multiple of so many inputs, and at most so many: 4 bits are summed in 16.
   static constexpr int64_t kChunk = Bits == 4 ? 32 : 16, kMostOfChunk = Bits == 4 ? 32 : 512;

@@ -35,7 +35,8 @@ inline Register multiply_bytes(Register a, Register b) { return _mm256_maddubs_e
 #endif
 
 // Some weights of as many columns as there are lanes. `kInputs` is how many of each column, `kBytes` how many
-// bytes they take. `kWords` is how many words the inputs of a row have then.
+// bytes they take. A column's bytes follow each other; pack() makes them of those that are given. `kWords` is
+// how many words the inputs of a row have then.
 template <int Bits>
 struct IntegerWeights;
 
@@ -44,8 +45,7 @@ template <>
 struct IntegerWeights<8> {
   static constexpr int64_t kInputs = 4, kBytes = 4 * kLanes, kWords = 1;
 
-  // A column's bytes follow each other.
-  static int64_t byte_of(int64_t column, int64_t input) { return 4 * column + input; }
+  static void pack(const uint8_t* weights, uint8_t* to) { std::memcpy(to, weights, 4); }
 
   static void lay_out(const int8_t* inputs, uint32_t* words) { std::memcpy(words, inputs, 4); }
 
@@ -65,7 +65,7 @@ template <>
 struct IntegerWeights<8> {
   static constexpr int64_t kInputs = 2, kBytes = 2 * kLanes, kWords = 1;
 
-  static int64_t byte_of(int64_t column, int64_t input) { return 2 * column + input; }
+  static void pack(const uint8_t* weights, uint8_t* to) { std::memcpy(to, weights, 2); }
 
   static void lay_out(const int8_t* inputs, uint32_t* words) {
     words[0] = static_cast<uint16_t>(inputs[0]) | static_cast<uint32_t>(inputs[1]) << 16;
@@ -96,12 +96,21 @@ struct IntegerWeights<8> {
 };
 #endif
 
-// Each byte has an input in its lower half, and the one four inputs later in its upper half.
+// Each byte has an input in its lower half, and the one four inputs later in its upper half. When they are
+// given, the upper half has the next input.
 template <>
 struct IntegerWeights<4> {
   static constexpr int64_t kInputs = 8, kBytes = 4 * kLanes, kWords = 2;
 
-  static int64_t byte_of(int64_t column, int64_t input) { return 4 * column + input % 4; }
+  static void pack(const uint8_t* weights, uint8_t* to) {
+    const auto spread_halves = [](uint32_t four) {  // each into a byte of its own
+      four = (four | four << 8) & 0x00ff00ff;
+      return (four | four << 4) & 0x0f0f0f0f;
+    };
+    const uint32_t all = load_as<uint32_t>(weights);
+    const uint32_t word = spread_halves(all & 0xffff) | spread_halves(all >> 16) << 4;
+    std::memcpy(to, &word, 4);
+  }
 
   static void lay_out(const int8_t* inputs, uint32_t* words) { std::memcpy(words, inputs, 8); }
 
