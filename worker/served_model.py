@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -172,14 +175,28 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
     return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without searches for garbage. An import makes many objects that stay, and searching them
+    again and again would take a quarter of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _build_model(
     settings: Settings, memory: int | None, progress: Progress, known: Verdict | None
 ) -> Served:
     progress("libraries")
-    from transformers.utils import logging as transformers_logging
+    with _uncollected():
+        from transformers.utils import logging as transformers_logging
 
-    from promptq.worker.engine.model.loading import LoadOptions
-    from promptq.worker.engine.model.model_runner import ModelRunner
+        from promptq.worker.engine.model.loading import LoadOptions
+        from promptq.worker.engine.model.model_runner import ModelRunner
 
     take_over_logs("transformers", "huggingface_hub")
     cast("Any", transformers_logging).disable_progress_bar()  # `progress` shows the whole start

@@ -119,7 +119,8 @@ class QuantizedWeight:
             numbers = self.numbers.float()
         if missing := -self.inputs % self.group:
             numbers = nn.functional.pad(numbers, (0, missing))
-        groups = numbers.unflatten(-1, (-1, self.group))  # each pass takes time, so all are in place
+        # As it is large, what follows is computed in place.
+        groups = numbers.reshape(*numbers.shape[:-1], -1, self.group)
         scales = self.scales.float().unsqueeze(-1)
         if self.offsets is None:
             groups.sub_(2 ** (self.bits - 1)).mul_(scales)
