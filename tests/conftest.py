@@ -32,6 +32,8 @@ from tests.servers import Server, embedded_server, redis_server
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# As workers do. More processes than cores would else spin while they wait for their threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 hear_signals()  # for what the product starts
 
