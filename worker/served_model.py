@@ -177,7 +177,7 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without searches for garbage. An import makes many objects that stay, and searching them
+    """Keep the garbage collector off. An import makes many objects that stay, and searching them
     again and again would take a quarter of its time."""
     was_on = gc.isenabled()
     gc.disable()

@@ -15,6 +15,7 @@ ALLOWED = {
     "killed",
     "poisoned",
     "drained, exit code 0",
+    "drained by the last release, exit code -15",
     "met no server as it started",
     "exit code 0 at the end",
 }
@@ -34,9 +35,14 @@ class Ending:
     last_words: str = ""
     is_last: bool = False
     """The run was over, and all were told to end."""
+    is_earlier: bool = False
+    """It was of the last release, which a SIGTERM kills that comes while its interpreter ends. This
+    release ignores it then."""
 
     @property
     def reason(self) -> str:
+        if self.is_earlier and self.code == -signal.SIGTERM and signal.SIGTERM in self.sent:
+            return "drained by the last release, exit code -15"
         if self.is_last:
             if self.code is None:
                 return "did not drain at the end"

@@ -421,11 +421,14 @@ ALLOWED_ENDS = [
     Ending(Queue.VOLUME, 0, frozenset({SIGTERM})),
     Ending(Queue.VOLUME, 1, was_ready=False, last_words=NO_SERVER),
     Ending(Queue.VOLUME, 0, is_last=True),
+    Ending(Queue.VOLUME, -15, frozenset({SIGTERM}), is_earlier=True),
 ]
 BAD_ENDS = [
     Ending(Queue.VOLUME, 1, last_words="RuntimeError: block 3 has 2 references"),
     Ending(Queue.VOLUME, 0),
     Ending(Queue.VOLUME, -9, frozenset({SIGTERM})),
+    Ending(Queue.VOLUME, -15, frozenset({SIGTERM})),
+    Ending(Queue.VOLUME, -15, is_earlier=True),
     Ending(Queue.VOLUME, -11, frozenset({SIGKILL})),
     Ending(Queue.POISON, 1),
     Ending(Queue.VOLUME, POISONED_CODE),

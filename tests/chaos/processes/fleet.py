@@ -182,7 +182,8 @@ class Place:
 
     def _ending(self, code: int | None, is_last: bool = False) -> Ending:
         sent = frozenset(self._sent)
-        return Ending(self.queue, code, sent, self._was_ready, self._last_words, is_last)
+        words = self._last_words
+        return Ending(self.queue, code, sent, self._was_ready, words, is_last, self.is_earlier)
 
 
 class Fleet:

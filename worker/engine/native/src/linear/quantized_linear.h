@@ -46,10 +46,11 @@ class QuantizedLinear : public Packed<T> {
     for (int64_t output = 0; output < outputs; ++output) {
       const uint8_t* row = static_cast<const uint8_t*>(weight.numbers) + output * row_bytes;
       const int64_t tile = output / kColumns, column = output % kColumns;
-      uint8_t* to = numbers + tile * num_steps() * kStep + column * kPacked;
-      for (int64_t step = 0; step < inputs / kInputs; ++step, row += kPacked, to += kStep) Weights::pack(row, to);
+      uint8_t* to = numbers + tile * num_steps() * kStep + column * kColumnBytes;
+      for (int64_t step = 0; step < inputs / kInputs; ++step, row += kColumnBytes, to += kStep)
+        Weights::pack(row, to);
       if (inputs % kInputs > 0) {
-        uint8_t padded[kPacked] = {};
+        uint8_t padded[kColumnBytes] = {};
         std::copy_n(row, ceil_div(inputs % kInputs * Bits, 8), padded);
         Weights::pack(padded, to);
       }
@@ -86,7 +87,7 @@ class QuantizedLinear : public Packed<T> {
   static constexpr int64_t kInputs = Weights::kInputs, kWords = Weights::kWords;
   static constexpr int64_t kColumns = 2 * kLanes, kStep = 2 * Weights::kBytes;
   // A column's bytes of a step.
-  static constexpr int64_t kPacked = kStep / kColumns;
+  static constexpr int64_t kColumnBytes = kStep / kColumns;
   static constexpr int64_t kRows = kRegisters / 2 - 2;
   // Chunks have a multiple of so many inputs, and at most so many: 4 bits are summed in 16.
   static constexpr int64_t kChunk = Bits == 4 ? 32 : 16, kMostOfChunk = Bits == 4 ? 32 : 512;

@@ -30,11 +30,11 @@ class VectorLinear : public Packed<T> {
     for (int64_t tile = 0; tile < num_tiles; ++tile, to += num_steps * kStep) {
       std::fill_n(to, num_steps * kStep, T(0));
       const Matrix rows = weight.some_rows(tile * kColumns, std::min(kColumns, outputs - tile * kColumns));
-      for (int64_t first = 0; first < num_steps; first += kPacked)
+      for (int64_t first = 0; first < num_steps; first += kPackedSteps)
         for (int64_t column = 0; column < rows.rows; ++column) {
           const T* row = static_cast<const T*>(rows.numbers) + column * inputs;
           T* place = to + place_of(column);
-          for (int64_t step = first; step < std::min(first + kPacked, inputs / kInputs); ++step)
+          for (int64_t step = first; step < std::min(first + kPackedSteps, inputs / kInputs); ++step)
             std::memcpy(place + step * kStep, row + step * kInputs, kInputs * sizeof(T));
           if (inputs % kInputs > 0) place[inputs / kInputs * kStep] = row[inputs - 1];
         }
@@ -68,7 +68,7 @@ class VectorLinear : public Packed<T> {
   // Two sums for each row fit into the registers, beside the weights and a factor.
   static constexpr int64_t kRows = kRegisters / 2 - 2, kFewRows = 2;
   // So many steps of each column are packed at a time. Their places stay in the nearest cache meanwhile.
-  static constexpr int64_t kPacked = 64;
+  static constexpr int64_t kPackedSteps = 64;
   // The inputs of a row in a step.
   using Factor = std::conditional_t<kByPairs, uint32_t, float>;
 
