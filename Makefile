@@ -10,7 +10,7 @@ SET_UP := $(VENV)/.set-up
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
 
-# In five processes, as many tests wait: ARGS="-n 0" keeps it to one. A run takes a sample of the
+# In four processes, as many tests wait: ARGS="-n 0" keeps it to one. A run takes a sample of the
 # matrices of tests that take long: ARGS=--whole takes all.
 test: $(SET_UP)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -210,8 +210,9 @@ def test_a_fork_of_a_chat_with_tools(story: Story) -> None:
     told = client.result(source)
     name, prefix, at = told.text.index('"colour"'), "", 0
     for event in read(client, source):
-        if len(prefix + event.text) <= name:
-            prefix, at = prefix + event.text, event.end
+        if len(prefix + event.text) > name:
+            break
+        prefix, at = prefix + event.text, event.end
     assert 0 < at < len(told.token_ids)
     append = told.text[len(prefix) : name] + '"colour": "'
     fork = client.result(client.fork(source, at=at, append=f"{append}green"))
