@@ -106,18 +106,17 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
                 continue
             taking_part = [it for it in contenders if kind != "burst" or it in OURS]
             found: dict[str, list[float]] = {format: [] for format in taking_part}
-            allowed: dict[str, list[float]] = {format: [] for format in OURS}
+            allowed: dict[str, list[float]] = {it: [] for it in OURS if kind == "solo"}
             for number in range(-1, count):  # the first one warms up
                 for format in taking_part if number % 2 else taking_part[::-1]:
                     load = workloads.WORKLOADS[kind](shape, number)
-                    is_floored = kind == "solo" and format in OURS
-                    readings = [measure_reading()] if is_floored else []
+                    is_floored = number >= 0 and format in allowed
+                    before = measure_reading() if is_floored else 0.0
                     outcome = contenders[format](load)
-                    if number < 0:
-                        continue
-                    found[format].append(figure(kind, outcome))
+                    if number >= 0:
+                        found[format].append(figure(kind, outcome))
                     if is_floored:
-                        reading = statistics.mean([*readings, measure_reading()])
+                        reading = (before + measure_reading()) / 2
                         allowed[format].append(reading / bytes_of_step(shape, format, load))
             for format, figures in found.items():
                 unit = "s" if kind == "prompt" else "tokens/s"
@@ -127,9 +126,8 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
                     pairs = list(zip(found[one], found[other], strict=True))
                     print(compare(f"{kind}, {one} over {other}", pairs), flush=True)
             for format, rates in allowed.items():
-                if rates:
-                    pairs = list(zip(found[format], rates, strict=True))
-                    print(compare(f"{kind}, {format} over what memory allows", pairs), flush=True)
+                pairs = list(zip(found[format], rates, strict=True))
+                print(compare(f"{kind}, {format} over what memory allows", pairs), flush=True)
 
 
 def start(folder: Path, format: str) -> None:

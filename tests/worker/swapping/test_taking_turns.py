@@ -50,6 +50,12 @@ def models_of(queues: Queues) -> list[list[Any]]:
     return found
 
 
+def until_alone(queues: Queues, at: int) -> None:
+    """Until one queue's model is loaded and the other's process has left, which may still serve
+    what it had claimed."""
+    until(lambda: [len(it) for it in models_of(queues)] == [1 - at, at])
+
+
 def is_complete(queue: RequestQueue, request_id: str) -> bool:
     return queue.run(lookups.state(queue.keys, request_id)) is RequestState.COMPLETED
 
@@ -72,8 +78,7 @@ def test_each_queue_gets_its_model_when_it_has_work(
         assert [len(it) for it in models_of(queues)] == [1, 0], "the first one is loaded at once"
         for n, at in enumerate((1, 0, 1)):
             check(queues[at], put(queues[at], seed=n, max_tokens=20), n, 20)
-            # A process that leaves may still serve what it had claimed.
-            until(lambda at=at: [len(it) for it in models_of(queues)] == [1 - at, at])
+            until_alone(queues, at)
         swaps = worker.logged("another model")
         assert [it["loads"] for it in swaps] == [
             f"model-free (queue {name})" for name in ("b", "a", "b")
@@ -137,7 +142,7 @@ def test_what_a_killed_process_held_gets_its_model_back(
     with started(tmp_path, redis_url, *BOTH, "--lease-ms", "1000") as worker:
         request_id = put(queues[1], seed=7, max_tokens=LONG)
         until(lambda: num_tokens(queues[1], request_id))
-        until(lambda: [len(it) for it in models_of(queues)] == [0, 1])
+        until_alone(queues, 1)
         [_, [serving]] = models_of(queues)
         os.kill(serving.pid, signal.SIGKILL)
         other = put(queues[0], seed=8, max_tokens=20)
@@ -193,7 +198,7 @@ def test_a_real_model_beside_another_and_probes_of_both(
         assert all(queue.redis.hget(queue.keys.model, "model") for queue in queues)
         for at in (1, 0):
             result_of(queues[at], put(queues[at], max_tokens=5))
-            until(lambda at=at: [len(it) for it in models_of(queues)] == [1 - at, at])
+            until_alone(queues, at)
         told = [it["told"] for it in worker.logged("a model is loaded")]
         assert len(told) == 3
         assert "checking 0.0 s" in told[-1], "it was checked when it was loaded first"

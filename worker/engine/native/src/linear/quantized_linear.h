@@ -44,7 +44,7 @@ class QuantizedLinear : public Packed<T> {
     uint8_t* numbers = std::fill_n(numbers_ = memory.reserve<uint8_t>(size), size, uint8_t(0)) - size;
     Scale* scales = std::fill_n(scales_ = memory.reserve<Scale>(num_scales), num_scales, Scale(0)) - num_scales;
     for (int64_t output = 0; output < outputs; ++output) {
-      const uint8_t* row = static_cast<const uint8_t*>(weight.numbers) + output * row_bytes;
+      const auto* row = static_cast<const uint8_t*>(weight.numbers) + output * row_bytes;
       const int64_t tile = output / kColumns, column = output % kColumns;
       uint8_t* to = numbers + tile * num_steps() * kStep + column * kColumnBytes;
       for (int64_t step = 0; step < inputs / kInputs; ++step, row += kColumnBytes, to += kStep)
