@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -123,23 +125,59 @@ def _watch(console: Console, screen: _Screen) -> None:
 
     shown = screen.look(console.width, _HINT)
     with (
+        _Interrupts() as interrupts,
         _keys() as key_pressed,
         Live(shown, console=console, screen=True, auto_refresh=False) as live,
     ):
         try:
             while True:
                 live.update(shown, refresh=True)
-                pressed = key_pressed(REFRESH_SECONDS).lower()
-                if b"q" in pressed:
-                    return
-                if b"\t" in pressed:
-                    screen.show_next()
-                try:
-                    shown = screen.look(console.width, _HINT)
-                except RedisSideError as error:
-                    shown = Group(Text(str(error), style="bold red"), shown)
+                with interrupts.raised():
+                    pressed = key_pressed(REFRESH_SECONDS).lower()
+                    if b"q" in pressed:
+                        return
+                    if b"\t" in pressed:
+                        screen.show_next()
+                    try:
+                        shown = screen.look(console.width, _HINT)
+                    except RedisSideError as error:
+                        shown = Group(Text(str(error), style="bold red"), shown)
         except KeyboardInterrupt:
             return
+
+
+class _Interrupts:
+    """While this is open, Ctrl-C raises KeyboardInterrupt only in `raised`, and only once.
+
+    One that comes before it is raised at its beginning. So no frame is drawn by half, the screen
+    from before always comes back, and none is lost if a finalizer of a library swallows it.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        self._is_raised = False
+
+    def __enter__(self) -> _Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        is_first, self._came = not self._came, True
+        if is_first and self._is_raised:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        self._is_raised = True
+        try:
+            if self._came:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._is_raised = False
 
 
 @contextmanager

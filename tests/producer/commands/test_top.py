@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -112,6 +113,44 @@ def test_in_a_terminal_it_is_live_until_somebody_leaves(
     leave(terminal)
     assert terminal.process.wait() == 0
     terminal.read_until(re.escape("\x1b[?1049l"))  # the screen from before is back
+
+
+INTERRUPTED = """
+import os, signal
+from {module} import {owner}
+from promptq.producer.cli import main
+
+whole, calls = {owner}.{method}, 0
+
+def interrupted(self, *given):
+    global calls
+    calls += 1
+    if calls == 500:
+        os._exit(3)  # no interrupt was heeded
+    os.kill(os.getpid(), signal.SIGINT)
+    return whole(self, *given)
+
+{owner}.{method} = interrupted
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "method"),
+    [
+        pytest.param("rich.console", "Console", "render", id="in a frame"),
+        pytest.param("redis.client", "Pipeline", "__del__", id="in a finalizer, which swallows it"),
+    ],
+)
+def test_an_interrupt_at_a_bad_moment_is_heeded_after_it(
+    environment: dict[str, str], redis_url: str, module: str, owner: str, method: str
+) -> None:
+    environment = {**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm", "LINES": "50"}
+    program = INTERRUPTED.format(module=module, owner=owner, method=method)
+    with closing(Terminal(sys.executable, "-c", program, "top", env=environment)) as terminal:
+        terminal.read_rest()
+        assert terminal.process.wait() == 0
+    assert re.search(r"waiting.*\x1b\[\?1049l", terminal.shown, re.DOTALL)
 
 
 def test_a_terminal_that_cannot_draw_gets_one_frame(
