@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -39,3 +42,27 @@ def peak_bytes(pids: list[int]) -> int:
 
 def own_tree() -> list[int]:
     return tree(os.getpid())
+
+
+@contextmanager
+def watching_own_memory() -> Iterator[list[int]]:
+    """Watch the bytes that belong to this process alone, so no pages of mapped files. Their peak,
+    beyond those at the beginning, is the only number of the list at the end."""
+    at_first, peak, ended = _own_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.005):
+            peak[0] = max(peak[0], _own_bytes() - at_first)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        watching.join()
+
+
+def _own_bytes() -> int:
+    [kilobytes] = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024

@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.driving.gguf_file import gguf_file
 from benchmarks.driving.serving import free_port, running_server
 from benchmarks.driving.streaming import drive, wait_until_healthy
+from benchmarks.memory import watching_own_memory
 from benchmarks.models import MODELS, VOCAB_SIZE, Shape, model_dir
 from benchmarks.peers import DEFAULT as PEERS
 from benchmarks.rows import engine as engine_row
@@ -135,9 +136,11 @@ def start(folder: Path, format: str) -> None:
     import promptq.worker.engine.model.model_runner  # noqa: F401  # the libraries, before
 
     before, began = _resident_bytes(), time.perf_counter()
-    engine_row.load(str(folder), 1, _LENGTH, 2**26, format)
+    with watching_own_memory() as peak:
+        engine_row.load(str(folder), 1, _LENGTH, 2**26, format)
     seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "bytes": _resident_bytes() - before}))
+    told = {"seconds": seconds, "bytes": _resident_bytes() - before, "bytes at most": peak[0]}
+    print(json.dumps(told))
 
 
 def starts(folder: Path, model: str, rounds: int) -> None:
@@ -147,7 +150,7 @@ def starts(folder: Path, model: str, rounds: int) -> None:
             words = [sys.executable, "-m", __spec__.name, "--model", model, "--start", format]
             told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
             found[format].append(json.loads(told.splitlines()[-1]))
-    for name in ("seconds", "bytes"):
+    for name in ("seconds", "bytes", "bytes at most"):
         for format in OURS:
             median = statistics.median(it[name] for it in found[format])
             print(f"start, {format}: {median:,.4g} {name}")

@@ -78,6 +78,17 @@ class LayerSpec:
             value_dtype=torch.uint8,
         )
 
+    def in_float32(self) -> LayerSpec:
+        """The same with K and V in fp32, whatever they are in."""
+        scale_bytes = SCALE_BYTES if self.key_dtype == torch.uint8 else 0
+        return replace(
+            self,
+            key_size=self.key_size - scale_bytes,
+            value_size=self.value_size - scale_bytes,
+            key_dtype=torch.float32,
+            value_dtype=torch.float32,
+        )
+
     def in_fp8(self) -> LayerSpec:
         """The same with K and V in fp8, without a scale."""
         return replace(self, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn)

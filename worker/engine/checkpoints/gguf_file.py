@@ -3,6 +3,7 @@ package gguf."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,11 @@ class GGUFFile:
     @property
     def is_quantized(self) -> bool:
         return bool(self._kinds - _DTYPES.keys())
+
+    @property
+    def num_saved_bytes(self) -> int:
+        """What the weights take in the file."""
+        return Path(self.source).stat().st_size
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """What all parameters take in `dtype`."""

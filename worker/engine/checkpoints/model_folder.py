@@ -84,13 +84,20 @@ class ModelFolder:
     def is_quantized(self) -> bool:
         return self._format is not None
 
+    @property
+    def num_saved_bytes(self) -> int:
+        """What the weights take in the files. 0 for a hub name, whose files may not be here yet."""
+        if not Path(self.source).is_dir():
+            return 0
+        return sum(file.stat().st_size for file in self._files())
+
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """What all parameters take in `dtype`, or as the library would load them. 0 for a hub name,
         whose files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
-            return sum(file.stat().st_size for file in self._files())
+            return self.num_saved_bytes
         packed = 1 if self._format is None else 32 // self._format.bits
         numbers = sum(_num_numbers(file, packed) for file in self._files())
         return numbers * (dtype or self.dtype).itemsize

@@ -18,7 +18,8 @@ class SavedWeights:
     dtype: torch.dtype
     """What the model computes in."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name in `dtype`, also those that have fewer bits in the file."""
+    """All parameters by name in `dtype`. Of those that have fewer bits in the file, there is only
+    the shape: a tensor without memory."""
     quantized: dict[str, FewBits] = field(default_factory=dict)
     """The weights that have fewer bits, by the name of their module."""
 
@@ -30,5 +31,5 @@ class SavedWeights:
         """The weight of a linear layer or an embedding."""
         if not isinstance(weight, torch.Tensor):
             self.quantized[module] = weight
-            weight = weight.dequantized()
+            weight = weight.scales.new_zeros(1, dtype=self.dtype).expand(weight.shape)
         self.add_tensor(f"{module}.weight", weight)

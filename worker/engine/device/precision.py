@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,8 @@ from promptq.worker.engine.device.memory import free_bytes
 _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
 """The share of free memory that fp32 copies of the weights may take."""
+_PART = 2**22
+"""How many numbers of a weight are widened at a time."""
 
 
 def has_fast_bf16_products() -> bool:
@@ -57,18 +60,20 @@ def _without_tf32() -> Iterator[None]:
 
 
 @contextmanager
-def in_float32(model: nn.Module) -> Iterator[bool]:
-    """Convert 16-bit weights to fp32, and restore the originals on exit.
+def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
+    """Let a model with 16-bit weights compute in fp32, and restore it on exit.
 
-    Yields whether the whole model now computes in fp32. The model is left unchanged if there is
-    too little memory, or if some weights have another type.
+    `by_parts`: linear layers and embeddings keep their weights, and widen a part of them at a time
+    while they run. Otherwise, all weights are converted. Yields whether the model now computes in
+    fp32. It is left unchanged if there is too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    halves = [tensor for tensor in floating if tensor.dtype in _HALVES]
-    if any(tensor.dtype not in (*_HALVES, torch.float32) for tensor in floating):
+    if any(it.is_floating_point() and it.dtype not in (*_HALVES, torch.float32) for it in tensors):
         yield False
         return
+    widening = [it for it in model.modules() if by_parts and _widens(it)]
+    kept = {id(module.weight) for module in widening}
+    halves = [it for it in tensors if it.dtype in _HALVES and id(it) not in kept]
     needed = sum(4 * tensor.numel() for tensor in halves)
     if halves and needed > _SHARE * free_bytes(halves[0].device):
         yield False
@@ -77,7 +82,43 @@ def in_float32(model: nn.Module) -> Iterator[bool]:
     try:
         for tensor in halves:
             tensor.data = tensor.data.float()
+        for module in widening:
+            module.forward = partial(_WIDENING[type(module)], module)
         yield True
     finally:
+        for module in widening:
+            vars(module).pop("forward", None)
         for tensor, original in zip(halves, originals, strict=True):
             tensor.data = original
+
+
+def _widens(module: Any) -> bool:
+    return type(module) in _WIDENING and module.weight.dtype in _HALVES
+
+
+def product(
+    x: torch.Tensor,
+    num_outputs: int,
+    bias: torch.Tensor | None,
+    weight_of: Callable[[slice], torch.Tensor],
+) -> torch.Tensor:
+    """A linear layer in fp32. `weight_of` gives some rows of its weight in fp32, since all of them
+    may be too many to have at once."""
+    step = max(1, _PART // x.shape[-1])
+    parts = [slice(first, first + step) for first in range(0, num_outputs, step)]
+    y = torch.cat([nn.functional.linear(x.float(), weight_of(part)) for part in parts], dim=-1)
+    return y if bias is None else y + bias.float()
+
+
+def _widening_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return product(x, module.out_features, module.bias, lambda rows: module.weight[rows].float())
+
+
+def _widening_embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.embedding(ids, module.weight).float()
+
+
+_WIDENING: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    nn.Linear: _widening_linear,
+    nn.Embedding: _widening_embedding,
+}

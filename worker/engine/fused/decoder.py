@@ -62,6 +62,8 @@ class FusedDecoder(LlamaDecoder):
         patterns: Sequence[Pattern],
         backend: AttentionBackend,
         max_length: int,
+        *,
+        releases: bool = False,
     ) -> None:
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,10 @@ from promptq.worker.engine.quantization.modules import FewBits
 class LlamaDecoder(ABC):
     """Computes packed steps like PackedModel, without the library's modules."""
 
+    unpacked: ClassVar[type[LlamaDecoder] | None] = None
+    """A decoder that computes the same in fp32 and reads the model's weights where they are, so
+    that the formula can be checked without copies of them. None: there is no such decoder."""
+
     @abstractmethod
     def __init__(
         self,
@@ -24,10 +29,13 @@ class LlamaDecoder(ABC):
         patterns: Sequence[Pattern],
         backend: AttentionBackend,
         max_length: int,
+        *,
+        releases: bool = False,
     ) -> None:
         """For positions below `max_length`, with a cache and a pattern for each layer.
 
-        `backend` is the attention backend that serves the model. Raises NotOfThisKindError if the
+        `backend` is the attention backend that serves the model. `releases`: the model's weights
+        may be freed where the decoder has copies. Raises NotOfThisKindError if the
         model has a part that the decoder does not know.
         """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from ctypes import byref, c_void_p
 from typing import Any
 
@@ -18,6 +19,7 @@ from promptq.worker.engine.attention.backend import (
     Pattern,
 )
 from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
 from promptq.worker.engine.native import library
@@ -39,6 +41,11 @@ VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 class NativeDecoder(LlamaDecoder):
     """Computes packed steps in one call that releases the interpreter lock."""
 
+    _is_packed = True
+    """Whether it has a copy of the weights, in the order in which products read them."""
+    _dtypes: AbstractSet[torch.dtype] = frozenset()
+    """Of weights, beside its own dtype."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -46,18 +53,21 @@ class NativeDecoder(LlamaDecoder):
         patterns: Sequence[Pattern],
         backend: AttentionBackend,
         max_length: int,
+        *,
+        releases: bool = False,
     ) -> None:
         """See LlamaDecoder. It has its own attention, so it does not use the backend."""
         parts = LlamaParts.of(model, len(caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
-        self._dtype = parts.norm.dtype
+        self._dtype = parts.norm.dtype if self._is_packed else torch.float32
         self._kept: list[torch.Tensor] = []  # that the native code refers to
         cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
         self._kept += [cosine, sine]
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
+            is_packed=self._is_packed,
             size=size,
             inner_size=parts.layers[0].gate.out_features,
             vocab_size=vocab_size,
@@ -84,6 +94,9 @@ class NativeDecoder(LlamaDecoder):
         freed.atexit = False  # a step may still run then, on the engine's thread
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
+            if releases:
+                release(layer.linears)
+                give_back(layer.query.weight.device)
         self._no_rows = torch.empty(0, dtype=torch.int64)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -155,10 +168,12 @@ class NativeDecoder(LlamaDecoder):
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
-        return library.Weight(numbers=self._given(weight), bits=8 * self._dtype.itemsize)
+        return library.Weight(numbers=self._given(weight), bits=8 * weight.itemsize)
 
     def _kept_weight(self, module: nn.Embedding) -> library.Weight:
         """The same, of a weight that the native code goes on to read."""
+        if not self._is_packed:
+            return self._weight(module)
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
             self._kept += weight.tensors
@@ -169,7 +184,7 @@ class NativeDecoder(LlamaDecoder):
         """The address of numbers, if there are any."""
         if weight is None:
             return None
-        if weight.dtype != self._dtype or not weight.is_contiguous():
+        if weight.dtype not in (self._dtype, *self._dtypes) or not weight.is_contiguous():
             raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
         return weight.data_ptr()
 
@@ -179,6 +194,19 @@ class NativeDecoder(LlamaDecoder):
         if weight is not None:
             self._kept.append(weight := weight.clone())
         return self._given(weight)
+
+
+class UnpackedDecoder(NativeDecoder):
+    """Computes in fp32, slowly, and reads the weights where they are: no copy is made of them.
+
+    They may also be in bf16, or quantized. Norms and biases are in fp32.
+    """
+
+    _is_packed = False
+    _dtypes = frozenset({torch.bfloat16})
+
+
+NativeDecoder.unpacked = UnpackedDecoder
 
 
 def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
@@ -221,10 +249,10 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     )
 
 
-def release_weights(model: PreTrainedModel) -> None:
-    """Free the weights of a model, of which its native decoder has copies. It cannot compute any
+def release(modules: Iterable[nn.Module]) -> None:
+    """Free the weights of modules, of which a native decoder has copies. They cannot compute any
     more."""
-    for module in model.modules():
+    for module in modules:
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.new_empty(0)
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.quantization.modules import QuantizedLinear
+from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -42,6 +43,11 @@ class LlamaLayer:
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        projections = (self.query, self.key, self.value, self.output)
+        return (*projections, self.gate, self.up, self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class LlamaParts:
         whole: Any = model  # its class is only partly typed
         body = whole.get_decoder()
         _require(_parts(body) == _BODY_PARTS, "other parts")
+        _require(type(body.embed_tokens) in _EMBEDDINGS, "an embedding of another kind")
         layers = [_layer(layer) for layer in body.layers]
         _require(num_attending in (None, len(layers)), "layers without attention")
         epsilons = {getattr(norm, "variance_epsilon", 0.0) for norm in _norms(body)}
@@ -99,6 +106,15 @@ class LlamaParts:
         positions = torch.arange(max_length, device=like.device).unsqueeze(0)
         cosine, sine = self.rotary(like, positions)
         return cosine[0].contiguous(), sine[0].contiguous()
+
+
+def is_of_llama_kind(model: PreTrainedModel) -> bool:
+    """Whether it has the parts of this kind. The check at load shows if it computes the same."""
+    try:
+        LlamaParts.of(model)
+    except (NotOfThisKindError, AttributeError):
+        return False
+    return True
 
 
 def _layer(layer: Any) -> LlamaLayer:

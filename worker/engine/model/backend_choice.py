@@ -121,3 +121,17 @@ def own_decoders(
     if options.attention != "auto":
         return [], f"--attention {options.attention} was asked for"
     return [NativeDecoder], ""
+
+
+def decoder_of_saved_weights(
+    device: torch.device, options: LoadOptions
+) -> type[LlamaDecoder] | None:
+    """The decoder of our own to load weights of few bits for as they are saved. None: they are
+    widened, as what serves the model or checks it needs them wide."""
+    if device.type != "cpu" or not options.native or options.attention != "auto":
+        return None
+    try:
+        load_native()
+    except NativeCodeError:
+        return None
+    return NativeDecoder

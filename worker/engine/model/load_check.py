@@ -56,6 +56,7 @@ Any row may differ ten times as much, because a near tie in a router may be deci
 it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
+_TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: LOW_PRECISION_TOLERANCE}
 QUANTIZED_TOLERANCE = 0.1
 """The same where products round their inputs to 8 bits, or K and V are rounded."""
 FP8_TOLERANCE = 0.3
@@ -103,12 +104,18 @@ class CheckedModel:
         cache: KVCache,
         max_length: int,
         max_position: int | None = None,
+        *,
+        releases: bool = False,
     ) -> PackedModel | LlamaDecoder:
-        """The model on this cache, for sequences of up to `max_length` tokens."""
+        """The model on this cache, for sequences of up to `max_length` tokens.
+
+        `releases`: nobody else needs the weights any more, so those that are packed are freed.
+        """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:
+            last = max_position or max_length
             return self.decoder(
-                model, cache.layers, patterns, self.backend, max_position or max_length
+                model, cache.layers, patterns, self.backend, last, releases=releases
             )
         return PackedModel(
             model, self.modules, cache.layers, patterns, self.backend, counts_rows=self.counts_rows
@@ -194,13 +201,60 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> N
     probes = _decoder_probes(loaded, model_length(loaded, None))
     tolerance = FP8_TOLERANCE if _has_fp8(loaded, checked) else QUANTIZED_TOLERANCE
     with torch.inference_mode():
-        difference = _compare(loaded, checked, probes, tolerance)
-    if not difference.is_tolerable:
+        _require_alike(loaded, _compare(loaded, checked, probes, tolerance), asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What packed weights are compared with."""
+
+    probes: list[_Probe]
+    logits: torch.Tensor  # [tokens of all probes, vocab_size]
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
+    ) -> Expectation:
+        """From the formula in fp32 on the weights as they are, which was checked before. The model
+        is to serve sequences of up to `max_length` tokens on the cache."""
+        assert checked.decoder is not None, "code of our own packs weights"
+        most = cache.num_blocks // len(LENGTHS) * cache.block_size
+        probes = [
+            replace(it, token_ids=it.token_ids[:most]) for it in _decoder_probes(loaded, max_length)
+        ]
+        specs = [spec.in_float32() for spec in checked.specs]
+        formula = replace(checked, decoder=checked.decoder.unpacked, specs=specs)
+        with torch.inference_mode(), in_float32(loaded.model, by_parts=True):
+            return cls(probes, torch.cat(_packed(loaded, formula, probes)))
+
+
+def check_packed(
+    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, asked: str
+) -> None:
+    """Compare a decoder that has packed the weights, on its cache that is not used yet.
+
+    `asked` is as above. Raises UnsupportedModelError.
+    """
+    is_rounded = bool(asked or loaded.format)
+    tolerance = QUANTIZED_TOLERANCE if is_rounded else _TOLERANCES[loaded.model.dtype]
+    with torch.inference_mode():
+        logits = torch.cat(_run(decoder, cache, expected.probes, loaded.model.device)).float()
+    _require_alike(loaded, _difference(logits, expected.logits, tolerance), asked)
+
+
+def _require_alike(loaded: LoadedModel, difference: _Difference, asked: str) -> None:
+    if difference.is_tolerable:
+        return
+    by = f"{difference.median:.2g} of their spread in half of the rows"
+    if what := asked or loaded.format:
         raise UnsupportedModelError(
-            f"{loaded.family}: {asked or loaded.format} changes logits by {difference.median:.2g}"
-            " of their spread in half of the rows, beside what rounded weights change;"
+            f"{loaded.family}: {what} changes logits by {by}, beside what rounded weights change;"
             f" {'leave it out' if asked else 'use --no-native'}"
         )
+    raise UnsupportedModelError(
+        f"{loaded.family}: the products of native code change logits by {by} on this processor; use"
+        " --no-native"
+    )
 
 
 def _has_fp8(loaded: LoadedModel, checked: CheckedModel) -> bool:
@@ -245,9 +299,12 @@ def _check(
             _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
             backend = first_that_serves(family, backends, specs)
             takes_float32 = torch.float32 in backend.dtypes
+            by_parts = all(decoder.unpacked for decoder in decoders)
             with (
                 exact_products(model.device) as multiplies_exactly,
-                in_float32(model) if takes_float32 else nullcontext(False) as is_float32,
+                in_float32(model, by_parts=by_parts)
+                if takes_float32
+                else nullcontext(False) as is_float32,
             ):
                 is_exact = is_float32 and multiplies_exactly
                 tolerance = _tolerance(is_float32, multiplies_exactly)
@@ -263,7 +320,10 @@ def _check(
                     if difference.is_tolerable:
                         break
                 if decoders and difference.is_tolerable:
-                    checked = _with_decoder(loaded, checked, decoders, max_length, tolerance)
+                    by_parts = by_parts and is_float32
+                    checked = _with_decoder(
+                        loaded, checked, decoders, max_length, tolerance, by_parts
+                    )
     except _FAILURES as error:
         raise UnsupportedModelError(
             f"{family}: a packed step does not run: {type(error).__name__}: {error}"
@@ -285,12 +345,17 @@ def _with_decoder(
     decoders: Items[type[LlamaDecoder]],
     max_length: int | None,
     tolerance: float,
+    by_parts: bool,
 ) -> CheckedModel:
-    """`checked` with the first of our decoders that passes, or with the reasons why none does."""
+    """`checked` with the first of our decoders that passes, or with the reasons why none does.
+
+    `by_parts`: weights are in fp32 only while they are used, so the formula is checked unpacked.
+    """
     probes = _decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:
-        tried = replace(checked, decoder=decoder, why_no_own_code="")
+        passed = replace(checked, decoder=decoder, why_no_own_code="")
+        tried = replace(passed, decoder=decoder.unpacked) if by_parts else passed
         try:
             difference = _compare(loaded, tried, probes, tolerance)
         except torch.OutOfMemoryError:
@@ -299,7 +364,7 @@ def _with_decoder(
             reasons.append(str(error).split("\n")[0])
             continue
         if difference.is_tolerable:
-            return tried
+            return passed
         reasons.append(f"its logits are off by {difference.median:.2g} of their spread")
     return replace(checked, why_no_own_code="; ".join(reasons))
 
@@ -350,7 +415,7 @@ def _alone(loaded: LoadedModel, probe: _Probe, counts_rows: bool) -> torch.Tenso
 
 
 def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) -> list[torch.Tensor]:
-    """The same from three packed steps: a chunk of each request, another chunk, then a decode."""
+    """The same from packed steps, on a cache of their own."""
     device = loaded.model.device
     blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
     num_blocks = len(probes) * blocks_each
@@ -360,8 +425,15 @@ def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) ->
             # In int8, a scale of such bytes is NaN.
             part.fill_(255 if part.dtype == torch.uint8 else float("nan"))
     last = max(probe.first_position for probe in probes) + max(LENGTHS)
-    packed_model = checked.on(loaded.model, cache, max(LENGTHS) + 1, last)
-    packer = Packer(BLOCK_SIZE, device)
+    return _run(checked.on(loaded.model, cache, max(LENGTHS) + 1, last), cache, probes, device)
+
+
+def _run(
+    model: PackedModel | LlamaDecoder, cache: KVCache, probes: list[_Probe], device: torch.device
+) -> list[torch.Tensor]:
+    """Of each probe [length, vocab_size]: its logits from three packed steps: a chunk of each
+    request, another chunk, then a decode."""
+    packer = Packer(cache.block_size, device)
     sequences = []
     for index, probe in enumerate(probes):
         request = EngineRequest(index, probe.token_ids, NEUTRAL, seed=0, max_tokens=1)
@@ -382,7 +454,7 @@ def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) ->
         starts = packed.layout.query_starts
         for item, first, last in zip(packed.items, starts[:-1], starts[1:], strict=True):
             packed.positions[0, first:last] += probes[item.sequence.sequence_id].first_position
-        logits = packed_model.logits(packed, torch.arange(starts[-1], device=device))
+        logits = model.logits(packed, torch.arange(starts[-1], device=device))
         for item, first, last in zip(packed.items, starts[:-1], starts[1:], strict=True):
             rows[item.sequence.sequence_id].append(logits[first:last])
     return [torch.cat(parts) for parts in rows]
@@ -426,8 +498,7 @@ def _compare(
         raise _NotCompiledError(checked.backend, error) from error
     finally:
         leave_seam(checked.modules)  # or they would keep the cache of the check
-    off = off_by(packed, alone)
-    return _Difference(float(off.median()), float(off.max()), tolerance)
+    return _difference(packed, alone, tolerance)
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -435,6 +506,11 @@ def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> _Difference:
+    off = off_by(logits, expected)
+    return _Difference(float(off.median()), float(off.max()), tolerance)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,11 @@ from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.api.end_tokens import end_token_ids
 from promptq.worker.engine.checkpoints.files import ModelFiles, open_files
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
+from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
-from promptq.worker.engine.quantization.modules import FewBits
+from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.llama.parts import is_of_llama_kind
+from promptq.worker.engine.quantization.modules import FewBits, quantize_model, widen_model
 
 Quantization = Literal["none", "int8", "int4"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -70,8 +74,8 @@ class LoadedModel:
     model: PreTrainedModel
     end_token_ids: frozenset[int]
     quantized: dict[str, FewBits] = field(default_factory=dict)
-    """The weights that the files have in 8 or 4 bits, by module. The modules have what they stand
-    for."""
+    """The weights that the files have in few bits, by module, if the modules have what they stand
+    for instead."""
     format: str = ""
     """How the files are quantized, in words."""
 
@@ -92,9 +96,12 @@ def load_model(
     device: torch.device,
     dtype: DType = "auto",
     trust_remote_code: bool = False,
+    decoder: type[LlamaDecoder] | None = None,
 ) -> LoadedModel:
     """Load a causal LM; a directory or a file needs no network.
 
+    If it is of the Llama kind, weights of few bits that `decoder` takes stay as they are saved.
+    Others are widened.
     Raises ModelNotFoundError if there is no model at that place, and UnsupportedModelError if the
     model does not load correctly.
     """
@@ -104,7 +111,7 @@ def load_model(
     to_device_at_once = device.type == "cuda" and find_spec("accelerate") is not None
     files = open_files(name_or_dir, trust_remote_code)
     source, config = files.source, files.config
-    _check_memory(files, dtype, device)
+    _check_memory(files, dtype, device, decoder)
     placed = {"device_map": {"": device}} if to_device_at_once else {}
     try:
         with warnings.catch_warnings():
@@ -152,12 +159,34 @@ def load_model(
             f" example {keys[0]}"
         )
     module: torch.nn.Module = model  # the library's class has untyped methods instead
-    module.requires_grad_(False).eval().to(device)
+    module.requires_grad_(False).eval()
+    if saved is not None:
+        _give_weights(model, saved, decoder, source)
+    module.to(device)
     # The generation settings' end tokens come before the configuration's.
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
     if saved is None:
         return LoadedModel(name_or_dir, model, ends)
-    return LoadedModel(name_or_dir, model, ends, saved.quantized, saved.format)
+    left = saved.quantized if decoder is None else {}
+    return LoadedModel(name_or_dir, model, ends, left, saved.format)
+
+
+def _give_weights(
+    model: PreTrainedModel,
+    saved: SavedWeights,
+    decoder: type[LlamaDecoder] | None,
+    source: str,
+) -> None:
+    """Put weights of few bits into the model, wide ones or as they are."""
+    kept = {}
+    if decoder is not None and is_of_llama_kind(model):
+        kept = {name: it for name, it in saved.quantized.items() if decoder.takes(it)}
+    wide = {name: it for name, it in saved.quantized.items() if name not in kept}
+    numbers = sum(prod(weight.shape) for weight in wide.values())
+    _require_memory(source, numbers * model.dtype.itemsize, model.device, is_widened=True)
+    widen_model(model, wide)
+    if kept:
+        quantize_model(model, saved=kept)
 
 
 def fits_beside_others(
@@ -176,19 +205,32 @@ def fits_beside_others(
     return needed + (kv_cache_memory or 0) <= free_bytes(device)
 
 
-def _check_memory(files: ModelFiles, dtype: DType, device: torch.device) -> None:
+def _check_memory(
+    files: ModelFiles, dtype: DType, device: torch.device, decoder: type[LlamaDecoder] | None
+) -> None:
     """Refuse weights that do not fit, or the system would end the process."""
+    if files.is_quantized and decoder is not None:
+        # If it turns out that they have to be widened, that is checked once more.
+        _require_memory(files.source, files.num_saved_bytes, device)
+        return
     # Weights that are quantized are widened on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
+    device = min(places, key=free_bytes)
     needed = files.num_bytes(_DTYPES.get(dtype))
-    device, free = min(((it, free_bytes(it)) for it in places), key=lambda it: it[1])
-    if needed > free:
-        widened = ", which are widened while they are loaded," if files.is_quantized else ""
-        raise ConfigurationError(
-            f"--model: the weights of {files.source}{widened} take {needed / 2**30:,.1f} GiB, and"
-            f" {free / 2**30:,.1f} GiB are free on {device}; use a smaller model or dtype, or"
-            " another device"
-        )
+    _require_memory(files.source, needed, device, is_widened=files.is_quantized)
+
+
+def _require_memory(
+    source: str, needed: int, device: torch.device, *, is_widened: bool = False
+) -> None:
+    if needed <= (free := free_bytes(device)):
+        return
+    widened = ", which are widened while they are loaded," if is_widened else ""
+    raise ConfigurationError(
+        f"--model: the weights of {source}{widened} take {needed / 2**30:,.1f} GiB, and"
+        f" {free / 2**30:,.1f} GiB are free on {device}; use a smaller model or dtype, or another"
+        " device"
+    )
 
 
 def _computing(files: ModelFiles, dtype: DType, device: torch.device) -> torch.dtype:

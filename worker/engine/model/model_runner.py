@@ -42,10 +42,11 @@ from promptq.worker.engine.device.memory import (
     give_back,
 )
 from promptq.worker.engine.device.precision import has_fast_bf16_products
-from promptq.worker.engine.llama.native_decoder import NativeDecoder, release_weights
+from promptq.worker.engine.llama.native_decoder import NativeDecoder, release
 from promptq.worker.engine.model.backend_choice import (
     NOT_ASKED_FOR,
     backends_on,
+    decoder_of_saved_weights,
     own_decoders,
     resolve_device,
     why_no_native_code,
@@ -58,10 +59,22 @@ from promptq.worker.engine.model.cuda_graphs import (
     graph_kinds,
     new_stream,
 )
-from promptq.worker.engine.model.load_check import CheckedModel, Verdict, check_model, model_length
+from promptq.worker.engine.model.load_check import (
+    CheckedModel,
+    Expectation,
+    Verdict,
+    check_model,
+    check_packed,
+    model_length,
+)
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
-from promptq.worker.engine.model.quantizing import check_quantization, is_quantized, quantize
+from promptq.worker.engine.model.quantizing import (
+    asked_options,
+    check_quantization,
+    is_quantized,
+    quantize,
+)
 from promptq.worker.engine.model.trial_steps import (
     MOST_SAMPLING,
     SAMPLING,
@@ -148,14 +161,12 @@ class ModelRunner:
         self.kv_layout = KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
         self.vocab_size: int = loaded.text_config.vocab_size
         self.max_model_len = max_model_len
-        model = checked.on(loaded.model, cache, max_model_len)
+        model = checked.on(loaded.model, cache, max_model_len, releases=True)
         self._model: Model = model
         self.compiled: CompiledModel | None = None
         """Set if compiling was asked for and the modules of the library compute."""
         if options.compile and isinstance(model, PackedModel):
             self._model = self.compiled = CompiledModel(model, cache, max_model_len)
-        if isinstance(model, NativeDecoder):
-            release_weights(loaded.model)
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
         self.why_no_own_code = checked.why_no_own_code
@@ -194,6 +205,7 @@ class ModelRunner:
                 device=device,
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
+                decoder=decoder_of_saved_weights(device, options),
             )
         return cls.of(loaded, options, progress, known)
 
@@ -249,7 +261,15 @@ class ModelRunner:
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
         )
         progress("compiling" if options.compile and checked.why_no_own_code else "packing")
+        expected: Expectation | None = None
+        if known is None and checked.decoder is not None and checked.decoder.unpacked is not None:
+            expected = Expectation.of(loaded, checked, cache, length)
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
+        if isinstance(runner._model, NativeDecoder):
+            if expected is not None:
+                asked = asked_options(options)
+                check_packed(loaded, runner._model, cache, expected, asked)
+            release(loaded.model.modules())
         give_back(device)  # what captures took besides the graphs
         progress("warm-up")
         with _refusing_shortage("--kv-cache-memory", "what the KV cache leaves free"):

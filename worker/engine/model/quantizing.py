@@ -16,7 +16,7 @@ from promptq.worker.engine.model.load_check import CheckedModel, check_quantized
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import NativeError
-from promptq.worker.engine.quantization.modules import FewBits, quantize_model
+from promptq.worker.engine.quantization.modules import FewBits, quantize_model, with_plain_modules
 
 BITS = {"int8": 8, "int4": 4}
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
     """Whether anything was saved in few bits, or is to be rounded."""
-    return bool(loaded.format or _asked(options))
+    return bool(loaded.format or asked_options(options))
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
@@ -37,7 +37,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is none of none, {', '.join(BITS)}"
         )
-    if not (asked := _asked(options)):
+    if not (asked := asked_options(options)):
         return
     if not options.native:
         raise ConfigurationError(f"{asked} needs code of our own; omit --no-native")
@@ -59,14 +59,16 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
 def quantize(
     loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
 ) -> CheckedModel:
-    """Replace the weights of a checked model by quantized ones, and check what the decoder makes of
-    them, unless this is known. Returns the model with the cache that was asked for.
+    """Replace the weights of a checked model by quantized ones. Returns the model with the cache
+    that was asked for.
+
+    What the decoder makes of them is checked, unless it is known, or `check_packed` does it later.
 
     Weights that were saved in few bits are served as wide numbers where no decoder of our own
     serves the model.
     Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
-    asked = _asked(options)
+    asked = asked_options(options)
     if checked.decoder is None:
         if asked:
             raise UnsupportedModelError(
@@ -75,6 +77,7 @@ def quantize(
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
         loaded.quantized.clear()
+        with_plain_modules(loaded.model)
         return checked
     bits, decoder = BITS.get(options.quantization), checked.decoder
     saved = {name: weight for name, weight in loaded.quantized.items() if decoder.takes(weight)}
@@ -99,7 +102,7 @@ def quantize(
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
     elif options.kv_cache_dtype == "fp8":
         checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
-    if not is_known:
+    if decoder.unpacked is None and not is_known:
         check_quantized(loaded, checked, asked)
     return checked
 
@@ -120,7 +123,7 @@ def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
     )
 
 
-def _asked(options: LoadOptions) -> str:
+def asked_options(options: LoadOptions) -> str:
     """The options that ask for rounding, or nothing."""
     asked = []
     if options.quantization != "none":

@@ -46,6 +46,7 @@ class Layout(Structure):
 class ModelShape(Structure):
     _fields_ = (
         ("is_bf16", c_int64),
+        ("is_packed", c_int64),
         ("size", c_int64),
         ("inner_size", c_int64),
         ("vocab_size", c_int64),

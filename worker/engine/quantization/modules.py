@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from promptq.worker.engine.device.precision import product
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -31,22 +32,26 @@ class QuantizedLinear(nn.Linear):
         self.quantized: FewBits = weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        y = nn.functional.linear(input.float(), self.quantized.dequantized(), bias)
+        y = product(
+            input,
+            self.out_features,
+            self.bias,
+            lambda rows: self.quantized.rows(rows).dequantized(),
+        )
         return y.to(input.dtype)
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding, which gives numbers of `dtype`. Its parameter `weight` is empty."""
+    """An embedding of a model in `dtype`. Its parameter `weight` is empty, and gives numbers their
+    dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype) -> None:
         super().__init__(*weight.shape, device="meta")
         self.weight = _nothing(weight, dtype)
         self.quantized: FewBits = weight
-        self._dtype = dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.quantized.dequantized(input).to(self._dtype)
+        return self.quantized.dequantized(input).to(self.weight.dtype)
 
 
 def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
@@ -75,6 +80,8 @@ def quantize_model(
     names = {module: name for name, module in model.named_modules()}
 
     def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> FewBits | None:
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            return None
         if (weight := saved.get(names[module])) is None and bits is not None:
             weight = QuantizedWeight.of(module.weight, bits, group if bits == 4 else None)
         return None if weight is None else weight.to(module.weight.device)
@@ -91,3 +98,39 @@ def quantize_model(
         whole.set_input_embeddings(QuantizedEmbedding(of_embedding, dtype))
     if of_head is not None:
         whole.set_output_embeddings(QuantizedLinear(of_head, head.bias, dtype))
+
+
+def widen_model(model: PreTrainedModel, weights: Mapping[str, FewBits]) -> None:
+    """Give plain modules, by name, the numbers that these weights stand for."""
+    for name, weight in weights.items():
+        module: Any = model.get_submodule(name)
+        module.weight.data = weight.dequantized().to(module.weight.dtype)
+
+
+def with_plain_modules(model: PreTrainedModel) -> None:
+    """Replace quantized modules by plain ones with the numbers that their weights stand for."""
+    whole: Any = model
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear) and module is not head:
+            model.set_submodule(name, _plain_linear(module))
+    if isinstance(embedding, QuantizedEmbedding):
+        plain = nn.Embedding(*embedding.quantized.shape, device="meta")
+        plain.weight = _plain_weight(embedding)
+        whole.set_input_embeddings(plain)
+    if isinstance(head, QuantizedLinear):
+        plain_head = _plain_linear(head)
+        if getattr(embedding, "quantized", None) is head.quantized:
+            plain_head.weight = whole.get_input_embeddings().weight
+        whole.set_output_embeddings(plain_head)
+
+
+def _plain_linear(module: QuantizedLinear) -> nn.Linear:
+    outputs, inputs = module.quantized.shape
+    plain = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
+    plain.weight, plain.bias = _plain_weight(module), module.bias
+    return plain
+
+
+def _plain_weight(module: QuantizedLinear | QuantizedEmbedding) -> nn.Parameter:
+    return nn.Parameter(module.quantized.dequantized().to(module.weight.dtype), requires_grad=False)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.checkpoints.gptq import GPTQ
-from promptq.worker.engine.llama.native_decoder import NativeDecoder
+from promptq.worker.engine.llama.native_decoder import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.model.load_check import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
@@ -129,6 +129,20 @@ def test_without_native_code_it_is_served_as_wide_numbers(
     assert off(runner, name) < 1e-4
     assert "all of the linear layers" in caplog.text
     assert "take the memory and time of float32" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gptq", "small-q4_0.gguf"])
+def test_what_turns_out_not_to_be_for_native_code_is_widened(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def something_else(self: UnpackedDecoder, step: Any, rows: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(rows), self._vocab_size)
+
+    monkeypatch.setattr(UnpackedDecoder, "logits", something_else)
+    runner = ModelRunner.load(str(FILES / name), options(dtype="float32"))
+    assert "its logits are off by" in runner.why_no_own_code
+    assert off(runner, name) < 1e-4
+    assert "all of the linear layers" in caplog.text
 
 
 def test_what_was_not_saved_in_few_bits_can_be_rounded(caplog: pytest.LogCaptureFixture) -> None:

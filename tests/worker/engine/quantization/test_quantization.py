@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.llama.native_decoder import NativeDecoder, native_weight
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import NativeError
 from promptq.worker.engine.quantization import modules
 from promptq.worker.engine.quantization.modules import QuantizedLinear, quantize_model
@@ -202,13 +205,39 @@ def test_what_was_rounded_and_copied_is_freed(tmp_path: Path) -> None:
 def test_a_decoder_that_computes_something_else_is_found_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    of = QuantizedWeight.dequantized
-    monkeypatch.setattr(
-        QuantizedWeight, "dequantized", lambda self, rows=None: of(self, rows).roll(1, -1)
-    )
+    plain = NativeDecoder._weight
+    others = []
+
+    def other_weight(self: NativeDecoder, module: Any) -> Any:
+        if self._is_packed and isinstance(module, QuantizedLinear):
+            scales = cast("QuantizedWeight", module.quantized).scales.flip(0)
+            others.append(replace(cast("QuantizedWeight", module.quantized), scales=scales))
+            return native_weight(others[-1])
+        return plain(self, module)
+
+    monkeypatch.setattr(NativeDecoder, "_weight", other_weight)
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)
     with pytest.raises(UnsupportedModelError, match=r"--quantization int8 changes logits by"):
         ModelRunner.load(str(directory), options("int8"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_that_are_wrong_on_a_processor_are_found_out(
+    dtype: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plain = NativeDecoder._weight
+    others = []
+
+    def other_weight(self: NativeDecoder, module: Any) -> Any:
+        if self._is_packed:
+            others.append(module.weight.flip(0))
+            return library.Weight(numbers=others[-1].data_ptr(), bits=8 * module.weight.itemsize)
+        return plain(self, module)
+
+    monkeypatch.setattr(NativeDecoder, "_weight", other_weight)
+    directory = save_model(tmp_path, "llama", SEED, **SHAPE)
+    with pytest.raises(UnsupportedModelError, match=r"llama: the products of native code change"):
+        ModelRunner.load(str(directory), options("none", dtype=dtype))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma2"])

@@ -30,17 +30,17 @@ class DecoderOf : public Decoder {
   DecoderOf(const ModelShape& shape, const ModelWeights& weights, int num_threads)
       : shape_(shape), embedding_(matrix(weights.embedding, shape.vocab_size, shape.size)),
         cosine_(weights.cosine), sine_(weights.sine), norm_(numbers(weights.norm)),
-        num_threads_(num_threads),
+        num_threads_(num_threads), packed_(shape.is_packed ? &memory_ : nullptr),
         head_(
             shape.vocab_size, side_by_side({matrix(weights.head, shape.vocab_size, shape.size)}), nullptr,
-            kGranule, num_threads, memory_, kHeadSlices) {}
+            kGranule, num_threads, packed_, kHeadSlices) {}
 
   void add_layer(const LayerWeights& weights) override {
     const int64_t size = shape_.size, inner_size = shape_.inner_size;
     const int64_t query_size = shape_.num_heads * shape_.head_size;
     const int64_t kv_size = shape_.num_kv_heads * shape_.head_size;
     const auto linear = [&](int64_t outputs, const auto& weights_of, const void* bias, int64_t granule) {
-      return Linear<T>(outputs, weights_of, numbers(bias), granule, num_threads_, memory_);
+      return Linear<T>(outputs, weights_of, numbers(bias), granule, num_threads_, packed_);
     };
     const Matrix query = matrix(weights.query, query_size, size);
     const Matrix key = matrix(weights.key, kv_size, size), value = matrix(weights.value, kv_size, size);
@@ -187,6 +187,7 @@ class DecoderOf : public Decoder {
   const T* norm_;
   const int num_threads_;
   WeightMemory memory_;
+  WeightMemory* const packed_;  // null: weights are read where they are
   Linear<T> head_;
   std::vector<Layer> layers_;
   Buffer<T> hidden_, normed_, query_, attended_, inner_, last_;

@@ -15,6 +15,7 @@ namespace promptq {
 
 struct ModelShape {
   int64_t is_bf16;
+  int64_t is_packed;  // 0, only in fp32: weights, also those of bf16, are read where they are, which is slow
   int64_t size, inner_size, vocab_size;  // of hidden states, of the MLP
   int64_t num_heads, num_kv_heads, head_size;
   int64_t rotary;  // how many numbers of a head are rotated
@@ -28,7 +29,7 @@ struct Weight {
   int64_t bits, group;
 };
 
-// As long as the decoder: all but the head, which is copied.
+// As long as the decoder: all but the head, which is copied if weights are packed.
 struct ModelWeights {
   Weight embedding;              // [vocab_size, size]
   const float *cosine, *sine;    // [positions, rotary]
@@ -36,7 +37,8 @@ struct ModelWeights {
   Weight head;                   // [vocab_size, size]
 };
 
-// As long as the decoder: norms, K and V. The others are copied. Biases, query_norm and key_norm may be null.
+// As long as the decoder: norms, K and V, and weights that are not packed. The others are copied. Biases,
+// query_norm and key_norm may be null.
 struct LayerWeights {
   const void* input_norm;             // [size]
   Weight query, key, value;           // [num_heads head_size, size] and [num_kv_heads head_size, size]

@@ -8,10 +8,12 @@
 #include <functional>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "linear/packed.h"
 #include "linear/tile_linear.h"
+#include "linear/unpacked_linear.h"
 #include "linear/vector_linear.h"
 #include "machine/buffer.h"
 #include "machine/team.h"
@@ -68,10 +70,11 @@ template <typename T>
 class Linear {
  public:
   // `bias` [outputs] may be null; beside it, an output has one result. Slices end at multiples of `granule`
-  // outputs. There are at most `slices_each` for each thread. What is given is copied into `memory`.
+  // outputs. There are at most `slices_each` for each thread. What is given is copied into `memory`. Without
+  // memory, weights are read where they are.
   Linear(
       int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
-      WeightMemory& memory, int64_t slices_each = 1) {
+      WeightMemory* memory, int64_t slices_each = 1) {
     const int64_t granules = ceil_div(outputs, granule);
     slices_.resize(std::min(slices_each * num_threads, granules));
     const int64_t count = slices_.size();
@@ -125,13 +128,19 @@ class Linear {
   }
 
   // Neighbours of one kind are packed as one weight.
-  static Slice slice_of(const std::vector<Matrix>& parts, const T* bias, Range outputs, WeightMemory& memory) {
+  static Slice slice_of(const std::vector<Matrix>& parts, const T* bias, Range outputs, WeightMemory* memory) {
     Slice slice{{}, 0, {}, outputs};
-    for (size_t i = 0, next; i < parts.size(); i = next) {
-      for (next = i + 1; next < parts.size() && parts[next].is_like(parts[i]);) ++next;
-      slice.weights.push_back(pack_together({parts.begin() + i, parts.begin() + next}, memory));
-      slice.num_results += slice.weights.back()->outputs();
-    }
+    const auto add = [&](std::unique_ptr<Packed<T>> weight) {
+      slice.num_results += weight->outputs();
+      slice.weights.push_back(std::move(weight));
+    };
+    if (memory)
+      for (size_t i = 0, next; i < parts.size(); i = next) {
+        for (next = i + 1; next < parts.size() && parts[next].is_like(parts[i]);) ++next;
+        add(pack_together({parts.begin() + i, parts.begin() + next}, *memory));
+      }
+    else if constexpr (std::is_same_v<T, float>)
+      for (const Matrix& part : parts) add(std::make_unique<UnpackedLinear>(part));
     if (bias) slice.bias.assign(bias + outputs.first, bias + outputs.first + outputs.count);
     return slice;
   }

@@ -1,6 +1,7 @@
 // Weights as they are given, and as products read them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -31,23 +32,42 @@ struct Matrix {
   }
 };
 
-// Copies a row of a matrix.
+// Copies a row of a matrix, in fp32 also one of bf16.
 template <typename T>
 void copy_row(const Matrix& matrix, int64_t row, T* to) {
-  const auto* from = static_cast<const uint8_t*>(matrix.numbers) + row * matrix.row_bytes();
-  if (!matrix.scales) {
-    std::memcpy(to, from, matrix.row_bytes());
+  const Matrix its = matrix.some_rows(row, 1);
+  const auto* from = static_cast<const uint8_t*>(its.numbers);
+  if (!its.scales) {
+    if (its.bits == 8 * sizeof(T)) {
+      std::memcpy(to, from, its.row_bytes());
+    } else {
+      const auto* numbers = static_cast<const Bf16*>(its.numbers);
+      for (int64_t i = 0; i < its.columns; ++i) store(to[i], load(numbers[i]));
+    }
     return;
   }
-  const Matrix its = matrix.some_rows(row, 1);
-  for (int64_t i = 0; i < its.columns; ++i) {
-    const int32_t n = its.bits == 8 ? from[i] : from[i / 2] >> i % 2 * 4 & 15;
-    const float scale = its.scales[i / its.group];
-    store(to[i], its.offsets ? scale * n + its.offsets[i / its.group] : scale * (n - (1 << (its.bits - 1))));
+  for (int64_t first = 0, group = 0; first < its.columns; first += its.group, ++group) {
+    // What a number stands for is `scale * (n - middle) + offset`, where one of the two is 0.
+    const float scale = its.scales[group], middle = its.offsets ? 0 : 1 << (its.bits - 1);
+    const float offset = its.offsets ? its.offsets[group] : 0.0f;
+    const int64_t last = std::min(first + its.group, its.columns);
+    const auto place = [&](int64_t i, int32_t n) { store(to[i], scale * (n - middle) + offset); };
+    if (its.bits == 8) {
+      for (int64_t i = first; i < last; ++i) place(i, from[i]);
+      continue;
+    }
+    int64_t i = first;
+    if (i % 2 == 1) place(i, from[i / 2] >> 4), ++i;
+#pragma omp simd
+    for (int64_t byte = i / 2; byte < last / 2; ++byte) {
+      place(2 * byte, from[byte] & 15);
+      place(2 * byte + 1, from[byte] >> 4);
+    }
+    if (last % 2 == 1) place(last - 1, from[last / 2] & 15);
   }
 }
 
-// A weight [outputs, inputs] in the order of its products.
+// A weight [outputs, inputs], as its products read it.
 template <typename T>
 class Packed {
  public:

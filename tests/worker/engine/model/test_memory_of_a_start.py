@@ -1,0 +1,77 @@
+"""How much memory a start takes at its peak, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptq.worker.engine.llama.native_decoder import NativeDecoder
+from promptq.worker.engine.model.loading import load_model
+from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from tests.worker.engine.checkpoints.test_formats import CPU, FILES
+from tests.worker.engine.tiny_models import make_model
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+LOAD = """
+import json, sys
+from benchmarks.memory import watching_own_memory
+from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.model.model_runner import ModelRunner
+
+with watching_own_memory() as peak:
+    options = json.loads(sys.argv[2])
+    runner = ModelRunner.load(sys.argv[1], LoadOptions(device="cpu", **options))
+assert runner.why_no_own_code == "", runner.why_no_own_code
+print(peak[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A directory, and how many bytes its weights have."""
+    folder = tmp_path_factory.mktemp("model")
+    made: Any = make_model("qwen3", 0, **SHAPE).to(torch.bfloat16)
+    made.save_pretrained(folder)
+    return folder, sum(2 * parameter.numel() for parameter in made.parameters())
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("none", 1.9), ("int4", 1.2)])
+def test_a_start_makes_no_copy_of_the_wide_weights(
+    model: tuple[Path, int], quantization: str, most: float
+) -> None:
+    """Those in the file are its pages, and only packed ones belong to the process: 1.0 or 0.3 of
+    them. The rest are buffers, which a larger model does not have larger."""
+    folder, num_bytes = model
+    options = {"quantization": quantization, "kv_cache_memory": 2**20}
+    command = [sys.executable, "-c", LOAD, str(folder), json.dumps(options)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    share = int(told.splitlines()[-1]) / num_bytes
+    print(f"{quantization}: {share:.2f} of {num_bytes / 1e6:.0f} MB")
+    assert share < most
+
+
+@pytest.mark.parametrize("name", ["small-q4_0.gguf", "gptq", "awq"])
+def test_weights_that_native_code_takes_are_never_widened(name: str) -> None:
+    loaded = load_model(str(FILES / name), device=CPU, decoder=NativeDecoder)
+    assert loaded.quantized == {}
+    inner = [it for name, it in loaded.model.named_modules() if name.endswith("_proj")]
+    assert inner
+    assert all(isinstance(it, QuantizedLinear) for it in inner)
+    embedding: Any = loaded.model.get_input_embeddings()
+    assert isinstance(embedding, QuantizedEmbedding) == name.endswith(".gguf")
