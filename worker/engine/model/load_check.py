@@ -41,7 +41,6 @@ from promptq.worker.engine.model.packed_model import (
     leave_seam,
     set_attention,
 )
-from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
@@ -56,11 +55,10 @@ Any row may differ ten times as much, because a near tie in a router may be deci
 it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
-_TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: LOW_PRECISION_TOLERANCE}
-QUANTIZED_TOLERANCE = 0.1
-"""The same where products round their inputs to 8 bits, or K and V are rounded."""
-FP8_TOLERANCE = 0.3
-"""The same where inputs, or K and V, are rounded to fp8, which has 4 bits and an exponent."""
+ROUNDING_TOLERANCE = 0.5
+"""The same for what a decoder makes of rounded weights, inputs, or K and V, once its formula was
+checked. Each of many layers rounds, so that sound products are off by 0.05 in models of 40 layers,
+and by 0.2 in some. Wrong ones are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """The same for fp32 where the environment forces TF32, which rounds to 11 bits."""
 
@@ -182,9 +180,14 @@ def check_model(
         decoder = next((it for it in decoders if it.__name__ == known.decoder), None)
         if backend is not None and decoder is not None:
             return CheckedModel([], known.specs, backend, decoder=decoder, why_no_own_code="")
+    by_parts = all(decoder.unpacked for decoder in decoders)
     while True:
         try:
-            return _check(loaded, left, max_length, decoders, why_no_own_code)
+            return _check(loaded, left, max_length, decoders, why_no_own_code, by_parts)
+        except UnsupportedModelError:
+            if not by_parts:
+                raise
+            by_parts = False  # a family may use the weight of a linear layer without calling it
         except _NotCompiledError as error:
             left.remove(error.backend)
             if not left:
@@ -199,9 +202,8 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> N
     `asked` are the options that asked for it; empty: the files did. Raises UnsupportedModelError.
     """
     probes = _decoder_probes(loaded, model_length(loaded, None))
-    tolerance = FP8_TOLERANCE if _has_fp8(loaded, checked) else QUANTIZED_TOLERANCE
     with torch.inference_mode():
-        _require_alike(loaded, _compare(loaded, checked, probes, tolerance), asked)
+        _require_alike(loaded, _compare(loaded, checked, probes, ROUNDING_TOLERANCE), asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +237,8 @@ def check_packed(
 
     `asked` is as above. Raises UnsupportedModelError.
     """
-    is_rounded = bool(asked or loaded.format)
-    tolerance = QUANTIZED_TOLERANCE if is_rounded else _TOLERANCES[loaded.model.dtype]
+    is_exact = loaded.model.dtype == torch.float32 and not (asked or loaded.format)
+    tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     with torch.inference_mode():
         logits = torch.cat(_run(decoder, cache, expected.probes, loaded.model.device)).float()
     _require_alike(loaded, _difference(logits, expected.logits, tolerance), asked)
@@ -255,13 +257,6 @@ def _require_alike(loaded: LoadedModel, difference: _Difference, asked: str) -> 
         f"{loaded.family}: the products of native code change logits by {by} on this processor; use"
         " --no-native"
     )
-
-
-def _has_fp8(loaded: LoadedModel, checked: CheckedModel) -> bool:
-    model: nn.Module = loaded.model
-    weights = [getattr(module, "quantized", None) for module in model.modules()]
-    in_weights = any(isinstance(weight, FP8Weight) for weight in weights)
-    return in_weights or any(spec.key_dtype == torch.float8_e4m3fn for spec in checked.specs)
 
 
 class _NotCompiledError(Exception):
@@ -287,7 +282,9 @@ def _check(
     max_length: int | None,
     decoders: Items[type[LlamaDecoder]],
     why_no_own_code: str,
+    by_parts: bool,
 ) -> CheckedModel:
+    """`by_parts`: see in_float32."""
     family, model = loaded.family, loaded.model
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
@@ -299,7 +296,6 @@ def _check(
             _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
             backend = first_that_serves(family, backends, specs)
             takes_float32 = torch.float32 in backend.dtypes
-            by_parts = all(decoder.unpacked for decoder in decoders)
             with (
                 exact_products(model.device) as multiplies_exactly,
                 in_float32(model, by_parts=by_parts)
@@ -450,6 +446,8 @@ def _run(
             cuts = (0, total * 6 // 10, total - 1, total)
             if count := cuts[step + 1] - cuts[step]:
                 scheduled.append(ScheduledSequence(sequence, cuts[step], count, samples=False))
+        if not scheduled:
+            continue
         packed = packer.pack(Batch(scheduled))
         starts = packed.layout.query_starts
         for item, first, last in zip(packed.items, starts[:-1], starts[1:], strict=True):

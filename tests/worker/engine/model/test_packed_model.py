@@ -44,6 +44,25 @@ def check(loaded: LoadedModel, *backends: AttentionBackend) -> CheckedModel:
     return check_model(loaded, backends or [TorchPaged()], model_length(loaded, None))
 
 
+def test_a_family_may_use_the_weight_of_a_linear_layer_without_calling_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then the check in fp32 needs a copy of the weights."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        up = torch.nn.functional.linear(x, self.up_proj.weight)
+        down: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+        return down
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    loaded = loaded_model("llama")
+    module: Any = loaded.model
+    module.to(torch.bfloat16)
+    checked = check(loaded)
+    assert {spec.key_dtype for spec in checked.specs} == {torch.bfloat16}
+    assert {it.dtype for it in module.parameters()} == {torch.bfloat16}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": (HIDDEN_16 | {"n_layer": 2, "n_head": 4}, "no position_ids"),
     "mamba": (HIDDEN_16, "no position_ids"),
