@@ -34,6 +34,9 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of weights that it can compute with."""
 
+_FREED_BYTES = 2**26
+"""Weights that were freed go back to the system once there are so many of them."""
+
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
 
@@ -44,7 +47,7 @@ class NativeDecoder(LlamaDecoder):
     _is_packed = True
     """Whether it has a copy of the weights, in the order in which products read them."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
-    """Of weights, beside its own dtype."""
+    """Which weights of linear layers and embeddings may have, beside its own."""
 
     def __init__(
         self,
@@ -92,11 +95,12 @@ class NativeDecoder(LlamaDecoder):
         self._native.decoder_new(byref(shape), byref(weights), threads, byref(self._decoder))
         freed = weakref.finalize(self, self._native.decoder_free, self._decoder)
         freed.atexit = False  # a step may still run then, on the engine's thread
+        freed_bytes = 0
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
-            if releases:
-                release(layer.linears)
+            if releases and (freed_bytes := freed_bytes + release(layer.linears)) >= _FREED_BYTES:
                 give_back(layer.query.weight.device)
+                freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -168,7 +172,8 @@ class NativeDecoder(LlamaDecoder):
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
-        return library.Weight(numbers=self._given(weight), bits=8 * weight.itemsize)
+        numbers = self._given(weight, *self._dtypes)
+        return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
 
     def _kept_weight(self, module: nn.Embedding) -> library.Weight:
         """The same, of a weight that the native code goes on to read."""
@@ -180,11 +185,12 @@ class NativeDecoder(LlamaDecoder):
             return native_weight(weight)
         return library.Weight(numbers=self._keep(weight), bits=8 * self._dtype.itemsize)
 
-    def _given(self, weight: torch.Tensor | None) -> int | None:
-        """The address of numbers, if there are any."""
+    def _given(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
+        """The address of numbers, if there are any. They have the decoder's dtype or one of the
+        `others`."""
         if weight is None:
             return None
-        if weight.dtype not in (self._dtype, *self._dtypes) or not weight.is_contiguous():
+        if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
             raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
         return weight.data_ptr()
 
@@ -249,11 +255,15 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     )
 
 
-def release(modules: Iterable[nn.Module]) -> None:
+def release(modules: Iterable[nn.Module]) -> int:
     """Free the weights of modules, of which a native decoder has copies. They cannot compute any
-    more."""
+    more. Returns how many bytes they had."""
+    num_bytes = 0
     for module in modules:
         for parameter in module.parameters(recurse=False):
+            num_bytes += parameter.nbytes
             parameter.data = parameter.new_empty(0)
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            num_bytes += sum(tensor.nbytes for tensor in module.quantized.tensors)
             module.quantized = module.quantized.released()
+    return num_bytes

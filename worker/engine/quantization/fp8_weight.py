@@ -27,6 +27,10 @@ class FP8Weight:
         outputs, inputs = self.numbers.shape
         return outputs, inputs
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.numbers, self.scales]
+
     def to(self, device: torch.device) -> FP8Weight:
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 
