@@ -17,8 +17,9 @@ T = TypeVar("T")
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 2.0
 
-_LONGEST_TRY_SECONDS = 10.0
-"""What a try counts at most: the rest is time in which this process or its machine stood still."""
+_LONGEST_TRY_SECONDS = 40.0
+"""What a try counts at most. None takes longer, not even in a cluster, where a call is repeated for
+the half minute of a failover: in the rest this process or its machine stood still."""
 
 
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:

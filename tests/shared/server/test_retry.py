@@ -52,7 +52,7 @@ async def test_a_server_that_is_back_in_time(clock: Clock) -> None:
 
 
 async def test_a_standstill_of_the_process_is_not_held_against_the_server(clock: Clock) -> None:
-    """The process stands still in its first try; the server is back 20 s after that."""
+    """The process stands still in its first try; the server is back 10 s after that."""
     durations = iter([300.0])
-    call = away(clock, 320.0, lambda: next(durations, 0.1))
+    call = away(clock, 310.0, lambda: next(durations, 0.1))
     assert await keep_trying(call, 60.0) == "answer"

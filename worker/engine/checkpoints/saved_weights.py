@@ -19,7 +19,7 @@ class SavedWeights:
     """What the model computes in."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """All parameters by name in `dtype`. Of those that have fewer bits in the file, there is only
-    the shape: a tensor without memory."""
+    the shape, a tensor without memory, until they are widened."""
     quantized: dict[str, FewBits] = field(default_factory=dict)
     """The weights that have fewer bits, by the name of their module."""
 
@@ -33,3 +33,7 @@ class SavedWeights:
             self.quantized[module] = weight
             weight = weight.scales.new_zeros(1, dtype=self.dtype).expand(weight.shape)
         self.add_tensor(f"{module}.weight", weight)
+
+    def widen(self, module: str) -> None:
+        """Replace the tensor without memory by the numbers that the weight stands for."""
+        self.add_tensor(f"{module}.weight", self.quantized[module].dequantized())

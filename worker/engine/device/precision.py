@@ -93,7 +93,8 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
 
 
 def _widens(module: Any) -> bool:
-    return type(module) in _WIDENING and module.weight.dtype in _HALVES
+    is_plain = type(module) in _WIDENING and "forward" not in vars(module)
+    return is_plain and module.weight.dtype in _HALVES
 
 
 def product(

@@ -50,6 +50,11 @@ class LlamaDecoder(ABC):
         """See PackedModel."""
 
     @classmethod
+    def is_available(cls) -> bool:
+        """Whether its code is there."""
+        return True
+
+    @classmethod
     @abstractmethod
     def takes(cls, weight: FewBits) -> bool:
         """Whether it multiplies with this weight as it is."""

@@ -23,6 +23,7 @@ from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
 from promptq.worker.engine.native import library
+from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.quantization.modules import (
     FewBits,
@@ -138,6 +139,14 @@ class NativeDecoder(LlamaDecoder):
             ),
         )
         return logits, states
+
+    @classmethod
+    def is_available(cls) -> bool:
+        try:
+            load_native()
+        except NativeCodeError:
+            return False
+        return True
 
     @classmethod
     def takes(cls, weight: FewBits) -> bool:

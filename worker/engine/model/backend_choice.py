@@ -128,10 +128,5 @@ def decoder_of_saved_weights(
 ) -> type[LlamaDecoder] | None:
     """The decoder of our own to load weights of few bits for as they are saved. None: they are
     widened, as what serves the model or checks it needs them wide."""
-    if device.type != "cpu" or not options.native or options.attention != "auto":
-        return None
-    try:
-        load_native()
-    except NativeCodeError:
-        return None
-    return NativeDecoder
+    is_ruled_out = not options.native or options.attention != "auto" or options.dtype == "float16"
+    return None if device.type != "cpu" or is_ruled_out else NativeDecoder

@@ -90,6 +90,11 @@ class CheckedModel:
     """Why no decoder of our own serves the model; empty if one does."""
 
     @property
+    def is_known(self) -> bool:
+        """Whether an earlier load checked it."""
+        return not self.modules
+
+    @property
     def verdict(self) -> Verdict | None:
         """None if the library's modules compute: they have to be recorded each time."""
         if self.decoder is None:
@@ -181,13 +186,15 @@ def check_model(
         if backend is not None and decoder is not None:
             return CheckedModel([], known.specs, backend, decoder=decoder, why_no_own_code="")
     by_parts = all(decoder.unpacked for decoder in decoders)
+    refused: UnsupportedModelError | None = None
     while True:
         try:
-            return _check(loaded, left, max_length, decoders, why_no_own_code, by_parts)
-        except UnsupportedModelError:
+            return _check(loaded, left, max_length, decoders, why_no_own_code, by_parts, refused)
+        except UnsupportedModelError as error:
             if not by_parts:
-                raise
-            by_parts = False  # a family may use the weight of a linear layer without calling it
+                raise (refused or error) from error.__cause__
+            # A family may use the weight of a linear layer without calling it.
+            refused, by_parts = error, False
         except _NotCompiledError as error:
             left.remove(error.backend)
             if not left:
@@ -216,9 +223,10 @@ class Expectation:
     @classmethod
     def of(
         cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
-    ) -> Expectation:
+    ) -> Expectation | None:
         """From the formula in fp32 on the weights as they are, which was checked before. The model
-        is to serve sequences of up to `max_length` tokens on the cache."""
+        is to serve sequences of up to `max_length` tokens on the cache. None if there is too little
+        memory even for that."""
         assert checked.decoder is not None, "code of our own packs weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size
         probes = [
@@ -226,7 +234,9 @@ class Expectation:
         ]
         specs = [spec.in_float32() for spec in checked.specs]
         formula = replace(checked, decoder=checked.decoder.unpacked, specs=specs)
-        with torch.inference_mode(), in_float32(loaded.model, by_parts=True):
+        with torch.inference_mode(), in_float32(loaded.model, by_parts=True) as is_float32:
+            if not is_float32:
+                return None
             return cls(probes, torch.cat(_packed(loaded, formula, probes)))
 
 
@@ -283,8 +293,9 @@ def _check(
     decoders: Items[type[LlamaDecoder]],
     why_no_own_code: str,
     by_parts: bool,
+    refused: UnsupportedModelError | None,
 ) -> CheckedModel:
-    """`by_parts`: see in_float32."""
+    """`by_parts`: see in_float32. What was `refused` for its logits passes in fp32 only."""
     family, model = loaded.family, loaded.model
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
@@ -302,6 +313,8 @@ def _check(
                 if takes_float32
                 else nullcontext(False) as is_float32,
             ):
+                if refused is not None and refused.__cause__ is None and not is_float32:
+                    raise refused
                 is_exact = is_float32 and multiplies_exactly
                 tolerance = _tolerance(is_float32, multiplies_exactly)
                 modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -20,14 +21,14 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import is_of_llama_kind
-from promptq.worker.engine.quantization.modules import FewBits, quantize_model, widen_model
+from promptq.worker.engine.quantization.modules import FewBits, quantize_model
 
 Quantization = Literal["none", "int8", "int4"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""While weights are arranged for code of our own, they are there twice."""
+"""While weights are arranged for code of our own, some of them are there twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def load_model(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library's advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
+            kept = _widen_others(saved, files, decoder) if saved is not None else {}
             # With output_loading_info there are two results, which the library's type omits.
             loaded: Any
             if saved is None:
@@ -160,8 +162,8 @@ def load_model(
         )
     module: torch.nn.Module = model  # the library's class has untyped methods instead
     module.requires_grad_(False).eval()
-    if saved is not None:
-        _give_weights(model, saved, decoder, source)
+    if kept:
+        quantize_model(model, saved=kept)
     module.to(device)
     # The generation settings' end tokens come before the configuration's.
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
@@ -171,22 +173,29 @@ def load_model(
     return LoadedModel(name_or_dir, model, ends, left, saved.format)
 
 
-def _give_weights(
-    model: PreTrainedModel,
-    saved: SavedWeights,
-    decoder: type[LlamaDecoder] | None,
-    source: str,
-) -> None:
-    """Put weights of few bits into the model, wide ones or as they are."""
+def _widen_others(
+    saved: SavedWeights, files: ModelFiles, decoder: type[LlamaDecoder] | None
+) -> dict[str, FewBits]:
+    """Widen the weights of few bits that `decoder` does not take as they are, and return those that
+    it takes. The library renames and joins weights of some families while it loads them."""
     kept = {}
-    if decoder is not None and is_of_llama_kind(model):
-        kept = {name: it for name, it in saved.quantized.items() if decoder.takes(it)}
-    wide = {name: it for name, it in saved.quantized.items() if name not in kept}
-    numbers = sum(prod(weight.shape) for weight in wide.values())
-    _require_memory(source, numbers * model.dtype.itemsize, model.device, is_widened=True)
-    widen_model(model, wide)
-    if kept:
-        quantize_model(model, saved=kept)
+    if saved.quantized and decoder is not None and decoder.is_available():
+        makes: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            model = makes.from_config(files.config)
+        plain = {
+            name for name, it in model.named_modules() if type(it) in (nn.Linear, nn.Embedding)
+        }
+        if is_of_llama_kind(model) and saved.quantized.keys() <= plain:
+            kept = {name: it for name, it in saved.quantized.items() if decoder.takes(it)}
+    wide = saved.quantized.keys() - kept.keys()
+    numbers = sum(prod(saved.quantized[name].shape) for name in wide)
+    require_memory(
+        files.source, numbers * saved.dtype.itemsize, torch.device("cpu"), is_widened=True
+    )
+    for name in wide:
+        saved.widen(name)
+    return kept
 
 
 def fits_beside_others(
@@ -211,18 +220,19 @@ def _check_memory(
     """Refuse weights that do not fit, or the system would end the process."""
     if files.is_quantized and decoder is not None:
         # If it turns out that they have to be widened, that is checked once more.
-        _require_memory(files.source, files.num_saved_bytes, device)
+        require_memory(files.source, files.num_saved_bytes, device)
         return
     # Weights that are quantized are widened on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
     needed = files.num_bytes(_DTYPES.get(dtype))
-    _require_memory(files.source, needed, device, is_widened=files.is_quantized)
+    require_memory(files.source, needed, device, is_widened=files.is_quantized)
 
 
-def _require_memory(
+def require_memory(
     source: str, needed: int, device: torch.device, *, is_widened: bool = False
 ) -> None:
+    """Raises ConfigurationError if so many bytes of weights are not free."""
     if needed <= (free := free_bytes(device)):
         return
     widened = ", which are widened while they are loaded," if is_widened else ""

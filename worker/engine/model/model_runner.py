@@ -238,7 +238,7 @@ class ModelRunner:
         )
         if is_quantized(loaded, options):
             progress("quantizing")
-            checked = quantize(loaded, checked, options, is_known=known is not None)
+            checked = quantize(loaded, checked, options, is_known=checked.is_known)
         if checked.decoder is not None:
             checked.decoder.arrange(loaded.model)
         give_back(device)
@@ -262,7 +262,7 @@ class ModelRunner:
         )
         progress("compiling" if options.compile and checked.why_no_own_code else "packing")
         expected: Expectation | None = None
-        if known is None and checked.decoder is not None and checked.decoder.unpacked is not None:
+        if checked.decoder is not None and checked.decoder.unpacked and not checked.is_known:
             expected = Expectation.of(loaded, checked, cache, length)
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
         if isinstance(runner._model, NativeDecoder):

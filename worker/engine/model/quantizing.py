@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -13,10 +14,16 @@ from torch import nn
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.fused.fp8_product import HAS_FP8
 from promptq.worker.engine.model.load_check import CheckedModel, check_quantized
-from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, require_memory
 from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import NativeError
-from promptq.worker.engine.quantization.modules import FewBits, quantize_model, with_plain_modules
+from promptq.worker.engine.quantization.modules import (
+    FewBits,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    quantize_model,
+    with_plain_modules,
+)
 
 BITS = {"int8": 8, "int4": 4}
 
@@ -77,6 +84,7 @@ def quantize(
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
         loaded.quantized.clear()
+        require_memory(loaded.name, _wide_bytes(loaded), loaded.model.device, is_widened=True)
         with_plain_modules(loaded.model)
         return checked
     bits, decoder = BITS.get(options.quantization), checked.decoder
@@ -113,6 +121,13 @@ def _wide(loaded: LoadedModel, saved: Mapping[str, FewBits]) -> int:
     linears = {name for name, it in model.named_modules() if type(it) is nn.Linear}
     heads = {name for name, it in model.named_modules() if it is model.get_output_embeddings()}
     return len(linears - saved.keys() - heads)
+
+
+def _wide_bytes(loaded: LoadedModel) -> int:
+    """What quantized modules would take as plain ones."""
+    model: nn.Module = loaded.model
+    modules = [it for it in model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)]
+    return sum(prod(it.quantized.shape) for it in modules) * loaded.model.dtype.itemsize
 
 
 def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:

@@ -7,7 +7,7 @@ that code of our own can be compared with them. They are too slow to serve.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,20 +100,14 @@ def quantize_model(
         whole.set_output_embeddings(QuantizedLinear(of_head, head.bias, dtype))
 
 
-def widen_model(model: PreTrainedModel, weights: Mapping[str, FewBits]) -> None:
-    """Give plain modules, by name, the numbers that these weights stand for."""
-    for name, weight in weights.items():
-        module: Any = model.get_submodule(name)
-        module.weight.data = weight.dequantized().to(module.weight.dtype)
-
-
 def with_plain_modules(model: PreTrainedModel) -> None:
     """Replace quantized modules by plain ones with the numbers that their weights stand for."""
     whole: Any = model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
-    for name, module in list(model.named_modules()):
-        if isinstance(module, QuantizedLinear) and module is not head:
-            model.set_submodule(name, _plain_linear(module))
+    linears = [name for name, it in model.named_modules() if isinstance(it, QuantizedLinear)]
+    for name in linears:
+        if (module := model.get_submodule(name)) is not head:
+            model.set_submodule(name, _plain_linear(cast("QuantizedLinear", module)))
     if isinstance(embedding, QuantizedEmbedding):
         plain = nn.Embedding(*embedding.quantized.shape, device="meta")
         plain.weight = _plain_weight(embedding)

@@ -26,6 +26,7 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.served_model import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.quantization.test_quantization import logprobs_of
+from tests.worker.engine.tiny_models import save_model
 
 FILES = Path(__file__).parent / "files"
 EXPECTED = load_file(FILES / "expected.safetensors")
@@ -129,6 +130,31 @@ def test_without_native_code_it_is_served_as_wide_numbers(
     assert off(runner, name) < 1e-4
     assert "all of the linear layers" in caplog.text
     assert "take the memory and time of float32" in caplog.text
+
+
+def test_a_family_whose_weights_the_library_joins_is_served_as_wide_numbers(tmp_path: Path) -> None:
+    """Of a mixture of experts, the library makes one weight of those of all experts."""
+    folder, wide = (save_model(tmp_path / it, "qwen3_moe") for it in ("int8", "wide"))
+    tensors = load_file(folder / "model.safetensors")
+    linears = [name for name in tensors if name.endswith("_proj.weight")]
+    assert any(".experts.0." in name for name in linears)
+    dequantized = dict(tensors)
+    for name in linears:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors[name] = (dequantized[name] / scale).round().to(torch.int8)
+        dequantized[name] = tensors[name] * scale
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(dequantized, wide / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    ids = torch.arange(3, 15)
+    runner = ModelRunner.load(str(folder), options(dtype="float32"))
+    assert runner.why_no_own_code
+    loaded = load_model(str(folder), device=CPU, dtype="float32", decoder=NativeDecoder)
+    plain = load_model(str(wide), device=CPU, dtype="float32")
+    assert off_by(logits_of(loaded.model, ids), logits_of(plain.model, ids)).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["gptq", "small-q4_0.gguf"])

@@ -163,6 +163,19 @@ class Mistaken(TorchPaged):
         return super().attend(query, key, value, cache, layout, self._change(scoring))
 
 
+def test_a_second_look_is_not_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there is no memory for a copy of the weights, bf16 would hide a small mistake."""
+    loaded = loaded_model("llama")
+    module: torch.nn.Module = loaded.model
+    module.bfloat16()
+    numbers = {id(it): it.numel() for it in module.parameters()}
+    assert sum(numbers.values()) > 10_000
+    monkeypatch.setattr(precision, "free_bytes", lambda device: 40_000)
+    mistaken = Mistaken(lambda scoring: replace(scoring, scale=scoring.scale * 1.02))
+    with pytest.raises(UnsupportedModelError, match="do not get the same logits as alone"):
+        check(loaded, mistaken)
+
+
 class Plain(TorchPaged):
     """One that knows little."""
 
