@@ -83,12 +83,15 @@ def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """Closes the connections to the sentinels too, because nothing else does."""
+    """Closes the connections to the sentinels too, because nothing else does.
+
+    Those in use stay open where the master has only changed: another call is just asking.
+    """
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)
         for sentinel in self.sentinel_manager.sentinels:
-            await sentinel.connection_pool.disconnect()
+            await sentinel.connection_pool.disconnect(inuse_connections)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

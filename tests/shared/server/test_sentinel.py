@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -37,6 +39,22 @@ def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
 
 async def test_nobody_gets_an_answer_to_somebody_else(guarded: Guarded) -> None:
     await check_that_answers_are_ones_own(guarded.url)
+
+
+async def test_a_change_of_the_master_interrupts_nobody_who_asks_for_it(guarded: Guarded) -> None:
+    """The pool then closes connections, and others may just be asking the same sentinel."""
+    async with await open_async_redis(guarded.url) as client:
+        pool: Any = client.connection_pool
+
+        async def ask() -> None:
+            for _ in range(50):
+                await pool.sentinel_manager.discover_master(SERVICE)
+
+        asking = [asyncio.create_task(ask()) for _ in range(8)]
+        while not all(task.done() for task in asking):
+            await pool.disconnect(inuse_connections=False)
+            await asyncio.sleep(0)
+        await asyncio.gather(*asking)
 
 
 async def check_both_clients(url: str) -> None:
