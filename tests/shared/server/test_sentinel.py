@@ -46,15 +46,15 @@ async def test_a_change_of_the_master_interrupts_nobody_who_asks_for_it(guarded:
     async with await open_async_redis(guarded.url) as client:
         pool: Any = client.connection_pool
 
-        async def ask() -> None:
-            for _ in range(50):
-                await pool.sentinel_manager.discover_master(SERVICE)
+        async def ask() -> set[tuple[str, int]]:
+            return {await pool.sentinel_manager.discover_master(SERVICE) for _ in range(50)}
 
         asking = [asyncio.create_task(ask()) for _ in range(8)]
         while not all(task.done() for task in asking):
             await pool.disconnect(inuse_connections=False)
             await asyncio.sleep(0)
-        await asyncio.gather(*asking)
+        told = await asyncio.gather(*asking)
+        assert set().union(*told) == {("127.0.0.1", guarded.master.port)}
 
 
 async def check_both_clients(url: str) -> None:

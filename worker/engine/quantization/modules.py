@@ -107,22 +107,22 @@ def with_plain_modules(model: PreTrainedModel) -> None:
     linears = [name for name, it in model.named_modules() if isinstance(it, QuantizedLinear)]
     for name in linears:
         if (module := model.get_submodule(name)) is not head:
-            model.set_submodule(name, _plain_linear(cast("QuantizedLinear", module)))
+            linear = cast("QuantizedLinear", module)
+            model.set_submodule(name, _plain_linear(linear, _plain_weight(linear)))
     if isinstance(embedding, QuantizedEmbedding):
         plain = nn.Embedding(*embedding.quantized.shape, device="meta")
         plain.weight = _plain_weight(embedding)
         whole.set_input_embeddings(plain)
     if isinstance(head, QuantizedLinear):
-        plain_head = _plain_linear(head)
-        if getattr(embedding, "quantized", None) is head.quantized:
-            plain_head.weight = whole.get_input_embeddings().weight
-        whole.set_output_embeddings(plain_head)
+        is_tied = getattr(embedding, "quantized", None) is head.quantized
+        weight = whole.get_input_embeddings().weight if is_tied else _plain_weight(head)
+        whole.set_output_embeddings(_plain_linear(head, weight))
 
 
-def _plain_linear(module: QuantizedLinear) -> nn.Linear:
+def _plain_linear(module: QuantizedLinear, weight: nn.Parameter) -> nn.Linear:
     outputs, inputs = module.quantized.shape
     plain = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
-    plain.weight, plain.bias = _plain_weight(module), module.bias
+    plain.weight, plain.bias = weight, module.bias
     return plain
 
 
