@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -83,15 +84,21 @@ def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """Closes the connections to the sentinels too, because nothing else does.
-
-    Those in use stay open where the master has only changed: another call is just asking.
-    """
+    """Closes the connections to the sentinels too, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        await super().disconnect(inuse_connections)
-        for sentinel in self.sentinel_manager.sentinels:
-            await sentinel.connection_pool.disconnect(inuse_connections)
+        """Closes all connections, or, when the master has changed, those that nobody uses.
+
+        redis-py closes an idle connection some turns of the event loop later, when another call may
+        have taken it, which then fails with an AttributeError. So those leave the pool first.
+        """
+        if inuse_connections:
+            await super().disconnect()
+            for sentinel in self.sentinel_manager.sentinels:
+                await sentinel.connection_pool.disconnect()
+        else:
+            idle, self._available_connections = self._available_connections, []
+            await asyncio.gather(*(each.disconnect() for each in idle), return_exceptions=True)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -41,20 +41,26 @@ async def test_nobody_gets_an_answer_to_somebody_else(guarded: Guarded) -> None:
     await check_that_answers_are_ones_own(guarded.url)
 
 
-async def test_a_change_of_the_master_interrupts_nobody_who_asks_for_it(guarded: Guarded) -> None:
-    """The pool then closes connections, and others may just be asking the same sentinel."""
+async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> None:
+    """The pool then closes connections. Others may just be asking a sentinel, or the master."""
     async with await open_async_redis(guarded.url) as client:
         pool: Any = client.connection_pool
 
-        async def ask() -> set[tuple[str, int]]:
+        async def ask_sentinels() -> set[tuple[str, int]]:
             return {await pool.sentinel_manager.discover_master(SERVICE) for _ in range(50)}
 
-        asking = [asyncio.create_task(ask()) for _ in range(8)]
-        while not all(task.done() for task in asking):
+        async def ask_master() -> list[bytes]:
+            return [await client.echo(f"{each}") for each in range(300)]
+
+        asking_sentinels = [asyncio.create_task(ask_sentinels()) for _ in range(8)]
+        asking_master = [asyncio.create_task(ask_master()) for _ in range(8)]
+        while not all(task.done() for task in asking_sentinels + asking_master):
             await pool.disconnect(inuse_connections=False)
             await asyncio.sleep(0)
-        told = await asyncio.gather(*asking)
-        assert set().union(*told) == {("127.0.0.1", guarded.master.port)}
+        for told in await asyncio.gather(*asking_sentinels):
+            assert told == {("127.0.0.1", guarded.master.port)}
+        for said in await asyncio.gather(*asking_master):
+            assert said == [f"{each}".encode() for each in range(300)]
 
 
 async def check_both_clients(url: str) -> None:
