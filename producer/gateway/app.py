@@ -99,6 +99,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             KeyUses(queues.own.queue),
             Refusals(),
         )
+        _make_routes(app)
         keeping = asyncio.create_task(ResponseRecords(app.state.gateway).keep_all())
         try:
             yield
@@ -132,3 +133,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     for router in _ROUTERS:
         app.include_router(router)
     return measure_http(trace_http(app, tracing))
+
+
+def _make_routes(app: FastAPI) -> None:
+    """Have FastAPI make the routes of included routers now. It makes them when it looks for one the
+    first time, so the first calls would wait."""
+    call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
+    for route in app.routes:
+        route.matches(call)
