@@ -111,14 +111,14 @@ class HuggingFaceTokenizer:
         max_prompt_tokens: int | None = None,
     ) -> HuggingFaceTokenizer:
         """Raises ModelNotFoundError when there is no tokenizer."""
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         place, arguments = library_arguments(name_or_dir)
+        # AutoTokenizer reads the configuration first, which takes long from a GGUF file.
+        kind: Any = PreTrainedTokenizerFast if arguments else AutoTokenizer
         try:
             return cls(
-                AutoTokenizer.from_pretrained(
-                    place, trust_remote_code=trust_remote_code, **arguments
-                ),
+                kind.from_pretrained(place, trust_remote_code=trust_remote_code, **arguments),
                 max_prompt_tokens,
             )
         except (OSError, ValueError, KeyError, ImportError) as error:

@@ -1,25 +1,25 @@
-"""Reads a GGUF file of llama.cpp: its configuration through transformers, its weights through the
-package gguf."""
+"""Reads a GGUF file of llama.cpp through the package gguf."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFValueType, dequantize, get_tensor_name_map
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 from promptq.worker.engine.checkpoints.gguf_blocks import READERS, read_blocks
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
-from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -33,6 +33,28 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class _Reader(GGUFReader):
+    """Reads all but the elements of arrays, which are the parts of vocabularies.
+
+    The package makes numpy arrays of each element, which takes seconds for 150,000 tokens. So does
+    transformers when it reads a configuration.
+    """
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
+        if raw_type != GGUFValueType.ARRAY:
+            parts: tuple[int, Any, Any, Any] = super()._get_field_parts(orig_offs, raw_type)
+            return parts
+        data: Any = self.data  # the file's bytes
+        kind, count = struct.unpack_from("<IQ", data, orig_offs)
+        end = orig_offs + 12
+        if kind == GGUFValueType.STRING:
+            for _ in range(count):
+                end += 8 + struct.unpack_from("<Q", data, end)[0]
+        else:
+            end += count * self.gguf_scalar_to_np[GGUFValueType(kind)]().itemsize
+        return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(kind)]
+
+
 class GGUFFile:
     """The file is mapped, and read where it is needed."""
 
@@ -42,10 +64,10 @@ class GGUFFile:
         """Raises ModelNotFoundError, and UnsupportedModelError for a file that is not served."""
         self.source = source
         try:
-            self._reader: Any = GGUFReader(source)
+            self._reader: Any = _Reader(source)
             self._architecture = self._field("general.architecture")
             parts = int(self._field("split.count") or 0)
-        except LOADING_ERRORS as error:
+        except (*LOADING_ERRORS, struct.error) as error:
             raise ModelNotFoundError(
                 f"{source}: is no GGUF file that can be read: {first_sentence(error)}"
             ) from error
@@ -93,9 +115,17 @@ class GGUFFile:
         return numbers * (dtype or self.dtype).itemsize
 
     def _config(self) -> PreTrainedConfig:
-        folder, arguments = library_arguments(self.source)
+        names: Any = GGUF_CONFIG_MAPPING[self._architecture]
+        settings = {
+            name: value
+            for field, name in names.items()
+            if name and (value := self._own_field(field)) is not None
+        }
+        if (embeddings := self._tensors.get("token_embd.weight")) is not None:
+            settings["vocab_size"] = int(embeddings.shape[-1])
+        settings["tie_word_embeddings"] = "output.weight" not in self._tensors
         try:
-            config: Any = AutoConfig.from_pretrained(folder, **arguments)
+            config: Any = AutoConfig.for_model(self._architecture, **settings)
             self._complete(config)
         except LOADING_ERRORS as error:
             raise UnsupportedModelError(

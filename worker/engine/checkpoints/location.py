@@ -16,7 +16,7 @@ def is_gguf(name_or_dir: str) -> bool:
 
 
 def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` of transformers takes for a configuration or a tokenizer."""
+    """What `from_pretrained` of transformers takes for a tokenizer."""
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()
