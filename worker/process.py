@@ -33,7 +33,7 @@ from promptq.worker.service import Worker
 from promptq.worker.telemetry.start_up import StartUp
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.model.load_check import Verdict
+    from promptq.worker.engine.model.load_check.checked_model import Verdict
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.model.load_check import Verdict
+    from promptq.worker.engine.model.load_check.checked_model import Verdict
     from promptq.worker.engine.model.model_runner import ModelRunner
 
 MODEL_FREE = "model-free"

@@ -22,7 +22,8 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.model.compiled import CompiledModel
 from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model, Results
-from promptq.worker.engine.model.load_check import CheckedModel, check_model
+from promptq.worker.engine.model.load_check.checked_model import CheckedModel
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 
 BLOCK_SIZE = 16

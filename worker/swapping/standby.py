@@ -20,7 +20,7 @@ from promptq.shared.runtime.settings import Settings
 from promptq.worker.served_model import fits_beside_others, identify
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.model.load_check import Verdict
+    from promptq.worker.engine.model.load_check.checked_model import Verdict
 
 
 class Told(StrEnum):

@@ -16,7 +16,7 @@ import torch
 from promptq.worker.engine.attention.backend import StepLayout
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.model.load_check import LOW_PRECISION_TOLERANCE, off_by
+from promptq.worker.engine.model.load_check.comparison import LOW_PRECISION_TOLERANCE, off_by
 from promptq.worker.engine.model.packed_model import PackedModel
 
 T = TypeVar("T")

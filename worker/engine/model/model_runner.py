@@ -59,15 +59,11 @@ from promptq.worker.engine.model.cuda_graphs import (
     graph_kinds,
     new_stream,
 )
-from promptq.worker.engine.model.load_check import (
-    CheckedModel,
-    Expectation,
-    Verdict,
-    check_model,
-    check_packed,
-    model_length,
-)
+from promptq.worker.engine.model.load_check.checked_model import CheckedModel, Verdict
+from promptq.worker.engine.model.load_check.formula import check_model
+from promptq.worker.engine.model.load_check.rounded import Expectation, check_packed
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
+from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
 from promptq.worker.engine.model.quantizing import (
     asked_options,

@@ -13,7 +13,8 @@ from torch import nn
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.fused.fp8_product import HAS_FP8
-from promptq.worker.engine.model.load_check import CheckedModel, check_quantized
+from promptq.worker.engine.model.load_check.checked_model import CheckedModel
+from promptq.worker.engine.model.load_check.rounded import check_quantized
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, require_memory
 from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import NativeError

@@ -31,7 +31,7 @@ from promptq.worker.engine.attention.triton_kernels.decode import NUM_WARPS, PRO
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.cuda_graphs import graph_kinds
-from promptq.worker.engine.model.load_check import check_model
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
 from tests.paths import ROOT

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.llama.native_decoder import NativeDecoder, UnpackedDecoder
-from promptq.worker.engine.model.load_check import off_by
+from promptq.worker.engine.model.load_check.comparison import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.quantization.modules import (

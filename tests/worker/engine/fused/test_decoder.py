@@ -37,12 +37,12 @@ from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.llama.parts import NotOfThisKindError
 from promptq.worker.engine.model import model_runner
 from promptq.worker.engine.model.backend_choice import own_decoders
-from promptq.worker.engine.model.load_check import (
+from promptq.worker.engine.model.load_check.comparison import (
     LOW_PRECISION_TOLERANCE,
     TOLERANCE,
-    check_model,
     off_by,
 )
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, LLAMA_SHAPED, VOCAB_SIZE, generate, make_model

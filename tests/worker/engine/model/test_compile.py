@@ -22,7 +22,7 @@ from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.load_check import check_model
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.served_model import build

@@ -25,9 +25,11 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.device import memory
 from promptq.worker.engine.device.memory import MemoryPeak
-from promptq.worker.engine.model import load_check, loading, model_runner
+from promptq.worker.engine.model import loading, model_runner
 from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_bytes
-from promptq.worker.engine.model.load_check import TF32_TOLERANCE, TOLERANCE, check_model
+from promptq.worker.engine.model.load_check import comparison
+from promptq.worker.engine.model.load_check.comparison import TF32_TOLERANCE, TOLERANCE
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.device.test_precision import forced_tf32
@@ -238,13 +240,13 @@ def test_forced_tf32_is_told_and_tolerated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     used: list[float] = []
-    difference = load_check._Difference
+    difference = comparison.Difference
 
     def noting(median: float, worst: float, tolerance: float) -> Any:
         used.append(tolerance)
         return difference(median, worst, tolerance)
 
-    monkeypatch.setattr(load_check, "_Difference", noting)
+    monkeypatch.setattr(comparison, "Difference", noting)
     check_model(loaded(), [TorchPaged()], 32)
     assert (used.pop(), caplog.text) == (TOLERANCE, "")
     monkeypatch.setattr(torch, "mm", forced_tf32)

@@ -24,9 +24,11 @@ from promptq.worker.engine.attention.backend import (
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device import precision
-from promptq.worker.engine.model import load_check
-from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
+from promptq.worker.engine.model.load_check.checked_model import CheckedModel
+from promptq.worker.engine.model.load_check.comparison import LENGTHS
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
+from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, GPT_SHAPED, LLAMA_SHAPED, make_model
 
@@ -270,7 +272,7 @@ def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = loaded.model.forward
 
     def shifted(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if position_ids.shape[1] not in load_check.LENGTHS:
+        if position_ids.shape[1] not in LENGTHS:
             position_ids = (position_ids - 1).clamp_min(0)
         return forward(*args, position_ids=position_ids, **kwargs)
 

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.model.load_check import check_model
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.model.trial_steps import (

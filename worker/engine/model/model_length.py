@@ -1,0 +1,44 @@
+"""How long a sequence may be that a model computes correctly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.worker.engine.model.loading import LoadedModel
+
+
+def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
+    """The longest sequence that is computed correctly: `asked`, or what the model allows.
+
+    None if nothing limits it. Raises ConfigurationError if the model has fewer positions than
+    `asked`. Raises UnsupportedModelError if, at that length, its rotary embedding would make the
+    positions of one sequence depend on the others in the batch.
+    """
+    limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigurationError(
+            f"--max-model-len: {asked} is more than the {limit} positions that {loaded.name} has"
+        )
+    for rope in _rope_parameters(loaded.text_config):
+        kind = rope.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        lengths = (rope.get("original_max_position_embeddings"), limit)
+        stable = min((length for length in lengths if length), default=0)
+        if asked is not None and asked > stable:
+            raise UnsupportedModelError(
+                f"{loaded.family}: its rotary embedding is of type {kind!r}, which changes all "
+                f"positions in a batch once one sequence has more than {stable} tokens; with "
+                f"--max-model-len {stable} it can be served"
+            )
+        limit = stable
+    return limit if asked is None else asked
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings: one set, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]
+    )
