@@ -17,6 +17,7 @@ from promptq.shared.runtime.settings import Settings, flag_of, read_settings
 from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.engine.checkpoints.location import is_gguf
 from promptq.worker.process import serve_until_told
 from promptq.worker.served_model import NATIVE
 from promptq.worker.swapping.taking_turns import take_turns
@@ -67,7 +68,8 @@ def _place_compute_threads() -> None:
 def _leave_torch_out() -> None:
     """Keep transformers from loading torch where it is installed, since its tokenizers need none.
 
-    It would take 180 MB and half of the start. A model's own code may need it.
+    It would take 180 MB and half of the start. A model's own code may need it, and transformers
+    reads GGUF files with it.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
@@ -77,7 +79,7 @@ def run(settings: Sequence[Settings]) -> None:
     first = settings[0]
     if first.engine == NATIVE:
         _place_compute_threads()
-    elif not first.trust_remote_code:
+    elif not (first.trust_remote_code or is_gguf(first.model or "")):
         _leave_torch_out()
     configure_logs(first.log_level, first.log_format)
     redis_url = first.redis_url or advertised()

@@ -276,8 +276,8 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
     name = settings.model or found.description.model_dir
     if name is None or (settings.trust_remote_code and settings.model is None):
         raise ConfigurationError(
-            "--model: name the directory or hub name of the model that the server serves; what it"
-            " says itself is missing, or not trusted with --trust-remote-code"
+            "--model: name the directory, GGUF file or hub name of the model that the server"
+            " serves; what it says itself is missing, or not trusted with --trust-remote-code"
         )
     progress("tokenizer")
     facts = read_model_facts(name, trust_remote_code=settings.trust_remote_code)

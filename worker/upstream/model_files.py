@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from promptq.shared.errors import ModelNotFoundError
+from promptq.shared.runtime.extras import require
 from promptq.worker.engine.api.end_tokens import end_token_ids
+from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Read from the configuration files beside the weights, which are not needed."""
+    """Read from the configuration beside the weights, which are not needed."""
 
     vocab_size: int
     end_token_ids: frozenset[int]
@@ -21,7 +23,10 @@ class ModelFacts:
 
 
 def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """Raises ModelNotFoundError if there is no model's configuration."""
+    """Raises ModelNotFoundError if there is no model's configuration, and ConfigurationError if a
+    package is missing that reads it."""
+    if is_gguf(name_or_dir):
+        return _read_gguf_facts(check_source(name_or_dir))
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -38,3 +43,13 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
         end_token_ids=end_token_ids(places),
         dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
     )
+
+
+def _read_gguf_facts(file: str) -> ModelFacts:
+    require("the tokenizer of a GGUF file", "gguf", "worker")  # transformers reads it with torch
+    from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
+
+    header = GGUFHeader(file)
+    if header.vocab_size is None:
+        raise ModelNotFoundError(f"{file}: has no embedding, so it is no language model")
+    return ModelFacts(header.vocab_size, header.end_token_ids, dtype="")

@@ -15,7 +15,7 @@ from promptq import Client
 from tests.processes import StartedWorker
 from tests.roles import as_role
 from tests.servers import free_port
-from tests.stand_in_server.byte_model import save_byte_model
+from tests.stand_in_server.byte_model import save_byte_gguf, save_byte_model
 from tests.stand_in_server.serving import text_after
 from tests.stand_in_server.starting import StandIn, stand_in_server
 from tests.waiting import until
@@ -128,7 +128,7 @@ def test_a_key_is_sent_and_a_wrong_one_is_named(redis_url: str, tmp_path: Path, 
         (("--upstream", "http://127.0.0.1:1"), "--upstream: belongs to an inference server"),
         (("--engine", "vllm"), "--engine vllm: give --model"),
         (("--engine", "openai", "--model", "m"), "--engine openai: give --upstream"),
-        (("--engine", "llama.cpp", "--model", "m"), "--engine llama.cpp: name the GGUF file"),
+        (("--engine", "llama.cpp", "--model", "m"), "--engine llama.cpp: give a GGUF file as"),
         (
             ("--engine", "vllm", "--model", "m", "--engine-command", "/no/such"),
             "--engine-command: there is no program '/no/such'",
@@ -151,7 +151,11 @@ def test_says_what_options_lack(redis_url: str, options: tuple[str, ...], said: 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """What is called as `vllm serve MODEL --port N ...`, starts the stand-in and notes its pid."""
-    file = tmp_path / "vllm"
+    return program_of("vllm", tmp_path)
+
+
+def program_of(dialect: str, tmp_path: Path) -> Path:
+    file = tmp_path / dialect
     file.write_text(
         f"""#!{sys.executable}
 import json, os, sys
@@ -159,7 +163,8 @@ arguments = sys.argv[1:]
 note = {str(tmp_path)!r} + "/started"
 open(note, "a").write(json.dumps([os.getpid(), arguments]) + "\\n")
 port = arguments[arguments.index("--port") + 1]
-os.execv(sys.executable, [sys.executable, "-m", "tests.stand_in_server", "vllm", "--port", port])
+stand_in = [sys.executable, "-m", "tests.stand_in_server", {dialect!r}, "--port", port]
+os.execv(sys.executable, stand_in)
 """
     )
     file.chmod(0o755)
@@ -201,6 +206,20 @@ def test_starts_a_server_of_its_own_again_when_it_dies_and_ends_it(
         worker.process.terminate()
         assert worker.process.wait() == 0
         until(lambda: not is_alive(second))
+
+
+def test_a_gguf_file_has_all_that_llama_cpp_and_its_worker_need(
+    redis_url: str, tmp_path: Path
+) -> None:
+    file, program = save_byte_gguf(tmp_path / "bytes.gguf"), program_of("llama.cpp", tmp_path)
+    options = ("--engine", "llama.cpp", "--engine-command", str(program), "--model", str(file))
+    worker = StartedWorker(tmp_path, redis_url, *options)
+    with worker.process, Client(as_role("operator", redis_url)) as client:
+        [(_, arguments)] = started(program)
+        assert arguments[-2:] == ["--model", str(file)]
+        assert client.generate("Hi", max_tokens=20, **GREEDY).text == text_after("Hi", 20)
+        worker.process.terminate()
+        assert worker.process.wait() == 0
 
 
 def test_a_server_ends_with_its_worker_even_if_that_is_killed(

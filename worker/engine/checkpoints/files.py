@@ -42,6 +42,6 @@ def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)
     # Its package is optional.
-    from promptq.worker.engine.checkpoints.gguf_file import GGUFFile
+    from promptq.worker.engine.checkpoints.gguf.model_file import GGUFFile
 
     return GGUFFile(source)

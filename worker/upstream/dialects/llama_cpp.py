@@ -13,6 +13,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
 from promptq.worker.upstream.dialects import server_abilities
 from promptq.worker.upstream.faults import RefusedError, ServerFaultError
@@ -52,10 +53,12 @@ class LlamaCppDialect:
         )
 
     def start_command(self, settings: Settings, port: int) -> list[str]:
-        if not {"-m", "--model"}.intersection(settings.engine_arguments):
+        names_file = {"-m", "--model"}.intersection(settings.engine_arguments)
+        if not (names_file or is_gguf(settings.model or "")):
             raise ConfigurationError(
-                "--engine llama.cpp: name the GGUF file behind `--`, as in `-- --model model.gguf`;"
-                " --model is the directory with the model's tokenizer"
+                "--engine llama.cpp: give a GGUF file as --model; or name it behind `--`, as in"
+                " `-- --model model.gguf`, and give the directory with the model's tokenizer as"
+                " --model"
             )
         slots = settings.max_num_seqs
         command = [
@@ -64,6 +67,8 @@ class LlamaCppDialect:
         ]
         if settings.max_model_len is not None:
             command += ["--ctx-size", str(slots * settings.max_model_len)]
+        if not names_file:
+            command += ["--model", check_source(str(settings.model))]
         return [*command, *settings.engine_arguments]
 
     async def describe(self, server: Server) -> ServerDescription:

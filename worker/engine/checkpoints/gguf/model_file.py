@@ -1,13 +1,12 @@
-"""Reads a GGUF file of llama.cpp through the package gguf."""
+"""A GGUF file of llama.cpp as a model: its configuration and its weights."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFValueType, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,8 +16,9 @@ from transformers import (
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
-from promptq.worker.engine.checkpoints.gguf_blocks import READERS, read_blocks
+from promptq.shared.errors import UnsupportedModelError
+from promptq.worker.engine.checkpoints.gguf.blocks import READERS, read_blocks
+from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 
@@ -29,30 +29,7 @@ _LLAMA3_FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """What all models with rope scaling of the kind `llama3` have, and a GGUF file does not say."""
 _LLAMA3_POSITIONS = 8192
-_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class _Reader(GGUFReader):
-    """Reads all but the elements of arrays, which are the parts of vocabularies.
-
-    The package makes numpy arrays of each element, which takes seconds for 150,000 tokens. So does
-    transformers when it reads a configuration.
-    """
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
-        if raw_type != GGUFValueType.ARRAY:
-            parts: tuple[int, Any, Any, Any] = super()._get_field_parts(orig_offs, raw_type)
-            return parts
-        data: Any = self.data  # the file's bytes
-        kind, count = struct.unpack_from("<IQ", data, orig_offs)
-        end = orig_offs + 12
-        if kind == GGUFValueType.STRING:
-            for _ in range(count):
-                end += 8 + struct.unpack_from("<Q", data, end)[0]
-        else:
-            end += count * self.gguf_scalar_to_np[GGUFValueType(kind)]().itemsize
-        return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(kind)]
 
 
 class GGUFFile:
@@ -63,17 +40,12 @@ class GGUFFile:
     def __init__(self, source: str) -> None:
         """Raises ModelNotFoundError, and UnsupportedModelError for a file that is not served."""
         self.source = source
-        try:
-            self._reader: Any = _Reader(source)
-            self._architecture = self._field("general.architecture")
-            parts = int(self._field("split.count") or 0)
-        except (*LOADING_ERRORS, struct.error) as error:
-            raise ModelNotFoundError(
-                f"{source}: is no GGUF file that can be read: {first_sentence(error)}"
-            ) from error
-        if parts > 1:
+        self._header = header = GGUFHeader(source)
+        self._tensors = header.tensors
+        self._architecture = header.architecture
+        if header.num_parts > 1:
             raise UnsupportedModelError(
-                f"{source}: is one of {parts} parts; make one file of them with"
+                f"{source}: is one of {header.num_parts} parts; make one file of them with"
                 " llama-gguf-split --merge"
             )
         if self._architecture not in _ARCHITECTURES:
@@ -81,7 +53,6 @@ class GGUFFile:
                 f"{source}: is of the architecture {self._architecture!r}, and GGUF files of"
                 f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files"
             )
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if strange := self._kinds - READERS.keys() - _DTYPES.keys():
             raise UnsupportedModelError(
                 f"{source}: has weights of the type {min(strange)}, and {', '.join(READERS)},"
@@ -119,10 +90,10 @@ class GGUFFile:
         settings = {
             name: value
             for field, name in names.items()
-            if name and (value := self._own_field(field)) is not None
+            if name and (value := self._header.own_field(field)) is not None
         }
-        if (embeddings := self._tensors.get("token_embd.weight")) is not None:
-            settings["vocab_size"] = int(embeddings.shape[-1])
+        if (size := self._header.vocab_size) is not None:
+            settings["vocab_size"] = size
         settings["tie_word_embeddings"] = "output.weight" not in self._tensors
         try:
             config: Any = AutoConfig.for_model(self._architecture, **settings)
@@ -136,13 +107,13 @@ class GGUFFile:
 
     def _complete(self, config: Any) -> None:
         """What transformers does not read of the file."""
-        if (size := self._own_field("attention.key_length")) is not None:
+        if (size := self._header.own_field("attention.key_length")) is not None:
             config.head_dim = int(size)
-        if self._own_field("rope.scaling.type") not in (None, "none"):
+        scaling = self._header.own_field("rope.scaling.type")
+        if scaling not in (None, "none"):
             raise UnsupportedModelError(
-                f"{self.source}: its positions are scaled by"
-                f" {self._own_field('rope.scaling.type')!r}, which is not read from GGUF files;"
-                " use a directory of safetensors files"
+                f"{self.source}: its positions are scaled by {scaling!r}, which is not read from"
+                " GGUF files; use a directory of safetensors files"
             )
         size = config.head_dim
         neutral = {
@@ -153,15 +124,14 @@ class GGUFFile:
             "attention.scale": size**-0.5,
         }
         for name, value in neutral.items():
-            if (found := self._own_field(name)) is not None and abs(found - value) > 1e-6:
+            if (found := self._header.own_field(name)) is not None and abs(found - value) > 1e-6:
                 raise UnsupportedModelError(
                     f"{self.source}: {name} is {found}, which is not read from GGUF files; use a"
                     " directory of safetensors files"
                 )
         if _LLAMA3_FREQUENCIES in self._tensors:
             self._scale_positions(config)
-        ends = [self._field(f"tokenizer.ggml.{name}") for name in _END_TOKENS]
-        config.eos_token_id = sorted({int(it) for it in ends if it is not None}) or None
+        config.eos_token_id = sorted(self._header.end_token_ids) or None
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
@@ -237,10 +207,3 @@ class GGUFFile:
                 f"{self.source}: its positions are scaled in a way that is not that of Llama 3;"
                 " use a directory of safetensors files"
             )
-
-    def _own_field(self, name: str) -> Any:
-        return self._field(f"{self._architecture}.{name}")
-
-    def _field(self, name: str) -> Any:
-        field = self._reader.get_field(name)
-        return None if field is None else field.contents()
