@@ -26,7 +26,7 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
     """Raises ModelNotFoundError if there is no model's configuration, and ConfigurationError if a
     package is missing that reads it."""
     if is_gguf(name_or_dir):
-        return _read_gguf_facts(check_source(name_or_dir))
+        return _read_gguf_facts(name_or_dir)
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -47,9 +47,10 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
 
 def _read_gguf_facts(file: str) -> ModelFacts:
     require("the tokenizer of a GGUF file", "gguf", "worker")  # transformers reads it with torch
+    source = check_source(file)
     from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
 
-    header = GGUFHeader(file)
+    header = GGUFHeader(source)
     if header.vocab_size is None:
         raise ModelNotFoundError(f"{file}: has no embedding, so it is no language model")
     return ModelFacts(header.vocab_size, header.end_token_ids, dtype="")

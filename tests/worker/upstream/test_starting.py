@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from promptq import Client
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime import extras
+from promptq.worker.upstream.model_files import read_model_facts
 from tests.processes import StartedWorker
 from tests.roles import as_role
 from tests.servers import free_port
@@ -206,6 +209,16 @@ def test_starts_a_server_of_its_own_again_when_it_dies_and_ends_it(
         worker.process.terminate()
         assert worker.process.wait() == 0
         until(lambda: not is_alive(second))
+
+
+def test_says_which_packages_read_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = save_byte_gguf(tmp_path / "bytes.gguf")
+    monkeypatch.setattr(extras, "_is_complete", lambda extra: extra == "upstream")
+    said = r"the tokenizer of a GGUF file needs packages .* 'promptq\[gguf,worker\]'"
+    with pytest.raises(ConfigurationError, match=said):
+        read_model_facts(str(file))
 
 
 def test_a_gguf_file_has_all_that_llama_cpp_and_its_worker_need(

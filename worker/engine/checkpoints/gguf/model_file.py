@@ -51,12 +51,13 @@ class GGUFFile:
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{source}: is of the architecture {self._architecture!r}, and GGUF files of"
-                f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files"
+                f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files, or"
+                " --engine llama.cpp"
             )
         if strange := self._kinds - READERS.keys() - _DTYPES.keys():
             raise UnsupportedModelError(
                 f"{source}: has weights of the type {min(strange)}, and {', '.join(READERS)},"
-                f" {', '.join(_DTYPES)} are read"
+                f" {', '.join(_DTYPES)} are read; use another file, or --engine llama.cpp"
             )
         self.config = self._config()
 
