@@ -110,7 +110,8 @@ async def test_a_client_of_plain_sockets_can_do_it_all(redis_url: str) -> None:
 
     assert "".join(event["text"] for event in outcome["live"]) == text_of(4, 20)
     assert outcome["live"] == outcome["log"]
-    assert outcome["log ids"] == [f"{n}-0" for n in range(1, 20)] + ["20-1"]
+    ends = [event["index"] + len(event["token_ids"]) for event in outcome["live"]]
+    assert outcome["log ids"] == [*(f"{end}-0" for end in ends[:-1]), "20-1"]
     assert outcome["state"] == "completed"
     stopped = outcome["stopped"]
     assert stopped[-1]["finish_reason"] == "cancelled"

@@ -256,6 +256,7 @@ def test_an_output_that_is_given_is_no_fork(story: Story) -> None:
 
 def test_what_cannot_be_forked(story: Story) -> None:
     client = story.client
+    assert len(story.told.token_ids) == NUM_TOKENS
     for at in (NUM_TOKENS + 1, -1, True, "3"):
         with pytest.raises(InvalidRequestError, match=f"at: .* has {NUM_TOKENS} tokens so far"):
             client.fork(story.source, at=at)  # type: ignore[arg-type]
