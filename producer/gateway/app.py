@@ -136,8 +136,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Have FastAPI make the routes of included routers now. It makes them when it looks for one the
-    first time, so the first calls would wait."""
+    """Have FastAPI make the routes of included routers now. Otherwise it makes them when it first
+    looks for a route, and the first calls wait."""
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

@@ -89,8 +89,8 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Closes all connections, or, when the master has changed, those that nobody uses.
 
-        redis-py closes an idle connection some turns of the event loop later, when another call may
-        have taken it, which then fails with an AttributeError. So those leave the pool first.
+        redis-py closes an idle connection only some turns of the event loop later. By then another
+        call may have taken it, and fails with an AttributeError. So those leave the pool first.
         """
         if inuse_connections:
             await super().disconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import struct
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -113,16 +114,27 @@ class HuggingFaceTokenizer:
         """Raises ModelNotFoundError when there is no tokenizer."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS
+
         place, arguments = library_arguments(name_or_dir)
-        # AutoTokenizer reads the configuration first, which takes long from a GGUF file.
-        kind: Any = PreTrainedTokenizerFast if arguments else AutoTokenizer
+        of_gguf: Any = PreTrainedTokenizerFast
+        loaded: Any
         try:
-            return cls(
-                kind.from_pretrained(place, trust_remote_code=trust_remote_code, **arguments),
-                max_prompt_tokens,
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().split("\n", 1)[0]
+            if arguments:
+                # AutoTokenizer reads the configuration first, which takes long from a GGUF file,
+                # and would take another tokenizer of the same folder.
+                loaded = of_gguf(
+                    name_or_path=place,
+                    local_files_only=True,
+                    bos_token=None,  # or it adds some of its own to a file that names none
+                    eos_token=None,
+                    **arguments,
+                )
+            else:
+                loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+            return cls(loaded, max_prompt_tokens)
+        except (*LOADING_ERRORS, struct.error) as error:
+            reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
             raise ModelNotFoundError(f"{name_or_dir} has no usable tokenizer: {reason}") from error
 
     def encode_prompt(self, request: Request) -> list[int]:

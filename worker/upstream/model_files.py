@@ -51,6 +51,4 @@ def _read_gguf_facts(file: str) -> ModelFacts:
     from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
 
     header = GGUFHeader(source)
-    if header.vocab_size is None:
-        raise ModelNotFoundError(f"{file}: has no embedding, so it is no language model")
     return ModelFacts(header.vocab_size, header.end_token_ids, dtype="")

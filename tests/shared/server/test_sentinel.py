@@ -59,6 +59,9 @@ async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> No
             await asyncio.sleep(0)
         for told in await asyncio.gather(*asking_sentinels):
             assert told == {("127.0.0.1", guarded.master.port)}
+        assert pool._available_connections
+        await pool.disconnect(inuse_connections=False)
+        assert not any(it.is_connected for it in pool._available_connections), "idle ones close"
         for said in await asyncio.gather(*asking_master):
             assert said == [f"{each}".encode() for each in range(300)]
 

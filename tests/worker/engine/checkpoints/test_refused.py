@@ -202,7 +202,7 @@ def test_what_a_gguf_file_has_and_is_not_read_is_named(
 def test_a_gguf_file_with_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     whole = gguf.quants.quantize(np.ones((64, 256), np.float32), gguf.GGMLQuantizationType.TQ1_0)
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
-    writer.add_tensor("blk.0.attn_q.weight", whole, raw_dtype=gguf.GGMLQuantizationType.TQ1_0)
+    writer.add_tensor("token_embd.weight", whole, raw_dtype=gguf.GGMLQuantizationType.TQ1_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

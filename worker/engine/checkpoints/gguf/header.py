@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import numpy as np
 from gguf import GGUFReader, GGUFValueType
 
 from promptq.shared.errors import ModelNotFoundError
@@ -20,8 +21,12 @@ class GGUFHeader:
         """Raises ModelNotFoundError if the file cannot be read."""
         try:
             self._reader: Any = _Reader(source)
-            self.architecture = str(self.field("general.architecture"))
+            self.tensors: dict[str, Any] = {it.name: it for it in self._reader.tensors}
+            self.architecture = self.field("general.architecture")
+            if not isinstance(self.architecture, str):
+                raise ValueError("it does not name its architecture")
             self.num_parts = int(self.field("split.count") or 1)
+            self.vocab_size = self._vocab_size()
             self.end_token_ids = frozenset(
                 int(token_id)
                 for name in _END_TOKENS
@@ -31,26 +36,31 @@ class GGUFHeader:
             raise ModelNotFoundError(
                 f"{source}: is no GGUF file that can be read: {first_sentence(error)}"
             ) from error
-        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def field(self, name: str) -> Any:
-        """A value that is no array; None if there is none."""
+        """A value; None if there is none, or if it is an array."""
         field = self._reader.get_field(name)
-        return None if field is None else field.contents()
+        is_array = field is not None and field.types[0] == GGUFValueType.ARRAY
+        return None if field is None or is_array else field.contents()
 
     def own_field(self, name: str) -> Any:
         """The same for a field of the architecture."""
         return self.field(f"{self.architecture}.{name}")
 
-    @property
-    def vocab_size(self) -> int | None:
-        """The rows of the embedding; None if the file has none."""
+    def _vocab_size(self) -> int:
+        """The rows of the embedding. A file without tensors, as the first of several parts may be,
+        has only the tokens."""
         embedding = self.tensors.get("token_embd.weight")
-        return None if embedding is None else int(embedding.shape[-1])
+        if embedding is not None:
+            return int(embedding.shape[-1])
+        tokens = self._reader.get_field("tokenizer.ggml.tokens")
+        if tokens is None:
+            raise ValueError("it has neither an embedding nor tokens")
+        return int(tokens.parts[-1][0])
 
 
 class _Reader(GGUFReader):
-    """Reads all but the elements of arrays, which are the parts of vocabularies.
+    """Reads all fields, but of an array only its length, because vocabularies are arrays.
 
     The package makes numpy arrays of each element, which takes seconds for 150,000 tokens. So does
     transformers when it reads a configuration.
@@ -61,11 +71,15 @@ class _Reader(GGUFReader):
             parts: tuple[int, Any, Any, Any] = super()._get_field_parts(orig_offs, raw_type)
             return parts
         data: Any = self.data  # the file's bytes
-        kind, count = struct.unpack_from("<IQ", data, orig_offs)
-        end = orig_offs + 12
+        number, count = struct.unpack_from("<IQ", data, orig_offs)
+        kind, end = GGUFValueType(number), orig_offs + 12
+        if kind == GGUFValueType.ARRAY:
+            raise ValueError("it has an array of arrays")
         if kind == GGUFValueType.STRING:
             for _ in range(count):
                 end += 8 + struct.unpack_from("<Q", data, end)[0]
         else:
-            end += count * self.gguf_scalar_to_np[GGUFValueType(kind)]().itemsize
-        return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(kind)]
+            end += count * self.gguf_scalar_to_np[kind]().itemsize
+        if end > len(data):
+            raise ValueError("it ends within an array")
+        return end - orig_offs, [np.array([count])], [], [GGUFValueType.ARRAY, kind]

@@ -88,15 +88,14 @@ class GGUFFile:
 
     def _config(self) -> PreTrainedConfig:
         names: Any = GGUF_CONFIG_MAPPING[self._architecture]
-        settings = {
-            name: value
-            for field, name in names.items()
-            if name and (value := self._header.own_field(field)) is not None
-        }
-        if (size := self._header.vocab_size) is not None:
-            settings["vocab_size"] = size
-        settings["tie_word_embeddings"] = "output.weight" not in self._tensors
         try:
+            settings = {
+                name: value
+                for field, name in names.items()
+                if name and (value := self._header.own_field(field)) is not None
+            }
+            settings["vocab_size"] = self._header.vocab_size
+            settings["tie_word_embeddings"] = "output.weight" not in self._tensors
             config: Any = AutoConfig.for_model(self._architecture, **settings)
             self._complete(config)
         except LOADING_ERRORS as error:
@@ -107,7 +106,7 @@ class GGUFFile:
         return made
 
     def _complete(self, config: Any) -> None:
-        """What transformers does not read of the file."""
+        """What the table of transformers does not name."""
         if (size := self._header.own_field("attention.key_length")) is not None:
             config.head_dim = int(size)
         scaling = self._header.own_field("rope.scaling.type")

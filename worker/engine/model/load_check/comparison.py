@@ -27,7 +27,7 @@ from promptq.worker.engine.model.packed_model import (
 )
 
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-"""What the modules of a library raise that were not made for packed steps."""
+"""What a library's modules raise if they were not made for packed steps."""
 
 LENGTHS = (34, 14)
 """Tokens of the two requests of the check. Some of their chunks are long, and some are so short
@@ -98,7 +98,7 @@ def _alone(loaded: LoadedModel, probe: Probe, counts_rows: bool) -> torch.Tensor
 def packed_logits(
     loaded: LoadedModel, checked: CheckedModel, probes: list[Probe]
 ) -> list[torch.Tensor]:
-    """The same from packed steps, on a cache of their own."""
+    """Of each probe [length, vocab_size]: the logits from packed steps, on a cache of their own."""
     device = loaded.model.device
     blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
     num_blocks = len(probes) * blocks_each
