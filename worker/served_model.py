@@ -258,7 +258,7 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
     from promptq.worker.upstream.connecting import DIALECTS, find_server, start_server
     from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-    from promptq.worker.upstream.model_files import read_model_facts
+    from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
 
     for setting in ("engine_command", "engine_arguments") if settings.upstream else ():
         if getattr(settings, setting):
@@ -267,6 +267,8 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
                 " names one that runs already; leave one of the two out"
             )
     take_over_logs("transformers", "huggingface_hub")
+    if is_gguf(settings.model or ""):
+        require_for_gguf()
     dialect = DIALECTS[settings.engine](
         is_exact=settings.dtype == "float32", shares_prefixes=settings.share_prefix_cache
     )

@@ -45,7 +45,13 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     if as_json:
         write(found.model_dump_json(indent=2))
         return
-    from promptq.producer.commands.screens.render import queue_table, workers_table
+    from rich.text import Text
+
+    from promptq.producer.commands.screens.render import (
+        how_to_start_a_worker,
+        queue_table,
+        workers_table,
+    )
 
     console = SafeConsole()
     console.print(queue_table(found))
@@ -53,8 +59,10 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
         console.print(workers_table(found.workers))
     else:
         console.print(
-            "No worker is alive: start one with [bold]promptq worker[/]."
-            " One that was just started loads its model first."
+            Text(
+                f"No worker is alive: {how_to_start_a_worker(found.queue)}. One that was just"
+                " started loads its model first."
+            )
         )
 
 

@@ -99,8 +99,8 @@ def claim(
             raise ModelMismatchError(
                 f"the queue is served by workers of the model {text_of(reply[1])!r} (fingerprint"
                 f" {text_of(reply[2])}), this worker has {model.name!r} ({model.fingerprint}); a"
-                " worker with other weights or other formats of them needs a queue of its own"
-                " (--queue)"
+                " worker with another engine, other weights or other formats of them needs a queue"
+                " of its own (--queue)"
             )
         if kind == "paused":
             return Claims()

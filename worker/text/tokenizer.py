@@ -19,6 +19,7 @@ RENDER_SECONDS = 1.0
 template, but the messages that it loops over may come from a stranger."""
 
 _MOST_REASON = 300
+_ANY_LENGTH = 10**30
 
 
 class Tokenizer(Protocol):
@@ -95,6 +96,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
+        tokenizer.model_max_length = _ANY_LENGTH  # or it warns of prompts that are refused anyway
         self._max_prompt_tokens = max_prompt_tokens
         self._max_prompt_chars = (
             None if max_prompt_tokens is None else max_prompt_tokens * _longest_token(tokenizer)

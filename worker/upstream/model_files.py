@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from promptq.shared.errors import ModelNotFoundError
+from promptq.shared.errors import ConfigurationError, ModelNotFoundError
 from promptq.shared.runtime.extras import require
 from promptq.worker.engine.api.end_tokens import end_token_ids
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
@@ -45,8 +45,21 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
     )
 
 
+def require_for_gguf() -> None:
+    """Raises ConfigurationError if a package is missing that reads the tokenizer of a GGUF file.
+
+    transformers reads it with torch.
+    """
+    try:
+        require("the tokenizer of a GGUF file", "gguf", "worker")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{error}; or name the directory of the model's tokenizer as --model, and the file"
+            " behind `--`, as in `-- --model model.gguf`"
+        ) from None
+
+
 def _read_gguf_facts(file: str) -> ModelFacts:
-    require("the tokenizer of a GGUF file", "gguf", "worker")  # transformers reads it with torch
     source = check_source(file)
     from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
 

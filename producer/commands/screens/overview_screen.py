@@ -11,7 +11,13 @@ from rich.text import Text
 
 from promptq.producer.admin.overview import Overview
 from promptq.producer.admin.queue_views import QueueView
-from promptq.producer.commands.screens.render import fitting, milliseconds, plain_table, width_of
+from promptq.producer.commands.screens.render import (
+    fitting,
+    how_to_start_a_worker,
+    milliseconds,
+    plain_table,
+    width_of,
+)
 from promptq.shared.protocol.worker_stats import Sample, WorkerStats
 from promptq.shared.runtime.printable import printable
 
@@ -140,7 +146,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
 def _workers_table(overview: Overview, width: int) -> RenderableType:
     """If columns do not fit, the least important ones are left out."""
     if not overview.workers:
-        return Text("No worker is alive: start one with promptq worker.")
+        return Text(f"No worker is alive: {how_to_start_a_worker(overview.queue)}.")
     columns = {
         "worker": [it.worker_id for it in overview.workers],
         "state": [it.state for it in overview.workers],

@@ -14,7 +14,7 @@ from types import FrameType
 from rich.text import Text
 
 from promptq.producer.clients.sync_client import Client
-from promptq.producer.commands.screens.render import milliseconds
+from promptq.producer.commands.screens.render import how_to_start_a_worker, milliseconds
 from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
@@ -112,7 +112,7 @@ class StreamPrinter:
             elif not stats.workers:
                 self._say(
                     "the request waits: no worker is alive (one that was just started loads its"
-                    " model first); start one with `promptq worker`"
+                    f" model first); {how_to_start_a_worker(stats.queue)}"
                 )
 
     @contextmanager

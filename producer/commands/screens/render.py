@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -24,6 +25,12 @@ from promptq.shared.runtime.printable import printable
 
 if TYPE_CHECKING:
     from promptq.producer.jobs.deliveries import DeadWebhook
+
+
+def how_to_start_a_worker(queue: str) -> str:
+    """What to do about a queue that no worker serves."""
+    of_queue = "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
+    return f"start one with `promptq worker{of_queue}`"
 
 
 def milliseconds(value: float | None) -> str:

@@ -22,7 +22,9 @@ def test_stats(run: Run) -> None:
     assert (found["waiting"], found["active"], found["workers"]) == (1, 0, [])
     table = run("stats").stdout
     assert "waiting" in table
-    assert "No worker is alive" in table
+    assert "No worker is alive: start one with `promptq worker`." in table
+    table = " ".join(run("stats", "--queue", "another").stdout.split())
+    assert "start one with `promptq worker --queue another`." in table
 
 
 def test_settings(run: Run) -> None:

@@ -97,7 +97,7 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
 def test_the_way_a_model_is_computed_is_said() -> None:
     settings = {"max_num_seqs": 2, "device": "cpu"}
     assert build(Settings(**settings)).way == "native code"
-    assert build(Settings(**settings, native=False)).way == "no native code (it was not asked for)"
+    assert build(Settings(**settings, native=False)).way == "no native code (it is turned off)"
     assert "float16" in build(Settings(**settings, dtype="float16")).way
 
 

@@ -14,7 +14,8 @@ import pytest
 from promptq import Client
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime import extras
-from promptq.worker.upstream.model_files import read_model_facts
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.served_model import build
 from tests.processes import StartedWorker
 from tests.roles import as_role
 from tests.servers import free_port
@@ -214,11 +215,12 @@ def test_starts_a_server_of_its_own_again_when_it_dies_and_ends_it(
 def test_says_which_packages_read_a_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before a server is started, which would read it."""
     file = save_byte_gguf(tmp_path / "bytes.gguf")
     monkeypatch.setattr(extras, "_is_complete", lambda extra: extra == "upstream")
-    said = r"the tokenizer of a GGUF file needs packages .* 'promptq\[gguf,worker\]'"
+    said = r"packages .* 'promptq\[gguf,worker\]'; or name the directory of the model's tokenizer"
     with pytest.raises(ConfigurationError, match=said):
-        read_model_facts(str(file))
+        build(Settings(engine="llama.cpp", model=str(file), engine_command="/no/such"))
 
 
 def test_a_gguf_file_has_all_that_llama_cpp_and_its_worker_need(

@@ -21,7 +21,7 @@ from promptq.worker.engine.native.library import load_native
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
 """In order of speed, the fastest first."""
 
-NOT_ASKED_FOR = "it was not asked for"
+NOT_ASKED_FOR = "it is turned off"
 
 logger = logging.getLogger(__name__)
 

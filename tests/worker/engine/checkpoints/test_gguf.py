@@ -104,7 +104,7 @@ TOKENS = (b"tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", STRING, 2) + text(
             [LLAMA, (b"x", ARRAY, struct.pack("<IQ", STRING, 2**60))],
             "requires a buffer of",
         ),
-        ([LLAMA, TOKENS, (b"split.count", UINT32, b"")], "can be read: "),
+        ([LLAMA, TOKENS, (b"split.count", UINT32, b"")], "or is incomplete: "),
         (
             [LLAMA, TOKENS, (b"llama.block_count", STRING, text(b"\xff"))],
             "settings are not read",

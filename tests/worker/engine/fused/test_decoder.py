@@ -329,7 +329,7 @@ def test_what_is_asked_for_decides() -> None:
     assert own_decoders(cuda, LoadOptions(), "no compiler") == ([FusedDecoder], "")
     assert own_decoders(cuda, LoadOptions(attention="triton"), "") == ([FusedDecoder], "")
     for options, reason in (
-        (LoadOptions(native=False), "it was not asked for"),
+        (LoadOptions(native=False), "it is turned off"),
         (LoadOptions(attention="torch"), "--attention torch was asked for"),
     ):
         assert own_decoders(cuda, options, "") == ([], reason)

@@ -155,9 +155,9 @@ def test_the_ready_line_says_why_there_are_no_graphs(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runner, settings = load_tiny(tmp_path), Settings()
-    assert _way(runner, settings) == "no native code (it was not asked for)"
+    assert _way(runner, settings) == "no native code (it is turned off)"
     monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
-    assert _way(runner, settings) == "no fused kernels (it was not asked for)"
+    assert _way(runner, settings) == "no fused kernels (it is turned off)"
     monkeypatch.setattr(runner, "why_no_own_code", "")
     assert _way(runner, settings) == "fused kernels"
     cuda.breaks_captures = True

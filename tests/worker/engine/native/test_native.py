@@ -67,7 +67,7 @@ def test_serves_what_is_of_the_llama_kind(family: str, tmp_path: Path) -> None:
     native = load(directory, dtype="float32")
     assert native.why_no_own_code == ""
     modules = load(directory, dtype="float32", native=False)
-    assert modules.why_no_own_code == "it was not asked for"
+    assert modules.why_no_own_code == "it is turned off"
     outputs = outputs_of(native)
     assert outputs == outputs_of(modules)
     assert len({token for tokens in outputs for token in tokens}) > 10
@@ -148,7 +148,7 @@ def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
     runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
-    assert runner.why_no_own_code not in ("", "it was not asked for")
+    assert runner.why_no_own_code not in ("", "it is turned off")
 
 
 def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ class GGUFHeader:
             )
         except (*LOADING_ERRORS, struct.error) as error:
             raise ModelNotFoundError(
-                f"{source}: is no GGUF file that can be read: {first_sentence(error)}"
+                f"{source}: is no GGUF file that can be read, or is incomplete:"
+                f" {first_sentence(error)}"
             ) from error
 
     def field(self, name: str) -> Any:
