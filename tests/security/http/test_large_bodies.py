@@ -80,11 +80,12 @@ def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(redis_url: st
         ):
             for connection in (one, another):
                 assert connection.recv(12).startswith(b"HTTP/1.1 ")
-        crowd = [stack.enter_context(sent(gateway, greedy, LARGE_AND_WRONG)) for _ in range(5)]
+        crowd = [stack.enter_context(sent(gateway, greedy, LARGE_AND_WRONG)) for _ in range(8)]
         with sent(gateway, other, LARGE_AND_WRONG) as connection:
+            before, _, _ = select.select(crowd, [], [], 0)  # to send all of them takes its time
             assert connection.recv(12) == b"HTTP/1.1 400"
             answered, _, _ = select.select(crowd, [], [], 0)
-        assert len(answered) <= 3
+        assert len(answered) - len(before) <= 3
         for connection in crowd:
             assert connection.recv(12) == b"HTTP/1.1 400"
 
