@@ -21,6 +21,7 @@ from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.autoscaler import Autoscaler, WorkerRange
 from promptq.producer.commands.local_fleet.child_process import promptq_command, worker_command
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
+from promptq.producer.commands.screens.render import queue_option
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.advertised import how_to_find, is_free
@@ -217,7 +218,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
         lines.append(f"  HTTP     {where} is the dashboard; /v1 is the API of OpenAI")
     where = "" if own else f" --redis {without_password(url)}"
-    where += "" if queue == "default" else f" --queue {queue}"
+    where += escape(queue_option(queue))
     lines += [
         "",
         "In another terminal:",

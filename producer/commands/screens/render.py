@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 def how_to_start_a_worker(queue: str) -> str:
     """What to do about a queue that no worker serves."""
-    of_queue = "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
-    return f"start one with `promptq worker{of_queue}`"
+    return f"start one with `promptq worker{queue_option(queue)}`"
+
+
+def queue_option(queue: str) -> str:
+    """What a command needs to be about this queue, with a space in front; empty for `default`."""
+    return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
 def milliseconds(value: float | None) -> str:

@@ -21,7 +21,7 @@ from promptq.worker.engine.native.library import load_native
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
 """In order of speed, the fastest first."""
 
-NOT_ASKED_FOR = "it is turned off"
+TURNED_OFF = "it is turned off"
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def own_decoders(
     `no_native_code` is what `why_no_native_code` says; only the decoder on a CPU needs such code.
     """
     if not options.native:
-        return [], NOT_ASKED_FOR
+        return [], TURNED_OFF
     if device.type == "cuda":
         if options.attention not in ("auto", TritonPaged.name):
             return [], f"--attention {options.attention} was asked for"

@@ -44,7 +44,7 @@ from promptq.worker.engine.device.memory import (
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.engine.llama.native_decoder import NativeDecoder, release
 from promptq.worker.engine.model.backend_choice import (
-    NOT_ASKED_FOR,
+    TURNED_OFF,
     backends_on,
     decoder_of_saved_weights,
     own_decoders,
@@ -226,7 +226,7 @@ class ModelRunner:
         limit = model_length(loaded, None)
         length = model_length(loaded, options.max_model_len) or LENGTH_WITHOUT_LIMIT
         progress("native code")
-        no_native_code = why_no_native_code(loaded) if options.native else NOT_ASKED_FOR
+        no_native_code = why_no_native_code(loaded) if options.native else TURNED_OFF
         progress("checking")
         decoders, why_none = own_decoders(device, options, no_native_code)
         checked = check_model(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.llama.decoder import LlamaDecoder
-from promptq.worker.engine.model.backend_choice import NOT_ASKED_FOR
+from promptq.worker.engine.model.backend_choice import TURNED_OFF
 from promptq.worker.engine.model.packed_model import PackedModel
 
 
@@ -35,7 +35,7 @@ class CheckedModel:
     """See PackedModel."""
     decoder: type[LlamaDecoder] | None = None
     """Our own decoder that serves the model; None: the library's modules do."""
-    why_no_own_code: str = NOT_ASKED_FOR
+    why_no_own_code: str = TURNED_OFF
     """Why no decoder of our own serves the model; empty if one does."""
 
     @property

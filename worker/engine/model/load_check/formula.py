@@ -15,7 +15,7 @@ from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.device.precision import exact_products, in_float32
 from promptq.worker.engine.llama.decoder import LlamaDecoder
-from promptq.worker.engine.model.backend_choice import BACKENDS, NOT_ASKED_FOR, first_that_serves
+from promptq.worker.engine.model.backend_choice import BACKENDS, TURNED_OFF, first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.load_check.checked_model import CheckedModel, Verdict
 from promptq.worker.engine.model.load_check.comparison import (
@@ -39,7 +39,7 @@ def check_model(
     max_length: int | None,
     *,
     decoders: Items[type[LlamaDecoder]] = (),
-    why_no_own_code: str = NOT_ASKED_FOR,
+    why_no_own_code: str = TURNED_OFF,
     known: Verdict | None = None,
 ) -> CheckedModel:
     """Find out what each layer asks for, and compare packed steps with the library's attention.
