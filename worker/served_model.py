@@ -319,16 +319,17 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
 
 
 def _way(runner: ModelRunner, settings: Settings) -> str:
-    way = runner.own_code
+    way, origin = runner.own_code, "of"
+    if runner.why_no_own_code:
+        is_compiled = runner.compiled is not None and runner.compiled.is_compiled
+        way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"
+        origin = "widened from"
     if runner.saved_format:
-        way += f", weights of {runner.saved_format}"
+        way += f", weights {origin} {runner.saved_format}"
     if settings.quantization != "none":
         way += f", weights in {settings.quantization}"
     if settings.kv_cache_dtype != "auto":
         way += f", KV cache in {settings.kv_cache_dtype}"
-    if runner.why_no_own_code:
-        is_compiled = runner.compiled is not None and runner.compiled.is_compiled
-        way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"
     return f"{way}, no CUDA graphs ({runner.why_no_graphs})" if runner.why_no_graphs else way
 
 

@@ -18,7 +18,7 @@ from promptq.producer.command_options import (
     open_client,
     open_client_of,
 )
-from promptq.producer.commands.screens.terminal import SafeConsole, write
+from promptq.producer.commands.screens.terminal import SafeConsole, console_for_list, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
 
@@ -93,7 +93,7 @@ def scaling(
         return
     from promptq.producer.commands.screens.render import scaling_table
 
-    SafeConsole().print(scaling_table(found))
+    console_for_list().print(scaling_table(found))
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
@@ -196,7 +196,7 @@ def list_dead(
     from promptq.producer.commands.screens.render import dead_letters_table
 
     if letters:
-        SafeConsole().print(dead_letters_table(letters))
+        console_for_list().print(dead_letters_table(letters))
     else:
         write("no dead letters")
 

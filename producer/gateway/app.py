@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 
 import redis.asyncio
 from fastapi import FastAPI
+from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
+from promptq.producer.admin import api_keys
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
@@ -100,11 +102,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             Refusals(),
         )
         _make_routes(app)
-        keeping = asyncio.create_task(ResponseRecords(app.state.gateway).keep_all())
+        beside = [
+            asyncio.create_task(_look_at_server(app.state.gateway)),
+            asyncio.create_task(ResponseRecords(app.state.gateway).keep_all()),
+        ]
         try:
             yield
         finally:
-            await end([keeping])
+            await end(beside)
             await app.state.call_reader.aclose()
             await cancels.aclose()
             await queues.aclose()
@@ -133,6 +138,15 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     for router in _ROUTERS:
         app.include_router(router)
     return measure_http(trace_http(app, tracing))
+
+
+async def _look_at_server(gateway: Gateway) -> None:
+    """Log why calls will get 503, if they will, before the first one does."""
+    try:
+        await gateway.queue.run(api_keys.count(gateway.keys))
+    except RedisError as error:
+        told = errors.of_server(error, gateway.client.url, gateway.redis_user)
+        errors.log_why_unavailable(told)
 
 
 def _make_routes(app: FastAPI) -> None:

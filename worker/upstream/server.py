@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -90,7 +92,19 @@ def _as_faults(url: str) -> Iterator[None]:
     except TimeoutError as error:
         raise ServerFaultError(f"{url} was silent for too long") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise ServerFaultError(f"{url}: {str(error) or type(error).__name__}") from error
+        raise ServerFaultError(f"{url}: {_described(error)}") from error
+
+
+def _described(error: Exception) -> str:
+    """What went wrong, without the library's words for its own options."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        if cause.errno is None or isinstance(cause, socket.gaierror):
+            return str(cause.strerror or cause)
+        return os.strerror(cause.errno)  # in its place asyncio says where it connected to
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"it does not answer as an HTTP server: {error.message}"
+    return str(error) or type(error).__name__
 
 
 def read_json(text: str | bytes) -> Any:

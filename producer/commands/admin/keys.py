@@ -16,7 +16,6 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import MAX_PRIORITY
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_ANY_WIDTH = 10_000
 _DURATION = re.compile(r"([0-9]{1,6})([mhdw])")
 
 keys = typer.Typer(
@@ -124,12 +123,10 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
         print(json.dumps([key.model_dump() for key in found], indent=2))
         return
     from promptq.producer.commands.screens.render import api_keys_list
-    from promptq.producer.commands.screens.terminal import SafeConsole
+    from promptq.producer.commands.screens.terminal import console_for_list
 
     if found:
-        console = SafeConsole()
-        if not console.is_terminal:
-            console.width = _ANY_WIDTH
+        console = console_for_list()
         console.print(api_keys_list(found, console.width))
     else:
         print("no keys: the gateway answers only on this machine")

@@ -39,7 +39,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     from rich.text import Text
 
     from promptq.producer.commands.screens.render import plain_table
-    from promptq.producer.commands.screens.terminal import SafeConsole
+    from promptq.producer.commands.screens.terminal import console_for_list
 
     numbered = ("workers", "waiting", "running", "longest")
     texts = ("model", "queue", "also called")
@@ -50,7 +50,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
             length = "" if view.max_model_len is None else str(view.max_model_len)
             cells = (model.name, view.queue, *map(str, numbers), length, ", ".join(model.aliases))
             table.add_row(*(Text(printable(cell)) for cell in cells))
-    SafeConsole().print(table)
+    console_for_list().print(table)
 
 
 @models.command()

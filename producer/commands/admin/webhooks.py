@@ -70,7 +70,7 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
     require("promptq webhooks", "jobs")
     from promptq.producer.clients.connecting import explained, server_url
     from promptq.producer.commands.screens.render import dead_webhooks_table
-    from promptq.producer.commands.screens.terminal import SafeConsole
+    from promptq.producer.commands.screens.terminal import console_for_list
     from promptq.producer.jobs.deliveries import read_dead
     from promptq.producer.settings import read_jobs_settings
     from promptq.shared.server.connection import open_redis
@@ -83,7 +83,7 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
         print(json.dumps([item.model_dump() for item in found], indent=2))
         return
     if found:
-        SafeConsole().print(dead_webhooks_table(found))
+        console_for_list().print(dead_webhooks_table(found))
     else:
         print("no webhooks were given up")
 

@@ -6,6 +6,7 @@ Those of /v1/messages are as Anthropic's clients expect them.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
@@ -45,6 +46,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -78,6 +80,8 @@ _MEANINGS = {
 NOT_AGAIN = {"x-should-retry": "false"}
 """Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that a retry would fail too."""
 _FINAL = (408, 409)
+
+_ABSENCE_LOGGED_SECONDS = 60.0
 
 _CLIENT_LEFT = 499
 """What nginx logs for a client that closed its connection. Nobody is there to read it."""
@@ -199,7 +203,7 @@ def as_api_error(error: Exception) -> ApiError:
                 429, str(error), code="queue_full", headers={"Retry-After": str(seconds)}
             )
         case RedisAuthError():
-            _log_refusal(str(error))
+            log_why_unavailable(error)
             return ApiError(
                 503,
                 "the gateway may not use its Redis server; its log says why",
@@ -208,6 +212,7 @@ def as_api_error(error: Exception) -> ApiError:
             )
         case RedisSideError():
             # Details about the server are for the log, not for callers.
+            log_why_unavailable(error)
             return ApiError(
                 503,
                 "the queue cannot be reached at the moment; try again soon",
@@ -219,6 +224,27 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the gateway failed; its log says why", code="gateway")
 
 
+def of_server(error: RedisError, url: str, user: str) -> RedisSideError:
+    """What redis-py raised, as an error of ours, for the log."""
+    try:
+        with explained(url):
+            raise error
+    except RedisAuthError as told:
+        return RedisAuthError(f"the user {user!r}: {told}")
+    except RedisSideError as told:
+        return told
+    except RedisError:
+        return RedisSideError(str(error))
+
+
+def log_why_unavailable(error: RedisSideError) -> None:
+    """Log why calls get 503, but not for each of them."""
+    if isinstance(error, RedisAuthError):
+        _log_refusal(str(error))
+    else:
+        _log_absence(str(error), int(time.monotonic() / _ABSENCE_LOGGED_SECONDS))
+
+
 @lru_cache(maxsize=16)
 def _log_refusal(told: str) -> None:
     """Log each message of the server once: it would repeat it for every call."""
@@ -227,6 +253,12 @@ def _log_refusal(told: str) -> None:
         " 'gateway' (promptq acl)",
         error=told,
     )
+
+
+@lru_cache(maxsize=16)
+def _log_absence(told: str, turn: int) -> None:
+    """Log a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
+    get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=told)
 
 
 def described(
@@ -263,16 +295,9 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(RedisError)
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
         gateway = request.app.state.gateway
-        try:
-            with explained(gateway.client.url):
-                raise error
-        except RedisAuthError as told:
-            whose = f"the user {gateway.redis_user!r}"
-            return answered(request, as_api_error(RedisAuthError(f"{whose}: {told}")))
-        except RedisSideError as told:
-            return answered(request, as_api_error(told))
-        except RedisError:
-            return answered(request, as_api_error(RedisSideError(str(error))))
+        return answered(
+            request, as_api_error(of_server(error, gateway.client.url, gateway.redis_user))
+        )
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -281,6 +306,7 @@ def add_handlers(app: FastAPI) -> None:
             told, code = unknown_path(app, request.method, request.scope["path"]), "path_not_found"
         elif error.status_code == 405:
             told = wrong_method(request.method, request.scope["path"], headers.get("Allow", ""))
+            code = "method_not_allowed"
         return answered(request, ApiError(error.status_code, told, code=code, headers=headers))
 
     @app.exception_handler(RequestValidationError)

@@ -19,6 +19,8 @@ from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import HandWorker
 from tests.roles import as_role
+from tests.servers import free_port
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -83,3 +85,21 @@ def test_a_gateway_with_the_url_of_another_role_says_so(
     [line] = [it for it in (out + err).splitlines() if "the user 'gateway' (promptq acl)" in it]
     assert "the user 'somebody'" in line
     assert ("permissions" if password == "right" else "invalid") in line
+
+
+def test_a_gateway_without_a_server_logs_why_before_any_call(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    errors._log_absence.cache_clear()
+    port, told = free_port(), ""
+
+    def is_told() -> bool:
+        nonlocal told
+        told += "".join(capfd.readouterr())
+        return "calls get 503" in told
+
+    with live_gateway(f"redis://default:secret@127.0.0.1:{port}/0"):
+        until(is_told)
+    [line] = [it for it in told.splitlines() if "calls get 503" in it]
+    assert f"no Redis server answers at redis://127.0.0.1:{port}:" in line
+    assert "secret" not in line

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from promptq.worker.upstream.faults import OverloadedError, ServerFaultError
 from promptq.worker.upstream.server import Server
+from tests.servers import free_port
 
 
 @asynccontextmanager
@@ -19,12 +20,20 @@ async def answering(handler: web.Handler, idle_seconds: float = 60.0) -> AsyncIt
     """The client of a server that answers each call so."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
-    async with TestServer(app) as there:
-        server = Server(str(there.make_url("")).rstrip("/"), idle_seconds=idle_seconds)
-        try:
-            yield server
-        finally:
-            await server.close()
+    async with (
+        TestServer(app) as there,
+        talking_to(str(there.make_url("")).rstrip("/"), idle_seconds) as server,
+    ):
+        yield server
+
+
+@asynccontextmanager
+async def talking_to(url: str, idle_seconds: float = 60.0) -> AsyncIterator[Server]:
+    server = Server(url, idle_seconds=idle_seconds)
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 async def read(server: Server) -> list[bytes]:
@@ -59,6 +68,29 @@ async def test_an_event_without_an_end_does_not_fill_the_memory() -> None:
     async with answering(endless) as server:
         with pytest.raises(ServerFaultError, match="a line of more than"):
             await read(server)
+
+
+async def test_a_server_that_is_away_is_named_with_the_reason_alone() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with talking_to(url) as server:
+        with pytest.raises(ServerFaultError, match=f"^{url}: Connection refused$"):
+            await server.get("/")
+
+
+async def test_a_server_of_another_protocol_is_named_as_such() -> None:
+    def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"+PONG\r\n")
+        writer.close()
+
+    other = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with other, talking_to(f"http://127.0.0.1:{port_of(other)}") as server:
+        with pytest.raises(ServerFaultError, match="does not answer as an HTTP server"):
+            await server.get("/")
+
+
+def port_of(server: asyncio.Server) -> int:
+    port: int = server.sockets[0].getsockname()[1]
+    return port
 
 
 async def test_comments_do_not_keep_a_frozen_stream_alive() -> None:

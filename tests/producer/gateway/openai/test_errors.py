@@ -255,7 +255,8 @@ def test_a_method_that_is_not_there(http: httpx2.Client) -> None:
     answer = http.get("/v1/completions")
     assert answer.status_code == 405
     told = "GET /v1/completions is not served; this path takes POST"
-    assert answer.json()["error"]["message"] == told
+    error = answer.json()["error"]
+    assert (error["message"], error["code"]) == (told, "method_not_allowed")
 
 
 @pytest.mark.parametrize("declared", [True, False])
