@@ -23,14 +23,16 @@ class QueueStats(BaseModel):
     dead: int
     """Dead letters: given up after crashes of their workers."""
     workers: list[WorkerStats]
+    has_standby: bool = False
+    """Whether some worker loads the model when its turn comes, or has it loaded."""
     now_ms: int = 0
     """The server's time; heartbeats use the same clock."""
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
     """What the queue holds and how its workers do."""
-    (model,), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
-        Call("", ["HMGET", keys.model, "model"], list, lambda: [None]),
+    (model, standby_until), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
+        Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
         Call("", ["HMGET", keys.config, "model", "paused"], list),
         lookups.count(keys),
         *(Call("", ["ZCARD", key], int) for key in (keys.delayed, keys.leases)),
@@ -49,5 +51,6 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         active=active,
         dead=dead,
         workers=[it for it in workers if it is not None],  # None: it left between the two calls
+        has_standby=lookups.is_later(standby_until, now_ms),
         now_ms=now_ms,
     )

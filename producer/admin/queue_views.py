@@ -36,12 +36,14 @@ class QueueView:
     """Requests that workers hold."""
     num_delayed: int
     is_paused: bool
+    has_standby: bool
+    """Whether some worker loads the model when its turn comes, or has it loaded."""
     max_model_len: int | None
     """The longest prompt and output together that each worker takes; None without a worker."""
 
     @property
     def has_worker(self) -> bool:
-        return self.num_workers > 0
+        return self.num_workers > 0 or self.has_standby
 
     @property
     def hands_out(self) -> bool:
@@ -68,8 +70,8 @@ class ServedModel:
 
 def queue_view(keys: Keys, /) -> Operation[QueueView]:
     """The queue as it is now."""
-    told, told_before, now_ms, waiting, active, delayed = yield [
-        Call("", ["HMGET", keys.model, *_TOLD], list, lambda: [None, None]),
+    (*told, standby_until), told_before, now_ms, waiting, active, delayed = yield [
+        Call("", ["HMGET", keys.model, *_TOLD, "standby_until"], list, lambda: [None] * 3),
         Call("", ["HMGET", keys.config, *_TOLD, "paused"], list, lambda: [None] * 3),
         lookups.server_time_ms(),
         lookups.count(keys),
@@ -95,6 +97,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
         num_active=active,
         num_delayed=delayed,
         is_paused=paused == b"1",
+        has_standby=lookups.is_later(standby_until, now_ms),
         max_model_len=min((it for it in lengths if it), default=None),
     )
 
@@ -173,6 +176,11 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
             raise ConfigurationError(
                 f"queue {view.queue} is in use (workers: {view.num_workers}, requests: {num_left});"
                 f" {name!r} can be forgotten when both are 0"
+            )
+        if view.has_standby:
+            raise ConfigurationError(
+                f"queue {view.queue}: a worker loads {name!r} when its turn comes; it can be"
+                " forgotten once that worker has ended"
             )
     for view in serving:
         gone = Keys(view.queue)

@@ -48,8 +48,8 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     from rich.text import Text
 
     from promptq.producer.commands.screens.render import (
-        how_to_start_a_worker,
         queue_table,
+        why_no_worker,
         workers_table,
     )
 
@@ -58,12 +58,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     if found.workers:
         console.print(workers_table(found.workers))
     else:
-        console.print(
-            Text(
-                f"No worker is alive: {how_to_start_a_worker(found.queue)}. One that was just"
-                " started loads its model first."
-            )
-        )
+        console.print(Text(why_no_worker(found)))
 
 
 def scaling(

@@ -90,6 +90,13 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
     return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], parse, list)
 
 
+def is_later(told: bytes | None, now_ms: int) -> bool:
+    """Whether a time of the server that a field holds is still to come; False if it holds none."""
+    with suppress(ValueError):
+        return told is not None and int(told) > now_ms
+    return False
+
+
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
     """What a worker last reported; None if it is gone, or if something else wrote the key."""
 

@@ -229,6 +229,12 @@ def set_paused(keys: Keys, paused: bool) -> Call[int]:
     return Call("", ["HSET", keys.config, "paused", int(paused)], int)
 
 
+def stand_by(keys: Keys, until_ms: int) -> Call[int]:
+    """Tell that until then (Unix milliseconds of the server) a worker loads the queue's model when
+    its turn comes, if it is not loaded."""
+    return Call("", ["HSET", keys.model, "standby_until", until_ms], int, int)
+
+
 def wake_workers(keys: Keys) -> Call[int]:
     """Tell workers that there is something to claim."""
     return Call("", ["PUBLISH", keys.control, "pending"], int)

@@ -227,6 +227,19 @@ def test_top_lists_the_queues_and_shows_the_next_one(run: Run, redis_url: str) -
         assert terminal.process.wait() == 0
 
 
+def test_a_model_that_is_loaded_in_its_turn_is_shown_as_such(
+    run: Run, connection: redis.Redis
+) -> None:
+    connection.hset(Keys("default").model, mapping={"model": "owl", "standby_until": 2**53})
+    *_, row = run("models", "list").stdout.strip().splitlines()
+    assert row.split()[:4] == ["owl", "default", "on", "call"]
+    for command in ("stats",), ("top", "--once"):
+        assert "a worker loads it when its turn comes" in run(*command).stdout
+    for over in ("1", "never"):  # long ago, and what a stranger wrote
+        connection.hset(Keys("default").model, "standby_until", over)
+        assert "No worker is alive" in run("stats").stdout
+
+
 def test_names_that_a_stranger_wrote_are_shown_as_text(run: Run, connection: redis.Redis) -> None:
     connection.sadd("promptq:queues", "b")
     connection.hset(Keys("b").model, "model", "[/no]\x1b]0;x\x07")

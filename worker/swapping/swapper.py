@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+
+from redis.exceptions import ResponseError
 
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.work import Work, measure_work
 from promptq.shared.runtime.logs import get_logger
@@ -20,6 +25,8 @@ from promptq.worker.swapping.standby import Known
 
 _LOOK_SECONDS = 0.02
 _READ_SECONDS = 0.2
+_TELL_SECONDS = 1.0
+_TOLD_FOR_MS = 5000
 _GUESSED_LOAD_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _MOST_DOUBLINGS = 10
@@ -199,6 +206,14 @@ class Swapper:
         )
         self._wanted, self._changed_at = choice.queue, now
 
+    async def _tell_loadable(self) -> None:
+        """Tell which queues have models that are loaded, or can be."""
+        now = time.monotonic()
+        names = [name for name, place in self._places.items() if place.not_before <= now]
+        with suppress(ResponseError):  # such as a server without memory: the models take turns on
+            until_ms = await self._queue.run(lookups.server_time_ms()) + _TOLD_FOR_MS
+            await self._queue.run([scripts.stand_by(Keys(name), until_ms) for name in names])
+
     def _described(self, name: str | None) -> str:
         return f"{self._names[name]} (queue {name})" if name else "none"
 
@@ -221,13 +236,16 @@ class Swapper:
                     place.process.drain()
 
     async def _read_on(self) -> None:
-        """Read the works of all queues, again and again."""
+        """Read the works of all queues, again and again, and tell which models can be loaded."""
         names = [*self._places]
-        is_away = False
+        is_away, told_at = False, -math.inf
         while True:
             try:
                 read = await self._queue.run([measure_work(Keys(name)) for name in names])
                 self._works = dict(zip(names, read, strict=True))
+                if time.monotonic() >= told_at + _TELL_SECONDS:
+                    told_at = time.monotonic()
+                    await self._tell_loadable()
                 is_away = False
             except Exception as error:  # what a stranger wrote must not end the swapping
                 if not is_away:

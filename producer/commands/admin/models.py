@@ -38,7 +38,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
         return
     from rich.text import Text
 
-    from promptq.producer.commands.screens.render import plain_table
+    from promptq.producer.commands.screens.render import num_workers_of, plain_table
     from promptq.producer.commands.screens.terminal import console_for_list
 
     numbered = ("workers", "waiting", "running", "longest")
@@ -46,9 +46,9 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     table = plain_table(*texts[:2], *numbered, texts[2], left=texts)
     for model in found:
         for view in model.queues:
-            numbers = (view.num_workers, view.num_waiting, view.num_active)
+            numbers = (num_workers_of(view), str(view.num_waiting), str(view.num_active))
             length = "" if view.max_model_len is None else str(view.max_model_len)
-            cells = (model.name, view.queue, *map(str, numbers), length, ", ".join(model.aliases))
+            cells = (model.name, view.queue, *numbers, length, ", ".join(model.aliases))
             table.add_row(*(Text(printable(cell)) for cell in cells))
     console_for_list().print(table)
 

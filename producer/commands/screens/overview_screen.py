@@ -13,9 +13,10 @@ from promptq.producer.admin.overview import Overview
 from promptq.producer.admin.queue_views import QueueView
 from promptq.producer.commands.screens.render import (
     fitting,
-    how_to_start_a_worker,
     milliseconds,
+    num_workers_of,
     plain_table,
+    why_no_worker,
     width_of,
 )
 from promptq.shared.protocol.worker_stats import Sample, WorkerStats
@@ -46,9 +47,9 @@ def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> Renderable
     """The queues of a server, a line each; `shown` is the one whose overview is below."""
     table = plain_table("queue", "model", "workers", "waiting", "running", left=["queue", "model"])
     for view in views:
-        numbers = (view.num_workers, view.num_waiting, view.num_active)
+        numbers = (num_workers_of(view), f"{view.num_waiting:,}", f"{view.num_active:,}")
         style = "bold" if view.queue == shown else ""
-        cells = (view.queue, view.model, *(f"{it:,}" for it in numbers))
+        cells = (view.queue, view.model, *numbers)
         table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return Group(table, Text(hint, style="dim"), Text()) if hint else Group(table, Text())
 
@@ -146,7 +147,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
 def _workers_table(overview: Overview, width: int) -> RenderableType:
     """If columns do not fit, the least important ones are left out."""
     if not overview.workers:
-        return Text(f"No worker is alive: {how_to_start_a_worker(overview.queue)}.")
+        return Text(why_no_worker(overview))
     columns = {
         "worker": [it.worker_id for it in overview.workers],
         "state": [it.state for it in overview.workers],

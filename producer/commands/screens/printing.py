@@ -109,6 +109,8 @@ class StreamPrinter:
             stats = self._client.stats()
             if stats.paused:
                 self._say("the request waits: the queue is paused; `promptq resume` ends that")
+            elif not stats.workers and stats.has_standby:
+                self._say("the request waits: a worker loads its model when its turn comes")
             elif not stats.workers:
                 self._say(
                     "the request waits: no worker is alive (one that was just started loads its"

@@ -19,6 +19,7 @@ from rich.text import Text
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.admin.dead_letters import DeadLetter
 from promptq.producer.admin.queue_stats import QueueStats
+from promptq.producer.admin.queue_views import QueueView
 from promptq.producer.admin.scaling import Scaling
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.runtime.printable import printable
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 def how_to_start_a_worker(queue: str) -> str:
     """What to do about a queue that no worker serves."""
     return f"start one with `promptq worker{queue_option(queue)}`"
+
+
+def why_no_worker(stats: QueueStats) -> str:
+    """Why a queue shows no worker, and what to do about it."""
+    if stats.has_standby:
+        return "The model is not loaded: a worker loads it when its turn comes."
+    start = how_to_start_a_worker(stats.queue)
+    return f"No worker is alive: {start}. One that was just started loads its model first."
+
+
+def num_workers_of(view: QueueView) -> str:
+    """How many workers have the model loaded, for a table of queues."""
+    is_on_call = view.has_standby and not view.num_workers
+    return "on call" if is_on_call else f"{view.num_workers:,}"
 
 
 def queue_option(queue: str) -> str:

@@ -12,16 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import redis
 
+from promptq import Client
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.worker.shipped import MODEL_DIR
 from tests.model_free_worker import text_of
 from tests.processes import family_of, running, started
+from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.requests import check_log, new, num_tokens, put, result_of
+from tests.roles import as_role
 from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
@@ -84,6 +89,33 @@ def test_each_queue_gets_its_model_when_it_has_work(
             f"model-free (queue {name})" for name in ("b", "a", "b")
         ]
         assert {it["because"] for it in swaps} == {"it has work, and nothing waits for the other"}
+
+
+def test_a_queue_whose_model_is_not_loaded_counts_as_served(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    """With no model loaded at all, too; and no longer once the worker has ended."""
+    asked = {"model": "model-free", "prompt": "Hi", "max_tokens": 4, "wait_for_worker": False}
+
+    def statuses(gateway: LiveGateway) -> tuple[int, int]:
+        answer = httpx2.post(f"{gateway.url}/v1/completions", json=asked, timeout=60)
+        return answer.status_code, httpx2.get(f"{gateway.url}/readyz").status_code
+
+    with (
+        live_gateway(redis_url, queues=["b"]) as gateway,
+        Client(as_role("operator", redis_url), "b") as client,
+    ):
+        with started(tmp_path, redis_url, *BOTH, "--swap-idle-seconds", "0.1") as worker:
+            until(lambda: models_of(queues) == [[], []] and client.stats().has_standby)
+            told = [(it.name, [view.has_worker for view in it.queues]) for it in client.models()]
+            assert told == [("model-free", [True, True])]
+            with pytest.raises(ConfigurationError, match="loads 'model-free' when its turn comes"):
+                client.forget_model("model-free")
+            assert statuses(gateway) == (200, 200)
+            worker.terminate()
+            assert worker.wait() == 0
+        until(lambda: not client.stats().has_standby)
+        assert statuses(gateway) == (503, 503)
 
 
 @pytest.mark.parametrize("overlap", ["--swap-overlap", "--no-swap-overlap"])

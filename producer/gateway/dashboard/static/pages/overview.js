@@ -86,6 +86,9 @@ function prioritiesOf(it) {
 }
 
 function workersOf(it, now) {
+  if (!it.workers.length && it.has_standby) {
+    return section("Workers", h("p", { class: "empty" }, "The model is not loaded: a worker loads it when its turn comes."));
+  }
   if (!it.workers.length) {
     return section("Workers", h("p", { class: "empty" }, "No worker is alive: start one with ", h("code", {}, "promptq worker"), "."));
   }
