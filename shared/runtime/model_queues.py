@@ -30,14 +30,16 @@ def queues_of_models(
         )
     paths = {Path(model).name: model for model in models}
     for model in models:
-        if paths[Path(model).name] != model and Path(model).is_dir():
+        if paths[Path(model).name] != model and Path(model).exists():
             raise ConfigurationError(
                 f"--model: {model} and {paths[Path(model).name]} would have one name, by which"
-                " clients find them; rename a folder"
+                " clients find them; rename one"
             )
     return dict(zip(names, models, strict=True))
 
 
 def _queue_like(model: str) -> str:
-    """A queue's name from that of a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`."""
-    return re.sub(r"[^A-Za-z0-9_.\-]", "-", Path(model).name)[:64] or "model"
+    """A queue's name from that of a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` -> `B`."""
+    path = Path(model)
+    name = path.stem if path.suffix == ".gguf" and not path.is_dir() else path.name
+    return re.sub(r"[^A-Za-z0-9_.\-]", "-", name)[:64] or "model"
