@@ -13,10 +13,11 @@ from types import FrameType
 
 from rich.text import Text
 
+from promptq.producer.clients.stream import GIVE_UP_SECONDS
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.screens.render import how_to_start_a_worker, milliseconds
 from promptq.producer.commands.screens.terminal import SafeConsole, write
-from promptq.shared.errors import PromptqError
+from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 
@@ -94,28 +95,51 @@ class StreamPrinter:
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[Callable[[], None]]:
-        """At a terminal, explain why nothing comes, unless the given function is called first."""
-        silence = threading.Timer(_SILENT_SECONDS, self._explain_silence)
-        silence.daemon = True
-        if self._console.is_terminal:
-            silence.start()
-        try:
-            yield silence.cancel
-        finally:
-            silence.cancel()
+        """At a terminal, explain why nothing comes. Call the given function at each event."""
+        num_heard, is_over = 0, threading.Event()
 
-    def _explain_silence(self) -> None:
-        with suppress(PromptqError):  # the stream itself says what is wrong with the server
+        def heard() -> None:
+            nonlocal num_heard
+            num_heard += 1
+
+        def look() -> None:
+            num_before, said = 0, ""
+            while not is_over.wait(_SILENT_SECONDS):
+                if num_heard > num_before:
+                    num_before, said = num_heard, ""
+                    continue
+                why = self._why_silent()
+                if why not in ("", said) and not is_over.is_set():
+                    said = why
+                    if sys.stdout.isatty():
+                        self._end_line()
+                    self._say(why)
+
+        if self._console.is_terminal:
+            threading.Thread(target=look, daemon=True).start()
+        try:
+            yield heard
+        finally:
+            is_over.set()
+
+    def _why_silent(self) -> str:
+        """Why no event comes, as far as the queue tells; or empty."""
+        try:
             stats = self._client.stats()
-            if stats.paused:
-                self._say("the request waits: the queue is paused; `promptq resume` ends that")
-            elif not stats.workers and stats.has_standby:
-                self._say("the request waits: a worker loads its model when its turn comes")
-            elif not stats.workers:
-                self._say(
-                    "the request waits: no worker is alive (one that was just started loads its"
-                    f" model first); {how_to_start_a_worker(stats.queue)}"
-                )
+        except RedisUnavailableError:
+            return f"the server does not answer; it is asked again for {GIVE_UP_SECONDS:.0f} s"
+        except PromptqError:  # the stream itself says what is wrong with the server
+            return ""
+        if stats.paused:
+            return "the request waits: the queue is paused; `promptq resume` ends that"
+        if stats.workers:
+            return ""
+        if stats.has_standby:
+            return "the request waits: a worker loads its model when its turn comes"
+        return (
+            "the request waits: no worker is alive (one that was just started loads its model"
+            f" first); {how_to_start_a_worker(stats.queue)}"
+        )
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from promptq.shared.protocol.request import FinishReason
 from tests.processes import Terminal, read_until
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role
+from tests.servers import OwnServer
 
 
 def test_submit_prints_the_text(start: Start, own_worker: HandWorker) -> None:
@@ -143,6 +145,26 @@ def test_says_at_a_terminal_why_nothing_comes(
         assert terminal.process.wait() == 130
     told = f"promptq: the request waits: {said}.*\r\n.*cancelled.*\r\n"
     assert re.fullmatch(told, terminal.shown)
+
+
+def test_says_at_a_terminal_that_the_server_is_away(tmp_path: Path) -> None:
+    """In the midst of a stream, and the stream goes on when the server is back."""
+    with OwnServer(tmp_path) as server, server.client() as connection:
+        worker = HandWorker(connection)
+        command = [*PROMPTQ, "submit", "Hi", "--redis", server.url]
+        with closing(Terminal(*command)) as terminal:
+            claim = worker.queue.take()
+            assert claim is not None
+            worker.adopt(claim)
+            worker.send(claim, "ab")
+            terminal.read_until("ab")
+            server.kill()
+            terminal.read_until("ab\r\npromptq: the server does not answer")
+            server.start()
+            worker.finish(claim, "c")
+            terminal.read_rest()
+            assert terminal.process.wait() == 0
+    assert re.search(r"asked again for 60 s\r\nc\r\n.*stop · 3 tokens", terminal.plain)
 
 
 def test_a_request_that_fails(run: Run, own_worker: HandWorker) -> None:

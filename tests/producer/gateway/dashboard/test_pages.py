@@ -43,6 +43,8 @@ async def test_overview(
     page = await open_page()
     await expect(tile(page, "Waiting")).to_have_text("3")
     await expect(page.get_by_text("No worker is alive")).to_be_visible()
+    await connection.hset(client.queue.keys.model, "standby_until", 2**53)
+    await expect(page.get_by_text("a worker loads it when its turn comes")).to_be_visible()
     await expect(page.locator(".ranking li")).to_have_text(["-51", "02"])
     ids.append(await client.enqueue("Once", priority=7, max_tokens=3000))
     await expect(page.locator(".ranking li")).to_have_text(["-51", "02", "71"])
