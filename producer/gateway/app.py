@@ -145,7 +145,7 @@ async def _look_at_server(gateway: Gateway) -> None:
     try:
         await gateway.queue.run(api_keys.count(gateway.keys))
     except RedisError as error:
-        told = errors.of_server(error, gateway.client.url, gateway.redis_user)
+        told = errors.redis_side_error(error, gateway.client.url, gateway.redis_user)
         errors.log_why_unavailable(told)
 
 

@@ -108,7 +108,7 @@ class StreamPrinter:
                 if num_heard > num_before:
                     num_before, said = num_heard, ""
                     continue
-                why = self._why_silent()
+                why = self._why_silent(has_begun=num_heard > 0)
                 if why not in ("", said) and not is_over.is_set():
                     said = why
                     if sys.stdout.isatty():
@@ -122,7 +122,7 @@ class StreamPrinter:
         finally:
             is_over.set()
 
-    def _why_silent(self) -> str:
+    def _why_silent(self, *, has_begun: bool) -> str:
         """Why no event comes, as far as the queue tells; or empty."""
         try:
             stats = self._client.stats()
@@ -130,7 +130,7 @@ class StreamPrinter:
             return f"the server does not answer; it is asked again for {GIVE_UP_SECONDS:.0f} s"
         except PromptqError:  # the stream itself says what is wrong with the server
             return ""
-        if stats.paused:
+        if stats.paused and not has_begun:  # what runs goes on
             return "the request waits: the queue is paused; `promptq resume` ends that"
         if stats.workers:
             return ""

@@ -224,7 +224,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the gateway failed; its log says why", code="gateway")
 
 
-def of_server(error: RedisError, url: str, user: str) -> RedisSideError:
+def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
     """What redis-py raised, as an error of ours, for the log."""
     try:
         with explained(url):
@@ -296,7 +296,7 @@ def add_handlers(app: FastAPI) -> None:
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
         gateway = request.app.state.gateway
         return answered(
-            request, as_api_error(of_server(error, gateway.client.url, gateway.redis_user))
+            request, as_api_error(redis_side_error(error, gateway.client.url, gateway.redis_user))
         )
 
     @app.exception_handler(HTTPException)

@@ -15,6 +15,8 @@ import pytest
 
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.scripts import heartbeat
 from tests.processes import Terminal, read_until
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role
@@ -148,9 +150,13 @@ def test_says_at_a_terminal_why_nothing_comes(
 
 
 def test_says_at_a_terminal_that_the_server_is_away(tmp_path: Path) -> None:
-    """In the midst of a stream, and the stream goes on when the server is back."""
+    """In the midst of a stream, and the stream goes on when the server is back.
+
+    That the queue is paused does not matter to what runs.
+    """
     with OwnServer(tmp_path) as server, server.client() as connection:
         worker = HandWorker(connection)
+        worker.queue.run(heartbeat(WorkerStats(worker_id="by-hand"), 600_000))
         command = [*PROMPTQ, "submit", "Hi", "--redis", server.url]
         with closing(Terminal(*command)) as terminal:
             claim = worker.queue.take()
@@ -158,6 +164,7 @@ def test_says_at_a_terminal_that_the_server_is_away(tmp_path: Path) -> None:
             worker.adopt(claim)
             worker.send(claim, "ab")
             terminal.read_until("ab")
+            connection.hset(KEYS.config, "paused", 1)
             server.kill()
             terminal.read_until("ab\r\npromptq: the server does not answer")
             server.start()
