@@ -61,6 +61,16 @@ def test_a_worker_that_drains_takes_no_request(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_progress")
 
 
+@pytest.mark.parametrize(("state", "status"), [("draining", 200), ("no_server", 503)])
+def test_a_model_that_is_loaded_in_its_turn_takes_requests(
+    impatient: httpx2.Client, own_worker: HandWorker, state: str, status: int
+) -> None:
+    own_worker.redis.hset(own_worker.queue.keys.model, "standby_until", 2**53)
+    assert impatient.get("/readyz").status_code == 200
+    beat(own_worker.queue, state)
+    assert impatient.get("/readyz").status_code == status
+
+
 def beat(queue: RequestQueue, state: str) -> None:
     queue.run(scripts.heartbeat(WorkerStats(worker_id="w", state=state), 60_000))
 

@@ -22,16 +22,18 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """The queues can be read, and a worker takes requests and makes progress; otherwise 503."""
+    """The queues can be read, and a worker takes requests and makes progress, or loads a model when
+    work comes; otherwise 503."""
     await gateway.queue.run(api_keys.count(gateway.keys))  # each call reads them, too
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
     workers = [worker for each in stats for worker in each.workers]
-    taking = [worker for worker in workers if worker.state == "running"]
-    if not taking and any(each.has_standby for each in stats):
-        return {"status": "ready"}  # a model is loaded when work comes
+    is_loaded = any(worker.state != "draining" for worker in workers)
+    if not is_loaded and any(each.has_standby for each in stats):
+        return {"status": "ready"}
     if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")
     patience_ms = gateway.settings.http_ready_seconds * 1000
+    taking = [worker for worker in workers if worker.state == "running"]
     if not any(worker.current_step_ms <= patience_ms for worker in taking):
         what = "gets on" if taking else "takes further requests"
         raise ApiError(503, f"of {len(workers)} workers none {what}", code="no_progress")
