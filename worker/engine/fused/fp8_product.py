@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
+from promptq.worker.engine.attention.triton_kernels.common import in_fp8
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 
 HAS_FP8 = (8, 9)
 """The compute capability from which a card has FP8."""
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class FP8Product:
@@ -27,12 +30,46 @@ class FP8Product:
         return all(size % 16 == 0 for size in weight.shape)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        most = rows.abs().amax(1, keepdim=True).float()
-        scales = (most / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-        numbers = (rows / scales).to(torch.float8_e4m3fn)
+        numbers, scales = rounded(rows)
         # Not every card gives another dtype.
         product: torch.Tensor = torch._scaled_mm(
             numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
         product = product.to(rows.dtype)
         return product if self._bias is None else product + self._bias
+
+
+def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers in FP8 of rows [T, inputs], and their scales, fp32 [T, 1]. The largest number of
+    a row becomes the largest of FP8."""
+    num_rows, num_inputs = rows.shape
+    numbers = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty(num_rows, 1, dtype=torch.float32)
+    tile = triton.next_power_of_2(num_inputs)
+    _round_kernel[(num_rows,)](
+        rows,
+        numbers,
+        scales,
+        NUM_INPUTS=num_inputs,
+        TILE=tile,
+        num_warps=min(16, max(1, tile // 512)),
+    )
+    return numbers, scales
+
+
+@triton.jit
+def _round_kernel(
+    rows: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    NUM_INPUTS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    within = column < NUM_INPUTS
+    x = tl.load(rows + row * NUM_INPUTS + column, mask=within, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, 2.0**-126)  # a row may be 0
+    tl.store(numbers + row * NUM_INPUTS + column, in_fp8(x / scale), mask=within)
+    tl.store(scales + row, scale)

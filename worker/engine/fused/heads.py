@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from promptq.worker.engine.attention.triton_kernels.common import as_kept
+
 if TYPE_CHECKING:
     from promptq.worker.engine.attention.backend import LayerCache, StepLayout
 
@@ -131,5 +133,5 @@ def _place_heads_kernel(
     if block >= 0:
         line = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + tl.load(write_offsets + row)
         place = tl.broadcast_to(line * SIZE + column, (HEAD_TILE, TILE))
-        tl.store(key_cache + place, turned, mask=is_key & within)
-        tl.store(value_cache + place, value, mask=is_value & within)
+        tl.store(key_cache + place, as_kept(turned, key_cache), mask=is_key & within)
+        tl.store(value_cache + place, as_kept(value, value_cache), mask=is_value & within)

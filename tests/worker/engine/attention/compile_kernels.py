@@ -27,9 +27,10 @@ from benchmarks.gpu.cases import Case, Shape
 from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.fused.activation import silu_and_multiply
+from promptq.worker.engine.fused.fp8_product import rounded
 from promptq.worker.engine.fused.heads import Rotary, place_heads
 from promptq.worker.engine.fused.norm import add_rms_norm
-from promptq.worker.engine.fused.quantized_product import QuantizedProduct
+from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.sampling.choice_kernel import choose_tokens
 
@@ -60,14 +61,10 @@ class NoDriver:
 
 
 def described(name: str, compiled: Any) -> dict[str, Any]:
-    """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `waits`:
-    how many reads may be under way at each wait for reads, and `buffers`: how many tiles each
-    buffer in shared memory holds."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `loop`:
+    the instructions of the longest loop, `waits`: how many reads may be under way at each wait for
+    reads, and `buffers`: how many tiles each buffer in shared memory holds."""
+    usage = _dump(compiled, "--dump-resource-usage")
     registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", usage)
     text = compiled.asm["ttgir"]
     return {
@@ -75,13 +72,34 @@ def described(name: str, compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "registers": int(registers),
         "stack": int(stack),
+        "loop": _longest_loop(_dump(compiled, "--dump-sass")),
         "waits": [int(num) for num in re.findall(r"async_wait.*\{num = (\d+)", text)],
         "buffers": [int(num) for num in re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d", text)],
     }
 
 
+def _dump(compiled: Any, what: str) -> str:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _longest_loop(code: str) -> int:
+    """How many instructions are between a branch back and where it leads."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]+);", code)
+    places = [int(place, 16) for place, _ in found]
+    loops = [0]
+    for place, instruction in found:
+        if branch := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):
+            loops.append(sum(int(branch[1], 16) <= it <= int(place, 16) for it in places))
+    return max(loops)
+
+
 def main() -> None:
-    driver.set_active(NoDriver(int(sys.argv[1])))
+    architecture = int(sys.argv[1])
+    driver.set_active(NoDriver(architecture))
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -99,16 +117,18 @@ def main() -> None:
         case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
         sinks = None if softcap is None else case.sinks
         case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
-    if int(sys.argv[1]) >= 90:  # also from 89 on, which is not compiled for here
+    if architecture >= 90:
         case = Case(step, plain[0], dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
         in_fp8 = (it.to(torch.float8_e4m3fn) for it in (case.cache.key, case.cache.value))
         case.cache = LayerCache(*in_fp8)
         case.attend(TritonPaged(), Scoring(0.1, Pattern("full")))
     choose_tokens(torch.zeros(4, 150_000, dtype=torch.bfloat16), torch.zeros(5, 4).double())
-    launch_fused(hidden=4096, num_heads=32, num_kv_heads=8, size=128)
+    launch_fused(architecture, hidden=4096, num_heads=32, num_kv_heads=8, size=128)
 
 
-def launch_fused(hidden: int, num_heads: int, num_kv_heads: int, size: int) -> None:
+def launch_fused(
+    architecture: int, *, hidden: int, num_heads: int, num_kv_heads: int, size: int
+) -> None:
     """The kernels of the fused decoder, for a model of these sizes."""
 
     def empty(*shape: int) -> torch.Tensor:
@@ -121,16 +141,20 @@ def launch_fused(hidden: int, num_heads: int, num_kv_heads: int, size: int) -> N
     rotary = Rotary(empty(9, size), empty(9, size))
     place_heads(qkv, places, rotary, empty(2, size), 1e-6, cache, layout)
     silu_and_multiply(empty(2, 6 * hidden))
+    outputs = (num_heads + 2 * num_kv_heads) * size
+    numbers = torch.zeros(outputs, hidden, dtype=torch.uint8)
     for bits, group in ((8, hidden), (8, 16), (4, 32), (4, 128)):
-        for offsets in (None, torch.zeros(64, hidden // group)):
-            numbers = torch.zeros(64, hidden, dtype=torch.uint8)
-            scales = torch.zeros(64, hidden // group)
+        scales = torch.zeros(outputs, hidden // group)
+        for offsets in (None, scales):
             weight = QuantizedWeight.of_numbers(numbers, scales, bits, group, offsets)
-            for num_rows in (2, 100):
-                QuantizedProduct(weight, empty(64))(empty(num_rows, hidden))
+            product = QuantizedProduct(weight, empty(outputs))
+            for num_rows in (2, 64, FEW_ROWS + 1):
+                product(empty(num_rows, hidden))
     for width in (hidden, 4 * hidden):  # also of the widest models
         rows = empty(2, width)
         add_rms_norm(rows, rows, empty(width), 1e-6)
+        if architecture >= 90:  # also from 89 on, which is not compiled for here
+            rounded(rows)
 
 
 if __name__ == "__main__":

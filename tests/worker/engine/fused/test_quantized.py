@@ -24,7 +24,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.fused.fp8_product import FP8Product
 from promptq.worker.engine.fused.linear import fused
-from promptq.worker.engine.fused.quantized_product import QuantizedProduct
+from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model import model_runner
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
@@ -61,10 +61,11 @@ def random_weight(
 def test_products_are_those_of_what_the_weights_stand_for(
     bits: int, group: int | None, dtype: torch.dtype, has_offsets: bool, seed: int
 ) -> None:
-    """With few rows and with many, with odd sizes, and each row as it is alone."""
+    """With few rows and with many, with odd sizes, and each row as it is alone. Long rows are
+    added up by several programs, over and over."""
     draw = random.Random(seed)
-    rows, outputs = draw.choice([1, 5, 16, 17, 70]), draw.choice([8, 40, 65])
-    inputs = draw.choice([32, 160, 300])
+    rows, outputs = draw.choice([1, 5, 17, 70, FEW_ROWS + 1]), draw.choice([8, 65, 130])
+    inputs = draw.choice([32, 300, 1300])
     weight = random_weight(bits, group, outputs, inputs, seed, has_offsets=has_offsets)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).to(DEVICE, dtype)
@@ -79,9 +80,9 @@ def test_products_are_those_of_what_the_weights_stand_for(
     assert found.dtype == dtype
     assert off_by(found, exact) < (1e-5 if dtype == torch.float32 else 0.02)
     few = product(x[:1])
-    torch.testing.assert_close(
-        few[0], found[0], rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-4
-    )
+    assert off_by(few, exact[:1]) < (1e-5 if dtype == torch.float32 else 0.02)
+    if rows <= FEW_ROWS:
+        assert torch.equal(product(x), found)
 
 
 def test_products_in_fp8(seed: int) -> None:
@@ -211,7 +212,7 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(seed: int) -> None:
     assert tokens["fp8"] == 2 * tokens["auto"]
     off = (found["fp8"] - found["auto"]).abs().mean() / found["auto"].std()
     print(f"off by {off:.3f} of the spread")
-    assert 0 < off < 0.6
+    assert 0 < off < 0.15
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from promptq.worker.engine.attention.triton_kernels.common import as_kept
+
 if TYPE_CHECKING:
     from promptq.worker.engine.attention.backend import LayerCache, StepLayout
 
@@ -71,10 +73,10 @@ def _write_kernel(
         within = column < KEY_SIZE
         source = key + row * key_row_stride + head * key_head_stride
         read = tl.load(source + column, mask=within)
-        tl.store(key_cache + place * KEY_SIZE + column, read, mask=within)
+        tl.store(key_cache + place * KEY_SIZE + column, as_kept(read, key_cache), mask=within)
 
         column = tl.arange(0, VALUE_TILE)
         within = column < VALUE_SIZE
         source = value + row * value_row_stride + head * value_head_stride
         read = tl.load(source + column, mask=within)
-        tl.store(value_cache + place * VALUE_SIZE + column, read, mask=within)
+        tl.store(value_cache + place * VALUE_SIZE + column, as_kept(read, value_cache), mask=within)

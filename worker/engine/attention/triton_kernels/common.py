@@ -70,6 +70,25 @@ def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def in_fp8(numbers: tl.tensor) -> tl.tensor:
+    """Rounded to e4m3, as the cards do. Numbers beyond 448 become 448."""
+    numbers = numbers.to(tl.float32)
+    if INTERPRETED:  # the interpreter forgets the carry of the last bit that stays
+        bits = numbers.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        numbers = tl.clamp(bits.to(tl.float32, bitcast=True), -448.0, 448.0)
+    return numbers.to(tl.float8e4nv)
+
+
+@triton.jit
+def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
+    """K or V as the cache keeps them, if that is in 8 bits."""
+    if cache.dtype.element_ty.primitive_bitwidth == 8:
+        tile = in_fp8(tile)
+    return tile
+
+
+@triton.jit
 def scores_of(
     query: tl.tensor,
     key: tl.tensor,
