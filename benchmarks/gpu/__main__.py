@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.measures import Figure
     from benchmarks.gpu.models import Bench, Size
     from benchmarks.gpu.timing import Ceilings
+    from promptq.worker.engine.model.load_check.checked_model import CheckedModel
     from promptq.worker.engine.model.loading import LoadedModel
 
 CONTINUOUS = "over transformers' continuous batching"
@@ -149,6 +150,7 @@ def measure(
 
     for name, work in (
         ("kernels", lambda: checks.check_kernels(device, tiny=tiny)),
+        ("products", lambda: checks.check_products(device, tiny=tiny)),
         ("whole models", lambda: checks.check_models(device, tiny=tiny)),
     ):
         result = report.part(name, work)
@@ -175,7 +177,9 @@ def measure(
     steps = report.part("check at load", lambda: models.Bench(loaded, size, device))
     if steps is not None:
         measure_steps(report, steps, ceilings, repeats)
-    del steps
+        checked = steps.checked
+        del steps
+        measure_formats(report, checked, size, device, ceilings, repeats)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -264,7 +268,7 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
     for name, measured in (
         ("decode", measures.measure_decode),
         ("prefill", measures.measure_prefill),
-        ("decode, compiled", partial(measures.measure_decode, compiled=True)),
+        ("decode, compiled", partial(measures.measure_decode, compiled=True, num_cases=1)),
         ("prefill, compiled", partial(measures.measure_prefill, compiled=True)),
     ):
         figures = report.part(name, partial(measured, bench, ceilings, repeats=repeats))
@@ -275,6 +279,27 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
             for kernel in report.part(f"kernels of a decode step, {what}", work) or []:
                 text = f"{kernel.launches:5.1f} times {kernel.each:7.1f} us"
                 report.say(f"{what}: {kernel.name}", kernel.in_step, text)
+
+
+def measure_formats(
+    report: Report,
+    checked: CheckedModel,
+    size: Size,
+    device: torch.device,
+    ceilings: Ceilings,
+    repeats: int,
+) -> None:
+    import torch
+
+    from benchmarks.gpu import formats, measures
+
+    for name in formats.FORMATS:
+        work = partial(
+            measures.measure_format, name, checked, size, ceilings, device, repeats=repeats
+        )
+        say_all(report, report.part(name, work))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def say_all(report: Report, figures: list[Figure] | None) -> None:

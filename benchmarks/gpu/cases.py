@@ -1,4 +1,5 @@
-"""Random paged attention, and what plain attention in higher precision makes of it."""
+"""Random paged attention, and what plain attention in higher precision makes of it; and random
+weights of few bits."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from promptq.worker.engine.attention.backend import (
     StepLayout,
 )
 from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
+from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,38 @@ def _seen(context: int, rows: int, pattern: Pattern) -> torch.Tensor:
     queries = range(context - rows, context)
     first = torch.tensor([pattern.first_visible(position) for position in queries])
     return (positions <= torch.tensor(queries)[:, None]) & (positions >= first[:, None])
+
+
+def random_weight(
+    bits: int,
+    group: int | None,
+    outputs: int,
+    inputs: int,
+    seed: int,
+    device: torch.device,
+    *,
+    has_offsets: bool,
+) -> QuantizedWeight:
+    """Without a group, an output has one scale."""
+    generator, group = _generator(seed, device), group or inputs
+    shape = outputs, -(-inputs * bits // 8)
+    numbers = torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
+    factors = torch.rand(2, outputs, -(-inputs // group), generator=generator, device=device)
+    scales = (1 + factors[0]) * 0.02 / (1 << bits)
+    offsets = (factors[1] - 0.5) * 0.02 if has_offsets else None
+    return QuantizedWeight(numbers, scales, bits, group, inputs, offsets).to(device)
+
+
+def random_fp8_weight(outputs: int, inputs: int, seed: int, device: torch.device) -> FP8Weight:
+    generator = _generator(seed, device)
+    numbers = torch.randn(outputs, inputs, generator=generator, device=device) * 50
+    scales = torch.rand(outputs, 1, generator=generator, device=device) * 2e-4 + 2e-4
+    return FP8Weight(numbers.to(torch.float8_e4m3fn), scales)
+
+
+def _generator(seed: int, device: torch.device) -> torch.Generator | None:
+    """None on the device that has no values."""
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 def off_by(output: torch.Tensor, expected: torch.Tensor) -> float:

@@ -6,12 +6,21 @@ import secrets
 
 import torch
 
-from benchmarks.gpu.cases import Case, Shape, off_by
+from benchmarks.gpu.cases import (
+    Case,
+    Shape,
+    off_by,
+    poisoned_memory,
+    random_fp8_weight,
+    random_weight,
+)
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.fused.fp8_product import FP8Product
+from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
@@ -48,6 +57,8 @@ TINY_CASES = [
     for dtype in TOLERANCE
     for pattern, softcap in ((FULL, None), (WINDOW, 20.0))
 ]
+PRODUCTS = [(8, None, False), (8, 32, True), (4, 32, False), (4, 128, True)]
+"""Bits, group, and whether there are offsets."""
 FAMILIES = ["qwen3", "gemma2", "gpt_oss", "mistral", "deepseek_v3"]
 TINY_FAMILIES = ["qwen3", "gpt_oss"]
 
@@ -77,6 +88,51 @@ def check_kernels(device: torch.device, *, tiny: bool) -> str:
     if wrong:
         raise AssertionError("\n".join([f"{len(wrong)} wrong, seed {seed}", *wrong]))
     return f"{len(cases)} cases against fp64, seed {seed}; worst at {worst:.0%} of its tolerance"
+
+
+def check_products(device: torch.device, *, tiny: bool) -> str:
+    """Products with weights of few bits. Raises AssertionError naming all that are off."""
+    seed, worst = secrets.randbelow(1 << 31), 0.0
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs = (130, 600) if tiny else (6144, 4096)
+    wrong: list[str] = []
+    for bits, group, has_offsets in PRODUCTS:
+        weight = random_weight(bits, group, outputs, inputs, seed, device, has_offsets=has_offsets)
+        product, wide = QuantizedProduct(weight), weight.dequantized().double()
+        for num_rows in (1, 20, 100, FEW_ROWS + 1):
+            what = f"{bits} bits, group {group}, offsets {has_offsets}, {num_rows} rows"
+            rows = torch.randn(num_rows, inputs, generator=generator).to(device, torch.bfloat16)
+            try:
+                with poisoned_memory():
+                    first, again = product(rows), product(rows)
+            except Exception as error:  # the compiler's, of one variant: see how the others fare
+                wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
+                continue
+            off = off_by(first, rows.double() @ wide.T)
+            if not off < TOLERANCE[torch.bfloat16]:
+                wrong.append(f"{what}: off by {off:.2g}")
+            elif not torch.equal(first, again):
+                wrong.append(f"{what}: another result the second time")
+            worst = max(worst, off / TOLERANCE[torch.bfloat16])
+    if wrong:
+        raise AssertionError("\n".join([f"{len(wrong)} wrong, seed {seed}", *wrong]))
+    return f"{len(PRODUCTS)} formats against fp64, seed {seed}; worst at {worst:.0%}" + (
+        f" of its tolerance; {_check_fp8(device, seed)}"
+    )
+
+
+def _check_fp8(device: torch.device, seed: int) -> str:
+    weight = random_fp8_weight(96, 640, seed, device)
+    if not FP8Product.takes(weight):
+        return "no fp8 on this card"
+    rows = torch.randn(70, 640, generator=torch.Generator().manual_seed(seed))
+    rows = rows.to(device, torch.bfloat16)
+    scales = rows.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
+    exact = (rows / scales).to(torch.float8_e4m3fn).double() * scales
+    off = off_by(FP8Product(weight)(rows), exact @ weight.dequantized().double().T)
+    if not off < TOLERANCE[torch.bfloat16]:
+        raise AssertionError(f"fp8: off by {off:.2g}, seed {seed}")
+    return f"fp8 off by {off:.2g}"
 
 
 def check_models(device: torch.device, *, tiny: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import formats
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
 from benchmarks.gpu.timing import Ceilings, KernelTime, kernels_of, seconds
 from promptq.worker.engine.attention.backend import Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.model.load_check.checked_model import CheckedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,19 @@ class Figure:
 
 @torch.inference_mode()
 def measure_decode(
-    bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
+    bench: Bench,
+    ceilings: Ceilings,
+    *,
+    repeats: int,
+    compiled: bool = False,
+    num_cases: int | None = None,
 ) -> list[Figure]:
-    """Decode steps as they are, and padded as graphs, over the memory floor. Compiled layers
-    compute the first of them only."""
+    """Decode steps as they are, and padded as graphs, over the memory floor: all cases, or the
+    first ones."""
     launched = "without graph" if compiled else "eager"
     figures = []
     with bench.layers(compiled=compiled) as model:
-        steps = list(bench.size.decodes.items())
-        for what, contexts in steps[: 1 if compiled else None]:
+        for what, contexts in list(bench.size.decodes.items())[:num_cases]:
             floor = decode_floor(bench, ceilings, contexts)
             step = bench.step(contexts, 1)
             rows = torch.arange(len(contexts), device=bench.device)
@@ -80,14 +86,30 @@ def measure_prefill(
     step = bench.step([size.prompt] * size.prompts, size.prompt)
     rows = step.sampled
     head = size.hidden * size.vocab
-    in_layers = weight_bytes(bench.loaded.model) // 2 - head
     pairs = size.prompts * size.prompt * (size.prompt + 1) // 2
+    in_layers = size.layers * size.layer_weights
     flops = 2 * in_layers * size.prompts * size.prompt + 2 * head * size.prompts
     flops += 4 * pairs * size.heads * size.head_size * size.layers
     with bench.layers(compiled=compiled) as model:
         took = seconds(lambda: model.logits(step, rows), bench.device, repeats=repeats)
     name = f"prefill, {size.prompts} of length {size.prompt}{', compiled' * compiled}"
     return [Figure(name, took * 1e3, flops / ceilings.flops * 1e3)]
+
+
+def measure_format(
+    name: str,
+    checked: CheckedModel,
+    size: Size,
+    ceilings: Ceilings,
+    device: torch.device,
+    *,
+    repeats: int,
+) -> list[Figure]:
+    """Decodes and a prefill of the model in another format, over what they are at least."""
+    bench = formats.build(name, checked, size, device)
+    figures = measure_decode(bench, ceilings, repeats=repeats, num_cases=2)
+    figures += measure_prefill(bench, ceilings, repeats=repeats)
+    return [replace(figure, name=f"{name}: {figure.name}") for figure in figures]
 
 
 @torch.inference_mode()

@@ -25,6 +25,7 @@ from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model, Results
 from promptq.worker.engine.model.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.quantization.modules import QuantizedLinear
 
 BLOCK_SIZE = 16
 SEED = 5
@@ -68,6 +69,12 @@ class Size:
     """One among `batch` sequences."""
     guest: int
     """The prompt that comes beside `batch` decodes."""
+
+    @property
+    def layer_weights(self) -> int:
+        """The weights of a layer's products."""
+        query, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        return self.hidden * (2 * query + 2 * kv + 3 * self.intermediate)
 
     @property
     def max_length(self) -> int:
@@ -129,19 +136,29 @@ def build(size: Size, device: torch.device) -> LoadedModel:
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Of what each step reads: all but the input embedding, of which it reads a few rows."""
-    read = sum(each.numel() * each.element_size() for each in model.parameters())
+    read = [*model.parameters()]
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            read += module.quantized.tensors
     embedding = model.get_input_embeddings().weight
-    return read - embedding.numel() * embedding.element_size()
+    num_bytes = sum(each.numel() * each.element_size() for each in read)
+    return num_bytes - embedding.numel() * embedding.element_size()
 
 
 class Bench:
     """A model on a cache full of random numbers, and sequences at hand."""
 
-    def __init__(self, loaded: LoadedModel, size: Size, device: torch.device) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        size: Size,
+        device: torch.device,
+        checked: CheckedModel | None = None,
+    ) -> None:
         self.loaded, self.size, self.device = loaded, size, device
         # In the interpreter its kernels would take most of a trial's time, and tests run them.
         decoders = [FusedDecoder] if device.type == "cuda" else []
-        self.checked: CheckedModel = check_model(
+        self.checked = checked or check_model(
             loaded, [TritonPaged()], size.max_length, decoders=decoders
         )
         steps = [*size.decodes.values(), [size.prompt] * size.prompts]
@@ -150,8 +167,8 @@ class Bench:
             self.checked.specs, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
         )
         for layer in self.cache.layers:
-            layer.key.normal_()
-            layer.value.normal_()
+            for each in (layer.key, layer.value):
+                each.copy_(torch.randn(each.shape, dtype=torch.bfloat16, device=device))
         self.model = self.checked.on(loaded.model, self.cache, size.max_length)
         self._packer = Packer(BLOCK_SIZE, device)
 

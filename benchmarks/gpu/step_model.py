@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu.formats import FORMATS, WIDE, Format, quantize
 from benchmarks.gpu.models import BLOCK_SIZE, LARGE, Size, build
 from benchmarks.gpu.timing import CARDS
 from promptq.worker.engine.attention.backend import FULL, LayerSpec, StepLayout
@@ -33,8 +35,10 @@ LAUNCH = 1.5e-6
 """Seconds from the end of a kernel in a CUDA graph to the start of the next; an assumption."""
 BATCHES, CONTEXT = (1, 64, 256), 1000
 NUM_BYTES = 2
-"""Of a number in bf16."""
+"""Of a number in bf16, and of a scale beside 4 bits. A scale beside 8 bits has twice as many."""
 META = torch.device("meta")
+PRODUCTS = ("mm", "_scaled_mm", "_product_kernel")
+"""The launches that multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,26 @@ class Kernel:
     bytes: int
 
 
-def _matmul(rows: int, inputs: int, outputs: int) -> Kernel:
-    numbers = inputs * outputs + rows * (inputs + outputs)
-    return Kernel("mm", NUM_BYTES * numbers)
+def _matmul(rows: int, inputs: int, outputs: int, wanted: Format = WIDE) -> list[Kernel]:
+    """The launches of a product with a weight of this format."""
+    in_rows = NUM_BYTES * rows * (inputs + outputs)
+    if wanted.has_fp8_weights:  # rows are rounded first, in place of being read as they are
+        rounded = Kernel("_round_kernel", rows * (inputs * (NUM_BYTES + 1) + 4))
+        numbers = outputs * (inputs + 4) + rows * (inputs + 4 + NUM_BYTES * outputs)
+        return [rounded, Kernel("_scaled_mm", numbers)]
+    if wanted.bits is None:
+        return [Kernel("mm", NUM_BYTES * inputs * outputs + in_rows)]
+    return [Kernel("_product_kernel", _bytes_of(inputs, outputs, wanted) + in_rows)]
+
+
+def _bytes_of(inputs: int, outputs: int, wanted: Format) -> int:
+    """Of a weight with all its scales."""
+    if wanted.has_fp8_weights:
+        return outputs * (inputs + 4)
+    if wanted.bits is None:
+        return NUM_BYTES * inputs * outputs
+    scales = outputs * (inputs // (wanted.group or inputs))
+    return inputs * outputs * wanted.bits // 8 + scales * (2 if wanted.bits == 4 else 4)
 
 
 def _add_norm(rows: int, hidden: int) -> Kernel:
@@ -55,25 +76,27 @@ def _add_norm(rows: int, hidden: int) -> Kernel:
     return Kernel("_add_rms_norm_kernel", NUM_BYTES * (4 * rows + 1) * hidden)
 
 
-def layer_kernels(size: Size, rows: int, context: int) -> list[Kernel]:
+def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
     """The launches of a layer in a decode step of so many rows, each with so long a context."""
     query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
-    in_heads = 2 * rows * (query + 2 * kv) + 2 * (rows + 1) * size.head_size
-    attended = 2 * rows * context * kv + 2 * rows * query
+    of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
+    in_heads = NUM_BYTES * (rows * (2 * query + 2 * kv) + 2 * (rows + 1) * size.head_size)
+    in_heads += of_cache * 2 * rows * kv
+    attended = of_cache * 2 * rows * context * kv + NUM_BYTES * 2 * rows * query
     return [
         _add_norm(rows, size.hidden),
-        _matmul(rows, size.hidden, query + 2 * kv),
-        Kernel("_place_heads_kernel", NUM_BYTES * in_heads),
-        Kernel("_decode_kernel", NUM_BYTES * attended),
-        _matmul(rows, query, size.hidden),
+        *_matmul(rows, size.hidden, query + 2 * kv, wanted),
+        Kernel("_place_heads_kernel", in_heads),
+        Kernel("_decode_kernel", attended),
+        *_matmul(rows, query, size.hidden, wanted),
         _add_norm(rows, size.hidden),
-        _matmul(rows, size.hidden, 2 * size.intermediate),
+        *_matmul(rows, size.hidden, 2 * size.intermediate, wanted),
         Kernel("_silu_kernel", NUM_BYTES * 3 * rows * size.intermediate),
-        _matmul(rows, size.intermediate, size.hidden),
+        *_matmul(rows, size.intermediate, size.hidden, wanted),
     ]
 
 
-def outer_kernels(size: Size, rows: int) -> list[Kernel]:
+def outer_kernels(size: Size, rows: int, wanted: Format = WIDE) -> list[Kernel]:
     """The launches before the first layer and after the last, without sampling."""
     copied = NUM_BYTES * 2 * rows * size.hidden
     return [
@@ -81,25 +104,33 @@ def outer_kernels(size: Size, rows: int) -> list[Kernel]:
         Kernel("index_select", copied),
         Kernel("index_select", copied),
         _add_norm(rows, size.hidden),
-        _matmul(rows, size.hidden, size.vocab),
+        *_matmul(rows, size.hidden, size.vocab, wanted.of_head),
     ]
 
 
-def step_kernels(size: Size, rows: int, context: int) -> list[Kernel]:
+def step_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
     """All launches of a decode step."""
-    return layer_kernels(size, rows, context) * size.layers + outer_kernels(size, rows)
+    in_layers = layer_kernels(size, rows, context, wanted) * size.layers
+    return in_layers + outer_kernels(size, rows, wanted)
 
 
 def seconds_of(kernels: Sequence[Kernel], bytes_per_second: float) -> float:
     return sum(LAUNCH + kernel.bytes / bytes_per_second for kernel in kernels)
 
 
-def floor_bytes(size: Size, rows: int, context: int) -> int:
+def floor_bytes(size: Size, rows: int, context: int, wanted: Format = WIDE) -> int:
     """What any program has to read: the weights of a step, and live K and V."""
     query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
-    in_layer = size.hidden * (2 * query + 2 * kv + 3 * size.intermediate)
-    weights = size.layers * in_layer + size.hidden * size.vocab
-    return NUM_BYTES * (weights + size.layers * 2 * rows * context * kv)
+    shapes = [
+        (size.hidden, query + 2 * kv),
+        (query, size.hidden),
+        (size.hidden, 2 * size.intermediate),
+        (size.intermediate, size.hidden),
+    ]
+    weights = size.layers * sum(_bytes_of(*shape, wanted) for shape in shapes)
+    weights += _bytes_of(size.hidden, size.vocab, wanted.of_head)
+    of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
+    return weights + of_cache * size.layers * 2 * rows * context * kv
 
 
 class Recorder(TorchDispatchMode):
@@ -111,7 +142,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.matmul_bytes = 0
+        self.product_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -119,10 +150,14 @@ class Recorder(TorchDispatchMode):
         name = "mm" if name == "addmm" else name
         if not func.is_view and name not in ("empty", "empty_like", "new_empty", "_unsafe_view"):
             self.counts[name] += 1
-        if name == "mm":
-            tensors = [each for each in (*args, result) if isinstance(each, torch.Tensor)]
-            self.matmul_bytes += sum(each.numel() * each.element_size() for each in tensors)
+        if name in PRODUCTS:
+            self.add_bytes([*args, *(kwargs or {}).values(), result])
         return result
+
+    def add_bytes(self, arguments: Sequence[Any]) -> None:
+        """Of the tensors of a product, each once."""
+        tensors = {id(each): each for each in arguments if isinstance(each, torch.Tensor)}
+        self.product_bytes += sum(it.numel() * it.element_size() for it in tensors.values())
 
 
 @contextmanager
@@ -132,6 +167,8 @@ def recorded() -> Iterator[Recorder]:
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         recorder.counts[self.__name__] += 1
+        if self.__name__ in PRODUCTS:
+            recorder.add_bytes(args[:6])  # what follows are sums, which stay in the card's cache
 
     with (
         torch.no_grad(),
@@ -142,9 +179,11 @@ def recorded() -> Iterator[Recorder]:
         yield recorder
 
 
-def record_step(size: Size, rows: int, context: int, *, fused: bool) -> Recorder:
+def record_step(
+    size: Size, rows: int, context: int, *, fused: bool, wanted: Format = WIDE
+) -> Recorder:
     """What a decode step launches: with the fused decoder, or through the library's modules."""
-    decoder, step = _on_meta(size, rows, context, fused)
+    decoder, step = _on_meta(size, rows, context, fused, wanted)
     with recorded():
         decoder.logits(step, step.positions[0])  # makes the step's plans, which graphs do not do
     with recorded() as recorder:
@@ -161,11 +200,13 @@ def launches_of_a_layer(size: Size, rows: int, context: int, *, fused: bool) -> 
 
 
 def _on_meta(
-    size: Size, rows: int, context: int, fused: bool
+    size: Size, rows: int, context: int, fused: bool, wanted: Format
 ) -> tuple[FusedDecoder | PackedModel, PackedStep]:
     model: Any = build(size, META).model
+    quantize(model, wanted, META)
     dtype = torch.bfloat16
     spec = LayerSpec(size.heads, size.kv_heads, size.head_size, size.head_size, dtype, dtype)
+    spec = spec.in_fp8() if wanted.has_fp8_cache else spec
     specs = [spec] * size.layers
     cache = KVCache(specs, num_blocks=2, block_size=BLOCK_SIZE, device=META)
     patterns, backend = [FULL] * size.layers, TritonPaged()
@@ -194,18 +235,19 @@ def main() -> None:
         counts = launches_of_a_layer(size, BATCHES[1], CONTEXT, fused=fused)
         print(f"  {way}: {counts.total()}: {dict(sorted(counts.items()))}")
     print(f"a step, contexts of {CONTEXT} tokens; floor, bytes alone, with launches (ms)")
-    for name, rate in CARDS.items():
-        card = name.split()[0]
-        for rows in BATCHES:
-            kernels = step_kernels(size, rows, CONTEXT)
-            moved = sum(kernel.bytes for kernel in kernels)
-            floor = floor_bytes(size, rows, CONTEXT) / rate
-            took = seconds_of(kernels, rate)
-            print(
-                f"  {card}, {rows:3} rows: {len(kernels)} launches, {moved / 1e9:.2f} GB; "
-                f"{floor * 1e3:.2f}, {moved / rate * 1e3:.2f}, {took * 1e3:.2f} "
-                f"({floor / took:.0%} of the floor's rate)"
-            )
+    for (card, rate), (form, wanted), rows in product(
+        CARDS.items(), {"bf16": WIDE, **FORMATS}.items(), BATCHES
+    ):
+        kernels = step_kernels(size, rows, CONTEXT, wanted)
+        moved = sum(kernel.bytes for kernel in kernels)
+        floor = floor_bytes(size, rows, CONTEXT, wanted) / rate
+        took = seconds_of(kernels, rate)
+        print(
+            f"  {card.split()[0]}, {form}, {rows} rows: {len(kernels)} launches, "
+            f"{moved / 1e9:.2f} GB; "
+            f"{floor * 1e3:.2f}, {moved / rate * 1e3:.2f}, {took * 1e3:.2f} "
+            f"({floor / took:.0%} of the floor's rate)"
+        )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
+FORMATS = ("int8", "int4", "fp8", "K and V in fp8", "int4, K and V in fp8")
+DECODES = ("2 of length 24", "1 of length 24", "one of length 40 among 1 of 24")
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 def test_checks_and_measures(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
@@ -35,21 +39,19 @@ def test_checks_and_measures(tmp_path: Path) -> None:
     assert {name for name in figures if name.startswith(("decode", "prefill", "attention"))} == {
         "attention, decode, Triton",
         "attention, prefill, Triton",
-        *(
-            f"decode, {what}, {way}"
-            for what in (
-                "2 of length 24",
-                "1 of length 24",
-                "one of length 40 among 1 of 24",
-            )
-            for way in ("eager", "graph")
-        ),
+        *(f"decode, {what}, {way}" for what in DECODES for way in ("eager", "graph")),
         "decode, 2 of length 24, compiled, without graph",
         "decode, 2 of length 24, compiled, graph",
         "prefill, 2 of length 20",
         "prefill, 2 of length 20, compiled",
     }
     assert all(figures[name]["ms"] > 0 for name in figures if name.startswith("decode"))
+    assert "formats against fp64" in figures["products"]
+    for name in FORMATS:
+        assert {it.removeprefix(f"{name}: ") for it in figures if it.startswith(f"{name}: ")} == {
+            *(f"decode, {what}, {way}" for what in DECODES[:2] for way in ("eager", "graph")),
+            "prefill, 2 of length 20",
+        }
     params = ("top_p", "penalties", "logprobs")
     for served in ("1 at once", "4 at once", *(f"2 at once, {each}" for each in params)):
         assert figures[f"serving, {served}"] > 0

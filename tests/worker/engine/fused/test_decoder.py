@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,8 +21,16 @@ if find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
+from benchmarks.gpu.formats import FORMATS, WIDE, Format
 from benchmarks.gpu.models import TINY, PaddedModel
-from benchmarks.gpu.step_model import META, layer_kernels, record_step, recorded, step_kernels
+from benchmarks.gpu.step_model import (
+    META,
+    PRODUCTS,
+    layer_kernels,
+    record_step,
+    recorded,
+    step_kernels,
+)
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import FULL, LayerSpec, Pattern
@@ -358,10 +367,12 @@ def test_a_mixed_step_waits_for_nothing(seed: int) -> None:
     assert recorder.counts["_prefill_kernel"] == 2
 
 
-def test_the_model_of_a_step_says_what_is_launched() -> None:
+@pytest.mark.parametrize("wanted", [WIDE, *FORMATS.values()], ids=["bf16", *FORMATS])
+def test_the_model_of_a_step_says_what_is_launched(wanted: Format) -> None:
     """And the bytes of the products, most of all that is moved, are those of their tensors."""
-    kernels = step_kernels(TINY, TINY.batch, TINY.context)
-    recorder = record_step(TINY, TINY.batch, TINY.context, fused=True)
+    size = replace(TINY, vocab=208)  # cards multiply fp8 by sixteens
+    kernels = step_kernels(size, size.batch, size.context, wanted)
+    recorder = record_step(size, size.batch, size.context, fused=True, wanted=wanted)
     assert recorder.counts == Counter(kernel.name for kernel in kernels)
-    matmuls = [kernel for kernel in kernels if kernel.name == "mm"]
-    assert recorder.matmul_bytes == sum(kernel.bytes for kernel in matmuls)
+    products = [kernel for kernel in kernels if kernel.name in PRODUCTS]
+    assert recorder.product_bytes == sum(kernel.bytes for kernel in products)

@@ -15,7 +15,7 @@ if find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
-from benchmarks.gpu.cases import off_by, poisoned_memory
+from benchmarks.gpu.cases import off_by, poisoned_memory, random_weight
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
@@ -31,25 +31,12 @@ from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.model.quantizing import check_quantization
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import QuantizedLinear
-from promptq.worker.engine.quantization.weight import QuantizedWeight
 from tests.worker.engine.checkpoints.test_formats import FILES, logits_of
 from tests.worker.engine.checkpoints.test_formats import expected as expected_of
 from tests.worker.engine.quantization.test_quantization import logprobs_of
 from tests.worker.engine.tiny_models import LLAMA_SHAPED, VOCAB_SIZE, make_model
 
 KINDS = [(8, None), (8, 16), (8, 64), (4, None), (4, 32), (4, 128)]
-
-
-def random_weight(
-    bits: int, group: int | None, outputs: int, inputs: int, seed: int, *, has_offsets: bool
-) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(seed)
-    group = group or inputs
-    shape = outputs, -(-inputs // group)
-    numbers = torch.randint(0, 1 << bits, (outputs, inputs), generator=generator)
-    scales = 0.1 + torch.rand(shape, generator=generator)
-    offsets = torch.randn(shape, generator=generator) if has_offsets else None
-    return QuantizedWeight.of_numbers(numbers, scales, bits, group, offsets).to(DEVICE)
 
 
 @pytest.mark.matrix(8)
@@ -66,7 +53,7 @@ def test_products_are_those_of_what_the_weights_stand_for(
     draw = random.Random(seed)
     rows, outputs = draw.choice([1, 5, 17, 70, FEW_ROWS + 1]), draw.choice([8, 65, 130])
     inputs = draw.choice([32, 300, 1300])
-    weight = random_weight(bits, group, outputs, inputs, seed, has_offsets=has_offsets)
+    weight = random_weight(bits, group, outputs, inputs, seed, DEVICE, has_offsets=has_offsets)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).to(DEVICE, dtype)
     bias = torch.randn(outputs, generator=generator).to(DEVICE, dtype)
@@ -106,8 +93,8 @@ def test_products_in_fp8(seed: int) -> None:
 def test_layers_of_several_kinds_stand_side_by_side(seed: int) -> None:
     """As in GGUF files, where V may have more bits than Q and K."""
     weights = [
-        random_weight(4, 32, 24, 64, seed, has_offsets=True),
-        random_weight(8, 16, 8, 64, seed + 1, has_offsets=False),
+        random_weight(4, 32, 24, 64, seed, DEVICE, has_offsets=True),
+        random_weight(8, 16, 8, 64, seed + 1, DEVICE, has_offsets=False),
     ]
     layers = [QuantizedLinear(weight, None, torch.float32) for weight in weights]
     plain = torch.nn.Linear(64, 5, bias=False, device=DEVICE).requires_grad_(False)
@@ -120,7 +107,7 @@ def test_layers_of_several_kinds_stand_side_by_side(seed: int) -> None:
 def test_weights_of_one_kind_are_joined_once(seed: int) -> None:
     layers = [
         QuantizedLinear(
-            random_weight(4, 32, 24, 64, seed + each, has_offsets=True), None, torch.float32
+            random_weight(4, 32, 24, 64, seed + each, DEVICE, has_offsets=True), None, torch.float32
         )
         for each in range(3)
     ]

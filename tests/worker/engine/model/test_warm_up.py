@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
@@ -27,6 +28,7 @@ from promptq.worker.engine.model.trial_steps import (
     powers_of_two,
     trial_batch,
 )
+from promptq.worker.engine.quantization.modules import quantize_model
 from tests.worker.engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -68,12 +70,15 @@ def _kind(value: Any, name: str, plain: Any) -> Any:
     return type(value)
 
 
-def make_runner(family: str) -> ModelRunner:
+def make_runner(family: str, bits: int | None) -> ModelRunner:
     # All strides of a real model are multiples of 16, as with these heads.
     model = make_model(family, 7, max_position_embeddings=LENGTH, head_dim=16)
     model.requires_grad_(False)
     loaded = LoadedModel(family, model, frozenset())
-    checked = check_model(loaded, [TritonPaged()], LENGTH)
+    decoders = [] if bits is None else [FusedDecoder]
+    checked = check_model(loaded, [TritonPaged()], LENGTH, decoders=decoders)
+    if bits is not None:
+        quantize_model(model, bits, 32, embeddings=True)
     cache = KVCache(checked.specs, num_blocks=100, block_size=16, device=CPU)
     options = LoadOptions(native=False, max_num_seqs=SEQUENCES)
     return ModelRunner(loaded, checked, cache, LENGTH, options, native_sampling=False)
@@ -91,15 +96,17 @@ def random_step(chance: random.Random) -> Shares:
     return shares
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize(("family", "bits"), [("qwen3", None), ("gpt_oss", None), ("qwen3", 4)])
 def test_no_later_step_launches_another_variant(
-    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, bits: int | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(family)
+    runner = make_runner(family, bits)
     launches = Launches(monkeypatch)
     runner.warm_up_kinds(TOKENS, SEQUENCES)
     warm = launches.take()
     assert len(warm) >= 4  # writes, decodes, and several tiles of chunks
+    if bits is not None:
+        assert {"_product_kernel", "_widen_kernel"} < {name for name, *_ in warm}
     chance = random.Random(seed)
     for _ in range(60):
         shares = random_step(chance)

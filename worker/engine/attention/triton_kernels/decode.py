@@ -72,7 +72,11 @@ def decode(
     results = work.results(num_heads, num_kv_heads, value_size)
     head_tile, value_tile = triton.next_power_of_2(group), padded(value_size)
     # More keys would spill registers.
-    is_wide = max(key_size, value_size) > 128 or cache.key.element_size() != 2
+    most, itemsize = MAX_KEYS_PER_TILE, cache.key.element_size()
+    if max(key_size, value_size) > 128 or itemsize > 2:
+        most //= 4
+    elif itemsize < 2:  # they are widened there
+        most //= 2
     _decode_kernel[(num_programs(work.max_parts * num_kv_heads, query.device),)](
         query,
         cache.key,
@@ -103,7 +107,7 @@ def decode(
             cache,
             shared_memory_bytes(query.device) // PROGRAMS_PER_PROCESSOR - _BESIDE_TILES,
             NUM_STAGES - 1,
-            MAX_KEYS_PER_TILE // 4 if is_wide else MAX_KEYS_PER_TILE,
+            most,
         ),
         COMBINED_HEADS=head_tile,
         COMBINED_PARTS=min(MAX_PARTS, max(1, MAX_COMBINED // (head_tile * value_tile))),
