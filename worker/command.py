@@ -71,7 +71,7 @@ def _leave_torch_out() -> None:
     It would take 180 MB and half of the start. A model's own code may need it, and transformers
     reads GGUF files with it.
     """
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: "not to be imported"
 
 
 def run(settings: Sequence[Settings]) -> None:

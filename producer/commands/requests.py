@@ -134,13 +134,13 @@ def fork(
 ) -> None:
     """Go on from the first tokens of a request, as a new one, and print its text.
 
-    The request may run or have ended. The fork repeats these tokens and goes on with a seed of its
-    own. Ctrl-C cancels the fork.
+    The request may run or have ended. The fork repeats these tokens and goes on
+    with a seed of its own. Ctrl-C cancels the fork.
 
     Examples:
 
     promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 120
-    promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 40 --append " But then" --temperature 0
+    promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 40 --append " But then"
     """
     changes = _parse_params(param or [])
     given = {

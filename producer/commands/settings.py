@@ -17,8 +17,8 @@ from promptq.shared.server.connection import without_password
 def settings(as_json: AsJson = False) -> None:
     """List the settings and their current values. Each is an environment variable.
 
-    The first ones are also options of `promptq worker`. The others, below them, are
-    only for other processes.
+    The first ones are also options of `promptq worker`. The others, below them,
+    are only for other processes.
 
     Examples:
 

@@ -146,13 +146,13 @@ def supervise(
     """Start and end workers on this machine as the load of a queue asks for them.
 
     The command after -- is started for each worker. It gets the address and the
-    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to run the worker itself,
-    not have another program run it. A worker that is not needed any more finishes
-    what runs. `promptq scaling` shows how many are wanted, and why.
+    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to run the worker
+    itself, not have another program run it. A worker that is not needed any more
+    finishes what runs. `promptq scaling` shows how many are wanted, and why.
 
     Examples:
 
-    promptq supervise --workers 0-8 --queue chat -- promptq worker --model ./my-model
+    promptq supervise --workers 0-8 -- promptq worker --model ./my-model
     """
     from promptq.producer.commands.local_fleet.up import run_supervised
     from promptq.producer.commands.screens.terminal import SafeConsole

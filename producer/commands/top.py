@@ -53,7 +53,8 @@ def top(
 ) -> None:
     """Watch a queue and its workers, updated every second. q or Ctrl-C exits.
 
-    If the server has several queues, they are listed above, and Tab shows the next one.
+    If the server has several queues, they are listed above, and Tab shows the
+    next one.
 
     Examples:
 

@@ -84,7 +84,7 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
 def _check_rights(settings: JobsSettings, connection: redis.Redis, *command: str) -> None:
     """Raises RedisAuthError if the user may not send a command that needs the role `jobs`."""
     try:
-        connection.execute_command(*command)  # type: ignore[no-untyped-call]
+        connection.execute_command(*command)  # type: ignore[no-untyped-call] # redis-py has no types for it
     except NoPermissionError:
         user = connection.connection_pool.connection_kwargs.get("username") or "default"
         raise RedisAuthError(

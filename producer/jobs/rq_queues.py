@@ -325,7 +325,7 @@ class _Worker(Worker):
             except (redis.ResponseError, ValueError) as error:
                 get_logger().warning("a list of RQ has a wrong entry or type", reason=str(error))
             finally:
-                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+                queue.release_maintenance_lock()  # type: ignore[no-untyped-call] # RQ has no types for it
         self.last_cleaned_at = now()  # type: ignore[assignment] # RQ's own type is None
 
     def _clean(self, queue: Queue) -> None:

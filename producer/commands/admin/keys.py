@@ -140,7 +140,8 @@ def revoke(
 ) -> None:
     """Make a key invalid from now on.
 
-    Open pages of the dashboard end within seconds. Completions that have begun run to their end.
+    Open pages of the dashboard end within seconds. Completions that have begun
+    run to their end.
 
     Examples:
 

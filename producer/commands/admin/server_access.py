@@ -37,8 +37,9 @@ def url(
 ) -> None:
     """Print the address of the server that commands talk to, with its password.
 
-    The embedded server has a new password at each start. Other users of the machine
-    can see command lines. If there are any, put the password into the environment.
+    The embedded server has a new password at each start. Other users of the
+    machine can see command lines. If there are any, put the password into the
+    environment.
 
     Examples:
 
@@ -65,9 +66,9 @@ def acl(
 ) -> None:
     """Print users for a server's ACL file, with new random passwords.
 
-    There is one user for each role; docs/security.md says what each may do. If the
-    queue is not `default`, names of users end in its name. The server reads the
-    file when it starts, or when the user `admin` sends ACL LOAD.
+    There is one user for each role; docs/security.md says what each may do. If
+    the queue is not `default`, names of users end in its name. The server reads
+    the file when it starts, or when the user `admin` sends ACL LOAD.
 
     Examples:
 

@@ -45,7 +45,7 @@ def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -
 
 def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> RenderableType:
     """The queues of a server, a line each; `shown` is the one whose overview is below."""
-    table = plain_table("queue", "model", "workers", "waiting", "running", left=["queue", "model"])
+    table = plain_table("queue", "model", "workers", "waiting", "active", left=["queue", "model"])
     for view in views:
         numbers = (num_workers_of(view), f"{view.num_waiting:,}", f"{view.num_active:,}")
         style = "bold" if view.queue == shown else ""

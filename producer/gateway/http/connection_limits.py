@@ -86,6 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_unsent = 0
         self._timer = self.loop.call_later(_look_seconds(), self._look)
 
+    # uvicorn's class asks for a Transport too, where asyncio's gives any.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._max_connections is None:

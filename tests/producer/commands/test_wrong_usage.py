@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from promptq.producer.commands.app import app
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import Run, old_server
 from tests.roles import as_role
@@ -164,6 +166,18 @@ def test_help_is_light(environment: dict[str, str]) -> None:
 def test_help_shows_examples(run: Run, command: str) -> None:
     """Each command's help has an example to paste."""
     assert re.search(rf"Examples:\s+promptq {command}", run(command, "--help").stdout)
+
+
+def test_help_is_not_broken_twice() -> None:
+    """Lines after the first paragraph are shown as they are, so they fit a terminal."""
+    commands, groups = [], [app]
+    for group in groups:
+        commands += [each.callback for each in group.registered_commands]
+        groups += [each.typer_instance for each in group.registered_groups if each.typer_instance]
+    assert len(commands) > 30
+    for command in commands:
+        _, *paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+        assert all(len(line) <= 78 for it in paragraphs for line in it.splitlines()), command
 
 
 def test_a_port_that_there_is_not(run: Run) -> None:
