@@ -2,9 +2,10 @@
 
 Needs PyTorch, Triton and transformers. First the kernels are held against references, and whole
 models against `generate`; then a random 8B model of Qwen3's shape is measured, also in formats of
-fewer bits, against what the device allows, and against transformers' continuous batching and, where it is installed, vLLM. At
-the end a table holds the figures against their targets. With `--tiny --device cpu` all of it runs
-on a small model, in Triton's interpreter, to try the script itself.
+fewer bits, against what the device allows, and against transformers' continuous batching and,
+where it is installed, vLLM. At the end a table holds the figures against their targets. With
+`--tiny --device cpu` all of it runs on a small model, in Triton's interpreter, to try the script
+itself.
 """
 
 from __future__ import annotations

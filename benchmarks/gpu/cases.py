@@ -39,7 +39,8 @@ class Case:
 
     `step` lists each sequence's context after the step and its rows in it: the decodes, in
     descending order of context, then the chunks. `shared` says of a sequence with which earlier one
-    it shares the whole blocks of so many positions.
+    it shares the whole blocks of so many positions. The cache keeps K and V in the dtype `kept`,
+    and their numbers are such that this loses nothing.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Case:
         device: torch.device,
         seed: int,
         shared: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+        kept: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -83,8 +85,11 @@ class Case:
         self.query = random(num_rows, shape.num_heads, shape.key_size)
         self.sinks = random(shape.num_heads)
         self._is_new = torch.tensor(is_new, device=device)
-        self._keys = random(num_tokens, shape.num_kv_heads, shape.key_size)
-        self._values = random(num_tokens, shape.num_kv_heads, shape.value_size)
+        kept = kept or dtype
+        self._keys, self._values = (
+            random(num_tokens, shape.num_kv_heads, size).to(kept).to(dtype)
+            for size in (shape.key_size, shape.value_size)
+        )
         first = [sum(context for context, _ in step[:index]) for index in range(len(step))]
         for index, (other, length) in shared.items():
             whole = length // block_size * block_size
@@ -107,6 +112,7 @@ class Case:
         old_places = blocks[old].to(device), slice(None), offsets[old].to(device)
         self.cache.key[old_places] = self._keys[~self._is_new]
         self.cache.value[old_places] = self._values[~self._is_new]
+        self.cache = LayerCache(self.cache.key.to(kept), self.cache.value.to(kept))
         starts = [0]
         for _, rows in step:
             starts.append(starts[-1] + rows)
@@ -158,17 +164,16 @@ class Case:
 
     def untouched(self) -> bool:
         """Whether the cache holds the sequences' K and V, and elsewhere still what it held."""
-        expected = LayerCache(
-            torch.full_like(self.cache.key, math.nan), torch.full_like(self.cache.value, math.nan)
-        )
+        key, value = (it.to(self.query.dtype) for it in (self.cache.key, self.cache.value))
+        expected = LayerCache(torch.full_like(key, math.nan), torch.full_like(value, math.nan))
         blocks, offsets = self._all_places
         expected.key[blocks, :, offsets] = self._keys
         expected.value[blocks, :, offsets] = self._values
         return all(
             torch.equal(now.nan_to_num(1e4), then.nan_to_num(1e4))
             for now, then in (
-                (self.cache.key, expected.key),
-                (self.cache.value, expected.value),
+                (key, expected.key),
+                (value, expected.value),
             )
         )
 

@@ -19,12 +19,13 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.fused.fp8_product import FP8Product
+from promptq.worker.engine.fused.fp8_product import HAS_FP8, FP8Product
 from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
 
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 STEPS = [
     [(1900, 1), (1000, 1), (333, 1), (17, 1), (1, 1)],
@@ -40,6 +41,8 @@ SHAPES = [
 WINDOW, CHUNK = Pattern("sliding", 128), Pattern("chunked", 96)
 CASES: list[tuple[torch.dtype, Shape, Pattern, float | None]] = [
     # Each combination is compiled anew, so not all of them are tried.
+    (FP8, Shape(32, 8, 128, 128), FULL, None),
+    (FP8, SHAPES[0], WINDOW, 20.0),
     *(
         (torch.bfloat16, Shape(32, 8, 128, 128), pattern, softcap)
         for pattern in (FULL, WINDOW, CHUNK)
@@ -50,11 +53,11 @@ CASES: list[tuple[torch.dtype, Shape, Pattern, float | None]] = [
     *((dtype, SHAPES[0], FULL, None) for dtype in (torch.float32, torch.float16)),
     *((dtype, SHAPES[3], CHUNK, 20.0) for dtype in (torch.float32, torch.float16)),
 ]
-"""With a softcap there are sinks too."""
+"""With a softcap there are sinks too. In FP8 are K and V; the queries beside them are in bf16."""
 TINY_STEPS = [[(70, 1), (1, 1)], [(40, 1), (20, 20), (30, 6)]]
 TINY_CASES = [
     (dtype, Shape(6, 2, 16, 12), pattern, softcap)
-    for dtype in TOLERANCE
+    for dtype in (*TOLERANCE, FP8)
     for pattern, softcap in ((FULL, None), (WINDOW, 20.0))
 ]
 PRODUCTS = [(8, None, False), (8, 32, True), (4, 32, False), (4, 128, True)]
@@ -67,11 +70,14 @@ def check_kernels(device: torch.device, *, tiny: bool) -> str:
     """Raises AssertionError naming all cases that are off, with their seed."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     cases = TINY_CASES if tiny else CASES
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
+        cases = [case for case in cases if case[0] != FP8]
     wrong: list[str] = []
-    for dtype, shape, pattern, softcap in cases:
+    for kept, shape, pattern, softcap in cases:
+        dtype = torch.bfloat16 if kept == FP8 else kept
         for step in TINY_STEPS if tiny else STEPS:
-            what = f"{dtype} {shape} {step} {pattern} softcap {softcap}"
-            case = Case(step, shape, dtype=dtype, device=device, seed=seed)
+            what = f"{kept} {shape} {step} {pattern} softcap {softcap}"
+            case = Case(step, shape, dtype=dtype, kept=kept, device=device, seed=seed)
             sinks = None if softcap is None else case.sinks
             scoring = Scoring(shape.key_size**-0.5, pattern, softcap, sinks)
             try:

@@ -118,9 +118,8 @@ def main() -> None:
         sinks = None if softcap is None else case.sinks
         case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
     if architecture >= 90:
-        case = Case(step, plain[0], dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
-        in_fp8 = (it.to(torch.float8_e4m3fn) for it in (case.cache.key, case.cache.value))
-        case.cache = LayerCache(*in_fp8)
+        in_fp8, cpu = torch.float8_e4m3fn, torch.device("cpu")
+        case = Case(step, plain[0], dtype=torch.bfloat16, kept=in_fp8, device=cpu, seed=1)
         case.attend(TritonPaged(), Scoring(0.1, Pattern("full")))
     choose_tokens(torch.zeros(4, 150_000, dtype=torch.bfloat16), torch.zeros(5, 4).double())
     launch_fused(architecture, hidden=4096, num_heads=32, num_kv_heads=8, size=128)

@@ -81,6 +81,22 @@ def test_low_precision(step: str, dtype: torch.dtype, seed: int) -> None:
     check(step, SHAPES[1], Pattern("sliding", 40), dtype, seed)
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_keys_and_values_in_fp8(step: str, seed: int) -> None:
+    for shape in SHAPES[1:]:
+        case = Case(
+            *(STEPS[step], shape),
+            dtype=torch.bfloat16,
+            kept=torch.float8_e4m3fn,
+            device=DEVICE,
+            seed=seed,
+        )
+        output = case.attend(TritonPaged(), Scoring(0.3, Pattern("sliding", 40)))
+        expected = case.expected(Scoring(0.3, Pattern("sliding", 40)))
+        assert off_by(output, expected) < TOLERANCE[torch.bfloat16], shape
+        assert case.untouched()
+
+
 def test_heads_without_groups(seed: int) -> None:
     check("all at once", SHAPES[0], Pattern("sliding", 1), torch.float32, seed)
 
