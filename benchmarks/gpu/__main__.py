@@ -1,11 +1,11 @@
 """Checks and measures the engine on a GPU: `python -m benchmarks.gpu`, in less than nine minutes.
 
 Needs PyTorch, Triton and transformers. First the kernels are held against references, and whole
-models against `generate`; then a random 8B model of Qwen3's shape is measured, also in formats of
-fewer bits, against what the device allows, and against transformers' continuous batching and,
-where it is installed, vLLM. At the end a table holds the figures against their targets. With
-`--tiny --device cpu` all of it runs on a small model, in Triton's interpreter, to try the script
-itself.
+models against `generate`; then a random 8B model of Qwen3's shape is measured against what the
+device allows, and against transformers' continuous batching and, where it is installed, vLLM. At
+the end a table holds the figures against their targets. With `--fewer-bits` the model is measured
+in other formats instead, in about three minutes. With `--tiny --device cpu` all of it runs on a
+small model, in Triton's interpreter, to try the script itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.measures import Figure
     from benchmarks.gpu.models import Bench, Size
     from benchmarks.gpu.timing import Ceilings
-    from promptq.worker.engine.model.load_check.checked_model import CheckedModel
     from promptq.worker.engine.model.loading import LoadedModel
 
 CONTINUOUS = "over transformers' continuous batching"
@@ -43,6 +43,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this long")
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument(
+        "--fewer-bits",
+        action="store_true",
+        help="only weights, and K and V, in other formats than bf16",
+    )
+    parser.add_argument(
         "--measure-what-is-wrong", action="store_true", help="go on when a check fails"
     )
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -53,14 +58,20 @@ def main() -> int:
 
     stand_in()  # before anything of the engine is imported
     report = Report(options.seconds, options.json)
-    measure(
-        report,
-        options.device,
-        options.tiny,
-        peers=not options.without_peers,
-        whatever_is_wrong=options.measure_what_is_wrong,
-    )
-    report.print_table()
+    device = device_of(options.device)
+    if options.fewer_bits:
+        measure_fewer_bits(
+            report, device, options.tiny, whatever_is_wrong=options.measure_what_is_wrong
+        )
+    else:
+        measure(
+            report,
+            device,
+            options.tiny,
+            peers=not options.without_peers,
+            whatever_is_wrong=options.measure_what_is_wrong,
+        )
+        report.print_table()
     report.write()
     print(f"\n{time.perf_counter() - report.started:.0f} s in all")
     for failure in report.failures:
@@ -127,17 +138,78 @@ class Report:
         print(f"  {name}: {text}", flush=True)
 
 
-def measure(
-    report: Report, device_name: str, tiny: bool, *, peers: bool, whatever_is_wrong: bool
-) -> None:
+def device_of(name: str) -> torch.device:
     import torch
 
-    from benchmarks.gpu import checks, measures, models, throughput, timing
-
-    device = torch.device(device_name)
+    device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    return device
+
+
+def are_right(report: Report, checks: dict[str, Callable[[], str]], whatever: bool) -> bool:
+    """Whether to go on: what is wrong need not be fast."""
+    for name, check in checks.items():
+        result = report.part(name, check)
+        if result is not None:
+            report.say(name, result, result)
+        elif not whatever:
+            return False
+    return True
+
+
+def ceilings_of(report: Report, device: torch.device, *, tiny: bool) -> Ceilings | None:
+    from benchmarks.gpu import timing
+
+    found: Ceilings | None = report.part(
+        "ceilings", lambda: timing.measure_ceilings(device, tiny=tiny)
+    )
+    if found is not None:
+        copied = found.copied_per_second
+        report.say("copy", copied, f"{copied / 1e12:.3f} TB/s")
+        for card, rate in timing.CARDS.items():
+            here = " (this card, which floors are computed for)" if card == found.card else ""
+            print(f"  memory of an {card}: {rate / 1e12:.2f} TB/s{here}")
+        report.say("bf16 product", found.flops, f"{found.flops / 1e12:.1f} TFLOP/s")
+    return found
+
+
+def measure_fewer_bits(
+    report: Report, device: torch.device, tiny: bool, *, whatever_is_wrong: bool
+) -> None:
+    import torch
+
+    from benchmarks.gpu import checks, formats, measures, models
+
+    size = replace(models.TINY if tiny else models.LARGE, batches=(1,))
+    right = {
+        "kernels": lambda: checks.check_kernels(device, tiny=tiny),
+        "products": lambda: checks.check_products(device, tiny=tiny),
+    }
+    if not are_right(report, right, whatever_is_wrong):
+        return
+    ceilings = ceilings_of(report, device, tiny=tiny)
+    checked = report.part("check at load", lambda: formats.check(size, device))
+    if ceilings is None or checked is None:
+        return
+    for name in formats.FORMATS:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        work = partial(
+            *(measures.measure_format, name, checked, size, ceilings, device),
+            repeats=1 if tiny else 20,
+        )
+        say_all(report, report.part(name, work))
+
+
+def measure(
+    report: Report, device: torch.device, tiny: bool, *, peers: bool, whatever_is_wrong: bool
+) -> None:
+    import torch
+
+    from benchmarks.gpu import checks, measures, models, throughput
+
     size = models.TINY if tiny else models.LARGE
     repeats = 1 if tiny else 20
     batch, *_, one_long = (f"decode, {what}" for what in size.decodes)
@@ -149,26 +221,15 @@ def measure(
     for count, wanted in VLLM.items():
         report.want(f"over vLLM, {count} at once", wanted)
 
-    for name, work in (
-        ("kernels", lambda: checks.check_kernels(device, tiny=tiny)),
-        ("products", lambda: checks.check_products(device, tiny=tiny)),
-        ("whole models", lambda: checks.check_models(device, tiny=tiny)),
-    ):
-        result = report.part(name, work)
-        if result is not None:
-            report.say(name, result, result)
-        elif not whatever_is_wrong:
-            return  # what is wrong need not be fast
-
-    ceilings = report.part("ceilings", lambda: timing.measure_ceilings(device, tiny=tiny))
+    right = {
+        "kernels": lambda: checks.check_kernels(device, tiny=tiny),
+        "whole models": lambda: checks.check_models(device, tiny=tiny),
+    }
+    if not are_right(report, right, whatever_is_wrong):
+        return
+    ceilings = ceilings_of(report, device, tiny=tiny)
     if ceilings is None:
         return
-    copied = ceilings.copied_per_second
-    report.say("copy", copied, f"{copied / 1e12:.3f} TB/s")
-    for card, rate in timing.CARDS.items():
-        here = " (this card, which floors are computed for)" if card == ceilings.card else ""
-        print(f"  memory of an {card}: {rate / 1e12:.2f} TB/s{here}")
-    report.say("bf16 product", ceilings.flops, f"{ceilings.flops / 1e12:.1f} TFLOP/s")
 
     alone = partial(measures.measure_attention, size, ceilings, device, repeats=repeats)
     say_all(report, report.part("attention alone", alone))
@@ -178,9 +239,7 @@ def measure(
     steps = report.part("check at load", lambda: models.Bench(loaded, size, device))
     if steps is not None:
         measure_steps(report, steps, ceilings, repeats)
-        checked = steps.checked
-        del steps
-        measure_formats(report, checked, size, device, ceilings, repeats)
+    del steps
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -269,7 +328,7 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
     for name, measured in (
         ("decode", measures.measure_decode),
         ("prefill", measures.measure_prefill),
-        ("decode, compiled", partial(measures.measure_decode, compiled=True, num_cases=1)),
+        ("decode, compiled", partial(measures.measure_decode, compiled=True)),
         ("prefill, compiled", partial(measures.measure_prefill, compiled=True)),
     ):
         figures = report.part(name, partial(measured, bench, ceilings, repeats=repeats))
@@ -280,27 +339,6 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
             for kernel in report.part(f"kernels of a decode step, {what}", work) or []:
                 text = f"{kernel.launches:5.1f} times {kernel.each:7.1f} us"
                 report.say(f"{what}: {kernel.name}", kernel.in_step, text)
-
-
-def measure_formats(
-    report: Report,
-    checked: CheckedModel,
-    size: Size,
-    device: torch.device,
-    ceilings: Ceilings,
-    repeats: int,
-) -> None:
-    import torch
-
-    from benchmarks.gpu import formats, measures
-
-    for name in formats.FORMATS:
-        work = partial(
-            measures.measure_format, name, checked, size, ceilings, device, repeats=repeats
-        )
-        say_all(report, report.part(name, work))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def say_all(report: Report, figures: list[Figure] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from itertools import product
 
 import torch
 
@@ -16,10 +17,17 @@ from benchmarks.gpu.cases import (
 )
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
+from promptq.worker.engine.attention.backend import (
+    FULL,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.fused.fp8_product import HAS_FP8, FP8Product
+from promptq.worker.engine.fused.heads import Rotary, place_heads
 from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
@@ -100,21 +108,24 @@ def check_products(device: torch.device, *, tiny: bool) -> str:
     """Products with weights of few bits. Raises AssertionError naming all that are off."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     generator = torch.Generator().manual_seed(seed)
-    outputs, inputs = (130, 600) if tiny else (6144, 4096)
     wrong: list[str] = []
-    for bits, group, has_offsets in PRODUCTS:
+    # Several programs for each tile, one, and none but the last tiles.
+    shapes = [(130, 600)] if tiny else [(6144, 4096), (60_000, 256), (130, 600)]
+    for (outputs, inputs), (bits, group, has_offsets) in product(shapes, PRODUCTS):
         weight = random_weight(bits, group, outputs, inputs, seed, device, has_offsets=has_offsets)
-        product, wide = QuantizedProduct(weight), weight.dequantized().double()
+        bias = torch.randn(outputs, generator=generator).to(device, torch.bfloat16)
+        linear, wide = QuantizedProduct(weight, bias), weight.dequantized().double()
         for num_rows in (1, 20, 100, FEW_ROWS + 1):
-            what = f"{bits} bits, group {group}, offsets {has_offsets}, {num_rows} rows"
+            what = f"{outputs} x {inputs}, {bits} bits, group {group}, offsets {has_offsets},"
+            what += f" {num_rows} rows"
             rows = torch.randn(num_rows, inputs, generator=generator).to(device, torch.bfloat16)
             try:
                 with poisoned_memory():
-                    first, again = product(rows), product(rows)
+                    first, again = linear(rows), linear(rows)
             except Exception as error:  # the compiler's, of one variant: see how the others fare
                 wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
                 continue
-            off = off_by(first, rows.double() @ wide.T)
+            off = off_by(first, rows.double() @ wide.T + bias.double())
             if not off < TOLERANCE[torch.bfloat16]:
                 wrong.append(f"{what}: off by {off:.2g}")
             elif not torch.equal(first, again):
@@ -138,7 +149,31 @@ def _check_fp8(device: torch.device, seed: int) -> str:
     off = off_by(FP8Product(weight)(rows), exact @ weight.dequantized().double().T)
     if not off < TOLERANCE[torch.bfloat16]:
         raise AssertionError(f"fp8: off by {off:.2g}, seed {seed}")
+    _check_fp8_heads(device, seed)
     return f"fp8 off by {off:.2g}"
+
+
+def _check_fp8_heads(device: torch.device, seed: int) -> None:
+    """K and V that are written in fp8 are those written in bf16, rounded."""
+    num_rows, num_kv_heads, size = 3, 2, 64
+    qkv = torch.randn(
+        num_rows, 4 * num_kv_heads * size, generator=torch.Generator().manual_seed(seed)
+    )
+    qkv = (300 * qkv).to(device, torch.bfloat16)  # some of it is beyond what fp8 has
+    places = torch.arange(num_rows, device=device)
+    layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
+    angles = torch.rand(num_rows, size, device=device)
+    rotary = Rotary(angles.cos().bfloat16(), angles.sin().bfloat16())
+    shape = (num_rows, num_kv_heads, 16, size)
+    wide, narrow = (
+        LayerCache(*(torch.zeros(shape, device=device).to(dtype) for _ in range(2)))
+        for dtype in (torch.bfloat16, FP8)
+    )
+    for cache in (wide, narrow):
+        place_heads(qkv, places, rotary, None, 1e-6, cache, layout)
+    for kept, exact in ((narrow.key, wide.key), (narrow.value, wide.value)):
+        if not torch.equal(kept.float(), exact.float().clamp(-448, 448).to(FP8).float()):
+            raise AssertionError(f"fp8: K or V are rounded in another way, seed {seed}")
 
 
 def check_models(device: torch.device, *, tiny: bool) -> str:

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from benchmarks.gpu import models
 from benchmarks.gpu.cases import random_fp8_weight, random_weight
 from benchmarks.gpu.models import SEED, Bench, Size
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.model.load_check.checked_model import CheckedModel
+from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.quantization.modules import FewBits, quantize_model
 
 
@@ -43,13 +45,20 @@ FORMATS = {
 }
 
 
+def check(size: Size, device: torch.device) -> CheckedModel:
+    """What the check at load finds of the model."""
+    loaded = models.build(size, device)
+    checked = check_model(loaded, [TritonPaged()], size.max_length)
+    return replace(checked, modules=[], decoder=FusedDecoder)  # the model itself can go
+
+
 def build(name: str, checked: CheckedModel, size: Size, device: torch.device) -> Bench:
     """The model that was `checked`, in another format."""
     wanted, loaded, specs = FORMATS[name], models.build(size, device), checked.specs
     quantize(loaded.model, wanted, device)
     if wanted.has_fp8_cache:
         specs = [spec.in_fp8() for spec in specs]
-    return Bench(loaded, size, device, replace(checked, specs=specs, decoder=FusedDecoder))
+    return Bench(loaded, size, device, replace(checked, specs=specs))
 
 
 def quantize(model: PreTrainedModel, wanted: Format, device: torch.device) -> None:

@@ -41,14 +41,13 @@ def measure_decode(
     *,
     repeats: int,
     compiled: bool = False,
-    num_cases: int | None = None,
 ) -> list[Figure]:
-    """Decode steps as they are, and padded as graphs, over the memory floor: all cases, or the
-    first ones."""
+    """Decode steps as they are, and padded as graphs, over the memory floor. Compiled layers
+    compute the first of them only."""
     launched = "without graph" if compiled else "eager"
     figures = []
     with bench.layers(compiled=compiled) as model:
-        for what, contexts in list(bench.size.decodes.items())[:num_cases]:
+        for what, contexts in list(bench.size.decodes.items())[: 1 if compiled else None]:
             floor = decode_floor(bench, ceilings, contexts)
             step = bench.step(contexts, 1)
             rows = torch.arange(len(contexts), device=bench.device)
@@ -105,10 +104,13 @@ def measure_format(
     *,
     repeats: int,
 ) -> list[Figure]:
-    """Decodes and a prefill of the model in another format, over what they are at least."""
+    """Two decodes and a prefill of the model in another format."""
     bench = formats.build(name, checked, size, device)
-    figures = measure_decode(bench, ceilings, repeats=repeats, num_cases=2)
-    figures += measure_prefill(bench, ceilings, repeats=repeats)
+    figures = measure_decode(bench, ceilings, repeats=repeats)
+    [prefill] = measure_prefill(bench, ceilings, repeats=repeats)
+    if formats.FORMATS[name].has_fp8_weights:  # the matrix rate is that of bf16
+        prefill = replace(prefill, floor=None)
+    figures.append(prefill)
     return [replace(figure, name=f"{name}: {figure.name}") for figure in figures]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,20 @@ FORMATS = ("int8", "int4", "fp8", "K and V in fp8", "int4, K and V in fp8")
 DECODES = ("2 of length 24", "1 of length 24", "one of length 40 among 1 of 24")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
-def test_checks_and_measures(tmp_path: Path) -> None:
-    written = tmp_path / "figures.json"
-    options = ["--tiny", "--device", "cpu", "--without-peers", "--json", str(written)]
+def run(folder: Path, option: str) -> tuple[dict[str, Any], str]:
+    """The figures, and what was printed."""
+    written = folder / "figures.json"
+    options = ["--tiny", "--device", "cpu", option, "--json", str(written)]
     done = subprocess.run(
         [sys.executable, "-c", RUN_BARE, *options], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(written.read_text())
+    return json.loads(written.read_text()), done.stdout
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
+def test_checks_and_measures(tmp_path: Path) -> None:
+    figures, said = run(tmp_path, "--without-peers")
     assert "as `generate`" in figures["whole models"]
     assert figures["engine"] > 0
     assert figures["engine, compiled"] > 0
@@ -46,12 +52,6 @@ def test_checks_and_measures(tmp_path: Path) -> None:
         "prefill, 2 of length 20, compiled",
     }
     assert all(figures[name]["ms"] > 0 for name in figures if name.startswith("decode"))
-    assert "formats against fp64" in figures["products"]
-    for name in FORMATS:
-        assert {it.removeprefix(f"{name}: ") for it in figures if it.startswith(f"{name}: ")} == {
-            *(f"decode, {what}, {way}" for what in DECODES[:2] for way in ("eager", "graph")),
-            "prefill, 2 of length 20",
-        }
     params = ("top_p", "penalties", "logprobs")
     for served in ("1 at once", "4 at once", *(f"2 at once, {each}" for each in params)):
         assert figures[f"serving, {served}"] > 0
@@ -73,4 +73,17 @@ def test_checks_and_measures(tmp_path: Path) -> None:
             assert row["verdict"].startswith("not measured: ")
         else:
             assert row["verdict"] == ("pass" if row["figure"] >= row["target"] else "miss")
-    assert "torch's varlen_attn: not here: it needs CUDA" in done.stdout
+    assert "torch's varlen_attn: not here: it needs CUDA" in said
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
+def test_checks_and_measures_fewer_bits(tmp_path: Path) -> None:
+    figures, _ = run(tmp_path, "--fewer-bits")
+    assert "against fp64" in figures["products"]
+    for name in FORMATS:
+        assert {it.removeprefix(f"{name}: ") for it in figures if it.startswith(f"{name}: ")} == {
+            *(f"decode, {what}, {way}" for what in DECODES for way in ("eager", "graph")),
+            "prefill, 2 of length 20",
+        }
+    assert figures["int4: prefill, 2 of length 20"]["share"] > 0
+    assert figures["fp8: prefill, 2 of length 20"]["share"] is None

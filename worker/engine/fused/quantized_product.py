@@ -12,7 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.attention.triton_kernels.common import dot, num_processors
+from promptq.worker.engine.attention.triton_kernels.common import (
+    architecture,
+    dot,
+    num_processors,
+)
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 FEW_ROWS = 256
@@ -23,17 +27,23 @@ the outputs, so each widens a part of the weights."""
 _ROW_TILE = 64
 STEP = 64
 """Inputs of an iteration."""
-_LEAST_ITERATIONS = 4
-"""Of a program, so that what it adds takes longer than passing on the sum."""
-_STAGES = 3
-"""The numbers and inputs of two iterations are under way while a program computes one."""
-PROGRAMS_PER_PROCESSOR = 3
-_MAX_REGISTERS = 168
-"""Of a thread, so that these programs fit on a processor beside each other."""
+_LEAST_ITERATIONS = 12
+"""Of a program. Its sum of a tile takes as many bytes as the numbers of four iterations or eight,
+and is written and read."""
+_STAGES = tl.constexpr(4)
+"""The numbers and inputs of three iterations are under way while a program computes one."""
+_NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
-"""Numbers of a weight, of many rows. In 16 bits they stay in the card's cache until they are
+"""About so many weights, for many rows. In 16 bits they stay in the card's cache until they are
 multiplied."""
-_WIDENED_TILE = 1024
+_WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
+"""Of a program that only widens."""
+
+
+def programs_per_processor(architecture: int) -> int:
+    """How many programs run on a processor beside each other. On older cards a third one would
+    spill registers."""
+    return 3 if architecture >= 90 else 2
 
 
 class QuantizedProduct:
@@ -46,9 +56,11 @@ class QuantizedProduct:
         if weight.group < inputs:
             self._part = min(STEP, weight.group & -weight.group)
         tiles, device = triton.cdiv(outputs, _OUTPUT_TILE), weight.numbers.device
-        at_once = PROGRAMS_PER_PROCESSOR * num_processors(device)
+        at_once = programs_per_processor(architecture(device))
+        # Of a thread, so that these programs fit on a processor. Registers are given out by eights.
+        self._most_registers = min(255, 65_536 // (at_once * _NUM_WARPS * 32) // 8 * 8)
         most = triton.cdiv(inputs, STEP * _LEAST_ITERATIONS)
-        self._splits = max(1, min(at_once // tiles, most))
+        self._splits = max(1, min(at_once * num_processors(device) // tiles, most))
         counters = tiles * triton.cdiv(FEW_ROWS, _ROW_TILE)
         self._num_finished = torch.zeros(counters, dtype=torch.int32, device=device)
 
@@ -100,29 +112,37 @@ class QuantizedProduct:
             SPLITS=splits,
             OUTPUT_TILE=output_tile,
             ROW_TILE=row_tile,
-            STAGES=_STAGES,
-            num_warps=4,
-            maxnreg=_MAX_REGISTERS,
+            num_warps=_NUM_WARPS,
+            maxnreg=self._most_registers,
         )
 
     def _widen_and_multiply(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        num_inputs, weight, bias = rows.shape[1], self._weight, self._bias
-        at_once = max(1, _WIDENED_AT_ONCE // num_inputs)
-        for first in range(0, output.shape[1], at_once):
+        (num_outputs, num_inputs), weight, bias = self._weight.shape, self._weight, self._bias
+        num_parts = triton.cdiv(num_outputs * num_inputs, _WIDENED_AT_ONCE)
+        # Products are slow if outputs do not begin at a multiple of 16 bytes.
+        at_once = triton.cdiv(triton.cdiv(num_outputs, num_parts), _OUTPUT_TILE) * _OUTPUT_TILE
+        for first in range(0, num_outputs, at_once):
             part = output[:, first : first + at_once]
             wide = rows.new_empty(part.shape[1], num_inputs)
             of_part = weight.rows(slice(first, first + at_once))
-            _widen_kernel[(len(wide), triton.cdiv(num_inputs, _WIDENED_TILE))](
+            grid = (
+                triton.cdiv(len(wide), _WIDENED_OUTPUTS),
+                triton.cdiv(num_inputs, _WIDENED_INPUTS),
+            )
+            _widen_kernel[grid](
                 of_part.numbers,
                 of_part.scales,
                 of_part.scales if of_part.offsets is None else of_part.offsets,
                 wide,
+                len(wide),
                 NUM_INPUTS=num_inputs,
                 BITS=weight.bits,
                 GROUP=weight.group,
                 HAS_OFFSETS=weight.offsets is not None,
-                TILE=_WIDENED_TILE,
-                num_warps=4,
+                PART=self._part,
+                OUTPUTS=_WIDENED_OUTPUTS,
+                STEP=_WIDENED_INPUTS,
+                num_warps=_NUM_WARPS,
             )
             if bias is None:
                 torch.mm(rows, wide.t(), out=part)
@@ -152,7 +172,6 @@ def _product_kernel(
     SPLITS: tl.constexpr,
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """One program for each tile of rows, tile of outputs, and split of the inputs.
 
@@ -176,9 +195,14 @@ def _product_kernel(
     inputs_of = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * NUM_INPUTS
     none = tl.zeros((OUTPUT_TILE, ROW_TILE), tl.float32)
     total = none
-    for iteration in tl.range(
-        split * ITERATIONS // SPLITS, (split + 1) * ITERATIONS // SPLITS, num_stages=STAGES
-    ):
+    start, end = split * ITERATIONS // SPLITS, (split + 1) * ITERATIONS // SPLITS
+    if not IS_SCALED_LAST:
+        group = _groups(read, start * STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
+        scale = tl.load(scales + group)
+        offset = scale
+        if HAS_OFFSETS:
+            offset = tl.load(offsets + group)
+    for iteration in tl.range(start, end, num_stages=_STAGES):
         first = iteration * STEP
         byte = first // EACH + tl.arange(0, STEP // EACH)
         column = first + tl.arange(0, STEP)
@@ -191,13 +215,12 @@ def _product_kernel(
             x = tl.load(inputs_of + column[:, None], mask=is_input, other=0.0)
         weights = _integers(packed, BITS, MIDDLE)
         if not IS_SCALED_LAST:
-            part = first + PART * tl.arange(0, STEP // PART)
-            group = read[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
-            weights = tl.reshape(weights, (OUTPUT_TILE, STEP // PART, PART))
-            weights *= tl.load(scales + group).to(tl.float32)[:, :, None]
+            weights = _scaled(weights, scale, offset, HAS_OFFSETS, PART)
+            # What the next iteration needs: two bytes of each cannot be copied in the background.
+            group = _groups(read, first + STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
+            scale = tl.load(scales + group)
             if HAS_OFFSETS:
-                weights += tl.load(offsets + group).to(tl.float32)[:, :, None]
-            weights = tl.reshape(weights, (OUTPUT_TILE, STEP))
+                offset = tl.load(offsets + group)
         total = dot(weights.to(x.dtype), x, total)
     if IS_SCALED_LAST:
         total *= tl.load(scales + read).to(tl.float32)[:, None]
@@ -215,7 +238,7 @@ def _product_kernel(
         if is_last:
             # Another processor may have written them, so they are read past the first cache.
             total = none
-            for other in range(SPLITS):
+            for other in tl.range(SPLITS, num_stages=2):  # so that it reads ahead
                 total += tl.load(of_tile + other * (OUTPUT_TILE * ROW_TILE), cache_modifier=".cg")
             tl.store(num_finished + tile, 0)  # for the next launch
     if is_last:
@@ -225,34 +248,74 @@ def _product_kernel(
         tl.store(target, total, mask=(place < NUM_OUTPUTS)[:, None] & (row < num_rows)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_outputs"])  # parts of a weight differ
 def _widen_kernel(
     numbers: tl.tensor,
     scales: tl.tensor,
     offsets: tl.tensor,
     wide: tl.tensor,
+    num_outputs: tl.tensor,
     NUM_INPUTS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
-    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STEP: tl.constexpr,
 ) -> None:
-    """One program for each output, and tile of its inputs: what its weights stand for."""
+    """One program for each tile of outputs and inputs: what their weights stand for."""
     EACH: tl.constexpr = 8 // BITS
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
     NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
     MIDDLE: tl.constexpr = 0 if HAS_OFFSETS else 1 << (BITS - 1)
-    place = tl.program_id(0).to(tl.int64)
-    byte = tl.program_id(1) * (TILE // EACH) + tl.arange(0, TILE // EACH)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    within = column < NUM_INPUTS
-    packed = tl.load(numbers + place * ROW_BYTES + byte, mask=byte < ROW_BYTES)
-    weights = tl.reshape(_integers(packed[None, :], BITS, MIDDLE), (TILE,))
-    group = place * NUM_GROUPS + column // GROUP
-    weights *= tl.load(scales + group, mask=within).to(tl.float32)
+    place = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = tl.program_id(1) * STEP
+    byte = first // EACH + tl.arange(0, STEP // EACH)
+    column = first + tl.arange(0, STEP)
+    is_output = (place < num_outputs)[:, None]
+    read = tl.minimum(place, num_outputs - 1)
+    bytes_of = numbers + read.to(tl.int64)[:, None] * ROW_BYTES
+    packed = tl.load(bytes_of + byte[None, :], mask=(byte < ROW_BYTES)[None, :], other=0)
+    group = _groups(read, first, STEP // PART, PART, GROUP, NUM_GROUPS)
+    scale = tl.load(scales + group)
+    offset = scale
     if HAS_OFFSETS:
-        weights += tl.load(offsets + group, mask=within).to(tl.float32)
-    tl.store(wide + place * NUM_INPUTS + column, weights, mask=within)
+        offset = tl.load(offsets + group)
+    weights = _scaled(_integers(packed, BITS, MIDDLE), scale, offset, HAS_OFFSETS, PART)
+    target = wide + place.to(tl.int64)[:, None] * NUM_INPUTS + column[None, :]
+    tl.store(target, weights, mask=is_output & (column < NUM_INPUTS)[None, :])
+
+
+@triton.jit
+def _groups(
+    output: tl.tensor,
+    first: tl.tensor,
+    COUNT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """[outputs, COUNT]: the groups of so many parts, from the one of input `first`. Parts beyond
+    the last input are counted to the last group."""
+    part = first + PART * tl.arange(0, COUNT)
+    return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
+
+
+@triton.jit
+def _scaled(
+    integers: tl.tensor,
+    scale: tl.tensor,
+    offset: tl.tensor,
+    HAS_OFFSETS: tl.constexpr,
+    PART: tl.constexpr,
+) -> tl.tensor:
+    """What `integers` [outputs, inputs] stand for, in fp32. Scales and offsets are
+    [outputs, parts], and a part has PART inputs."""
+    weights = tl.reshape(integers, (integers.shape[0], integers.shape[1] // PART, PART))
+    weights *= scale.to(tl.float32)[:, :, None]
+    if HAS_OFFSETS:
+        weights += offset.to(tl.float32)[:, :, None]
+    return tl.reshape(weights, (integers.shape[0], integers.shape[1]))
 
 
 @triton.jit

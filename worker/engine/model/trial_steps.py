@@ -89,14 +89,16 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
     """Steps that together launch every variant of the kernels that serving can launch.
 
-    Kernels have variants for the longest chunk, rounded to a power of two. A decode also comes
-    alone, because the strides of a tensor with one row may be any.
+    Kernels have variants for the longest chunk and for the number of rows or of samples, rounded to
+    a power of two. A decode also comes alone, because the strides of a tensor with one row may be
+    any.
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]
         if num_rows < num_tokens:
             yield [(num_rows, 1), (num_rows, num_rows)]
-    yield [(1, 1)] * min(num_seqs, num_tokens)
+    for num_decodes in powers_of_two(min(num_seqs, num_tokens)):
+        yield [(1, 1)] * num_decodes
 
 
 def powers_of_two(most: int) -> list[int]:

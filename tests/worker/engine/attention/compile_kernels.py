@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -146,6 +147,9 @@ def launch_fused(
         scales = torch.zeros(outputs, hidden // group)
         for offsets in (None, scales):
             weight = QuantizedWeight.of_numbers(numbers, scales, bits, group, offsets)
+            if bits == 4:  # as on a card
+                offsets_kept = None if weight.offsets is None else weight.offsets.half()
+                weight = replace(weight, scales=weight.scales.half(), offsets=offsets_kept)
             product = QuantizedProduct(weight, empty(outputs))
             for num_rows in (2, 64, FEW_ROWS + 1):
                 product(empty(num_rows, hidden))

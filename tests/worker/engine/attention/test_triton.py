@@ -30,8 +30,7 @@ from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.triton_kernels.decode import NUM_WARPS, PROGRAMS_PER_PROCESSOR
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.fused.quantized_product import PROGRAMS_PER_PROCESSOR as AT_ONCE
-from promptq.worker.engine.fused.quantized_product import STEP
+from promptq.worker.engine.fused.quantized_product import STEP, programs_per_processor
 from promptq.worker.engine.model.cuda_graphs import graph_kinds
 from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
@@ -347,9 +346,7 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
         *(["_round_kernel"] if architecture >= 90 else []),
     }
     for launch in launches:
-        # On other architectures than 9.0, long sums may spill a few of its registers.
-        is_product = launch["kernel"] == "_product_kernel"
-        assert launch["stack"] <= (16 if is_product and architecture != 90 else 0), launch
+        assert launch["stack"] == 0, launch
         assert launch["shared"] <= SHARED_MEMORY[architecture], launch
         if launch["kernel"] == "_prefill_kernel":
             assert min(launch["buffers"]) >= 2, launch
@@ -359,10 +356,12 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
             assert min(launch["buffers"]) >= 1, launch
             threads = PROGRAMS_PER_PROCESSOR * NUM_WARPS * 32
             assert registers_of(launch, threads) <= 65_536, launch
-        if is_product:
-            assert min(launch["buffers"]) >= 2, launch
-            assert AT_ONCE * launch["shared"] <= SHARED_MEMORY[architecture], launch
-            assert registers_of(launch, AT_ONCE * 128) <= 65_536, launch
+        if launch["kernel"] == "_product_kernel":
+            assert min(launch["buffers"][:2]) >= 2, launch  # of numbers and of inputs
+            at_once = programs_per_processor(architecture)
+            assert at_once * launch["shared"] <= SHARED_MEMORY[architecture], launch
+            assert registers_of(launch, at_once * 128) <= 65_536, launch
             # A thread widens one weight for each input of an iteration. If warps widened those of
-            # others too, it would be four.
-            assert launch["loop"] <= {80: 17, 90: 8, 100: 15}[architecture] * STEP, launch
+            # others too, it would be four. (On 10.0 another loop of the kernel is longer.)
+            if architecture < 100:
+                assert launch["loop"] <= {80: 17, 90: 10}[architecture] * STEP, launch

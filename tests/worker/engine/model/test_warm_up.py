@@ -32,7 +32,7 @@ from promptq.worker.engine.quantization.modules import quantize_model
 from tests.worker.engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
-LENGTH, TOKENS, SEQUENCES = 1100, 300, 6
+LENGTH, TOKENS, SEQUENCES = 1100, 300, 40
 
 
 class Launches:
@@ -70,7 +70,7 @@ def _kind(value: Any, name: str, plain: Any) -> Any:
     return type(value)
 
 
-def make_runner(family: str, bits: int | None) -> ModelRunner:
+def make_runner(family: str, bits: int | None = None) -> ModelRunner:
     # All strides of a real model are multiples of 16, as with these heads.
     model = make_model(family, 7, max_position_embeddings=LENGTH, head_dim=16)
     model.requires_grad_(False)
@@ -78,17 +78,17 @@ def make_runner(family: str, bits: int | None) -> ModelRunner:
     decoders = [] if bits is None else [FusedDecoder]
     checked = check_model(loaded, [TritonPaged()], LENGTH, decoders=decoders)
     if bits is not None:
-        quantize_model(model, bits, 32, embeddings=True)
+        quantize_model(model.bfloat16(), bits, 32, embeddings=True)
     cache = KVCache(checked.specs, num_blocks=100, block_size=16, device=CPU)
     options = LoadOptions(native=False, max_num_seqs=SEQUENCES)
     return ModelRunner(loaded, checked, cache, LENGTH, options, native_sampling=False)
 
 
 def random_step(chance: random.Random) -> Shares:
-    left, shares = TOKENS, []
+    left, shares, is_mixed = TOKENS, [], chance.random() < 0.5
     for _ in range(chance.randint(1, SEQUENCES)):
         context = int(2 ** chance.uniform(0, 10.1))
-        rows = 1 if chance.random() < 0.6 else min(context, int(2 ** chance.uniform(0, 8.2)))
+        rows = 1 if not is_mixed or chance.random() < 0.6 else min(context, int(2 ** chance.uniform(0, 8.2)))
         if left < rows:
             break
         left -= rows
