@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 
 from promptq.worker.engine.attention.triton_kernels.common import in_fp8
-from promptq.worker.engine.quantization.fp8_weight import FP8Weight
+from promptq.worker.engine.device.precision import product
+from promptq.worker.engine.quantization.fp8_weight import HAS_FP8, FP8Weight
 
-HAS_FP8 = (8, 9)
-"""The compute capability from which a card has FP8."""
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class FP8Product:
     """A linear layer: rows [T, inputs] give rows [T, outputs]. Each row is rounded to FP8 with a
-    scale of its own."""
+    scale of its own. Rows in fp32 are multiplied exactly, which takes long."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight
         self._numbers, self._scales = weight.numbers.t(), weight.scales.t().contiguous()
         self._bias = bias
 
@@ -30,13 +30,20 @@ class FP8Product:
         return all(size % 16 == 0 for size in weight.shape)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.dtype == torch.float32:
+            return product(
+                rows,
+                len(self._weight.numbers),
+                self._bias,
+                lambda it: self._weight.rows(it).dequantized(),
+            )
         numbers, scales = rounded(rows)
         # Not every card gives another dtype.
-        product: torch.Tensor = torch._scaled_mm(
+        y: torch.Tensor = torch._scaled_mm(
             numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
-        product = product.to(rows.dtype)
-        return product if self._bias is None else product + self._bias
+        y = y.to(rows.dtype)
+        return y if self._bias is None else y + self._bias
 
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

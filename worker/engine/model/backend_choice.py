@@ -128,5 +128,7 @@ def decoder_of_saved_weights(
 ) -> type[LlamaDecoder] | None:
     """The decoder of our own to load weights of few bits for as they are saved. None: they are
     widened, as what serves the model or checks it needs them wide."""
-    is_ruled_out = not options.native or options.attention != "auto" or options.dtype == "float16"
-    return None if device.type != "cpu" or is_ruled_out else NativeDecoder
+    if device.type == "cpu" and options.dtype == "float16":  # native code does not compute in it
+        return None
+    decoders, _ = own_decoders(device, options, "")
+    return next(iter(decoders), None)

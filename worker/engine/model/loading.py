@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import is_of_llama_kind
-from promptq.worker.engine.quantization.modules import FewBits, quantize_model
+from promptq.worker.engine.quantization.modules import FewBits, move_quantized, quantize_model
 
 Quantization = Literal["none", "int8", "int4"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -74,9 +74,6 @@ class LoadedModel:
     name: str
     model: PreTrainedModel
     end_token_ids: frozenset[int]
-    quantized: dict[str, FewBits] = field(default_factory=dict)
-    """The weights that the files have in few bits, by module, if the modules have what they stand
-    for instead."""
     format: str = ""
     """How the files are quantized, in words."""
 
@@ -119,6 +116,8 @@ def load_model(
             warnings.simplefilter("ignore")  # the library's advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
+            if kept:  # their place is taken by wide tensors without memory, while on the host
+                placed = {}
             # With output_loading_info there are two results, which the library's type omits.
             loaded: Any
             if saved is None:
@@ -165,12 +164,12 @@ def load_model(
     if kept:
         quantize_model(model, saved=kept)
     module.to(device)
+    move_quantized(model, device)
     # The generation settings' end tokens come before the configuration's.
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
     if saved is None:
         return LoadedModel(name_or_dir, model, ends)
-    left = saved.quantized if decoder is None else {}
-    return LoadedModel(name_or_dir, model, ends, left, saved.format)
+    return LoadedModel(name_or_dir, model, ends, saved.format)
 
 
 def _widen_others(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.worker.engine.fused.fp8_product import HAS_FP8
 from promptq.worker.engine.model.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.load_check.rounded import check_quantized
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, require_memory
 from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import NativeError
+from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
 from promptq.worker.engine.quantization.modules import (
-    FewBits,
     QuantizedEmbedding,
     QuantizedLinear,
     quantize_model,
@@ -84,25 +82,22 @@ def quantize(
                 f" ({checked.why_no_own_code})"
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
-        loaded.quantized.clear()
         require_memory(loaded.name, _wide_bytes(loaded), loaded.model.device, is_widened=True)
         with_plain_modules(loaded.model)
         return checked
     bits, decoder = BITS.get(options.quantization), checked.decoder
-    saved = {name: weight for name, weight in loaded.quantized.items() if decoder.takes(weight)}
-    loaded.quantized.clear()
-    if loaded.format and bits is None and (wide := _wide(loaded, saved)):
+    if loaded.format and bits is None and (wide := _wide(loaded)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
-    if not (saved or asked):
+    if not (asked or _quantized_modules(loaded)):
         return checked
     try:
-        quantize_model(
-            loaded.model,
-            bits,
-            options.quantization_group,
-            embeddings=options.quantize_embeddings,
-            saved=saved,
-        )
+        if asked:
+            quantize_model(
+                loaded.model,
+                bits,
+                options.quantization_group,
+                embeddings=options.quantize_embeddings,
+            )
     except (NativeError, NativeCodeError) as error:
         raise UnsupportedModelError(
             f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
@@ -116,19 +111,22 @@ def quantize(
     return checked
 
 
-def _wide(loaded: LoadedModel, saved: Mapping[str, FewBits]) -> int:
+def _wide(loaded: LoadedModel) -> int:
     """How many linear layers have no weights of few bits, beside the output layer."""
     model: Any = loaded.model
-    linears = {name for name, it in model.named_modules() if type(it) is nn.Linear}
-    heads = {name for name, it in model.named_modules() if it is model.get_output_embeddings()}
-    return len(linears - saved.keys() - heads)
+    head = model.get_output_embeddings()
+    return sum(type(it) is nn.Linear and it is not head for it in model.modules())
 
 
 def _wide_bytes(loaded: LoadedModel) -> int:
     """What quantized modules would take as plain ones."""
+    numbers = sum(prod(it.quantized.shape) for it in _quantized_modules(loaded))
+    return numbers * loaded.model.dtype.itemsize
+
+
+def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:
     model: nn.Module = loaded.model
-    modules = [it for it in model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)]
-    return sum(prod(it.quantized.shape) for it in modules) * loaded.model.dtype.itemsize
+    return [it for it in model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)]
 
 
 def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:

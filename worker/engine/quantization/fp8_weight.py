@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+HAS_FP8 = (8, 9)
+"""The compute capability from which a card has FP8."""
+
 
 @dataclass(frozen=True, slots=True)
 class FP8Weight:

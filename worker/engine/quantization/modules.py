@@ -100,6 +100,17 @@ def quantize_model(
         whole.set_output_embeddings(QuantizedLinear(of_head, head.bias, dtype))
 
 
+def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
+    """Move the weights of quantized modules, which the module's own method does not know."""
+    moved: dict[int, FewBits] = {}  # a tied one once
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            weight = module.quantized
+            if id(weight) not in moved:
+                moved[id(weight)] = weight.to(device)
+            module.quantized = moved[id(weight)]
+
+
 def with_plain_modules(model: PreTrainedModel) -> None:
     """Replace quantized modules by plain ones with the numbers that their weights stand for."""
     whole: Any = model

@@ -20,7 +20,6 @@ from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.quantization.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
-    quantize_model,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.served_model import build, fits_beside_others, identify
@@ -104,10 +103,13 @@ def test_weights_are_those_that_the_tool_reads(name: str) -> None:
     """Wide, and in the few bits that native code multiplies."""
     ids, logits = expected(name)
     loaded = load_model(str(FILES / name), device=CPU, dtype="float32")
-    assert sum(map(NativeDecoder.takes, loaded.quantized.values())) == IN_FEW_BITS[name]
     most = 4e-3 if name in ROUNDED else 1e-5
     assert off_by(logits_of(loaded.model, ids), logits).max() < most
-    quantize_model(loaded.model, saved=loaded.quantized)
+    loaded = load_model(str(FILES / name), device=CPU, dtype="float32", decoder=NativeDecoder)
+    modules = [
+        it for it in loaded.model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)
+    ]
+    assert len({id(it.quantized) for it in modules}) == IN_FEW_BITS[name]
     assert off_by(logits_of(loaded.model, ids), logits).max() < most
 
 
@@ -180,7 +182,7 @@ def test_what_was_not_saved_in_few_bits_can_be_rounded(caplog: pytest.LogCapture
     runner = ModelRunner.of(loaded, options(quantization="int8"))
     assert not caplog.text
     assert off(runner, "fp8") < 0.05
-    loaded = load_model(str(FILES / "gptq"), device=CPU)
+    loaded = load_model(str(FILES / "gptq"), device=CPU, decoder=NativeDecoder)
     ModelRunner.of(loaded, options(quantization="int8"))
     model: Any = loaded.model
     assert model.model.layers[0].mlp.down_proj.quantized.bits == 4
@@ -240,8 +242,7 @@ def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = (embedding / scales).round().to(torch.int8)
     tensors["lm_head.weight_scale"] = scales
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    loaded = load_model(str(folder), device=CPU)
-    assert "lm_head" in loaded.quantized
+    loaded = load_model(str(folder), device=CPU, decoder=NativeDecoder)
     runner = ModelRunner.of(loaded, options())
     assert runner.why_no_own_code == ""
     model: Any = loaded.model

@@ -213,8 +213,7 @@ def test_a_gguf_file_with_a_type_that_is_not_read_is_named(tmp_path: Path) -> No
 def test_a_rewritten_gguf_file_is_served(tmp_path: Path) -> None:
     """So that the refusals above are for what was changed."""
     file = rewritten(FILES / "small-q8_0.gguf", tmp_path / "same.gguf")
-    loaded = load_model(str(file), device=CPU)
-    assert len(loaded.quantized) == 8
+    assert "GGUF" in load_model(str(file), device=CPU).format
 
 
 def test_rope_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None:

@@ -167,15 +167,14 @@ def test_a_runner_rounds_weights(quantization: Any, family: str) -> None:
 @pytest.mark.usefixtures("on_card")
 def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ids, _ = expected_of(name)
-    loaded = load_model(str(FILES / name), device=torch.device("cpu"), dtype="float32")
-    before = logits_of(loaded.model, ids)
-    loaded.model.to(DEVICE)  # type: ignore[arg-type]
+    loaded = load_model(str(FILES / name), device=DEVICE, dtype="bfloat16", decoder=FusedDecoder)
+    kinds = {type(it) for it in loaded.model.modules() if isinstance(it, torch.nn.Linear)}
+    assert QuantizedLinear in kinds  # nothing was widened
+    before = logits_of(loaded.model, ids.to(DEVICE))
     options = LoadOptions(block_size=4, kv_cache_memory=3_000_000, max_model_len=16)
     runner = ModelRunner.of(loaded, options)
     assert runner.why_no_own_code == ""
     assert "take the memory" not in caplog.text
-    kinds = {type(it) for it in loaded.model.modules() if isinstance(it, torch.nn.Linear)}
-    assert QuantizedLinear in kinds
     (found,) = greedy(runner, [ids.tolist()], 1)
     likeliest = before[-1].topk(3)
     assert found[0] in likeliest.indices.tolist()

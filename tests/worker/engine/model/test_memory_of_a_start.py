@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from promptq.worker.engine.llama.native_decoder import NativeDecoder
-from promptq.worker.engine.model.loading import load_model
+from promptq.worker.engine.model import loading
+from promptq.worker.engine.model.backend_choice import decoder_of_saved_weights
+from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
 from tests.worker.engine.checkpoints.test_formats import CPU, FILES
 from tests.worker.engine.tiny_models import make_model
@@ -66,10 +69,33 @@ def test_a_start_makes_no_copy_of_the_wide_weights(
     assert share < most
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
+@pytest.mark.parametrize("name", ["small-q4_0.gguf", "gptq", "awq", "ct-fp8"])
+def test_weights_that_fused_kernels_take_are_moved_as_they_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a device without values in the place of a card."""
+    from promptq.worker.engine.fused.decoder import FusedDecoder
+
+    cuda, meta = torch.device("cuda", 0), torch.device("meta")
+    assert decoder_of_saved_weights(cuda, LoadOptions()) is FusedDecoder
+    assert decoder_of_saved_weights(cuda, LoadOptions(native=False)) is None
+    monkeypatch.setattr(loading, "free_bytes", lambda _: 2**40)
+    loaded = load_model(str(FILES / name), device=meta, decoder=FusedDecoder)
+    inner = [it for name, it in loaded.model.named_modules() if name.endswith("_proj")]
+    assert inner
+    for module in inner:
+        assert isinstance(module, QuantizedLinear)
+        assert {each.device for each in module.quantized.tensors} == {meta}
+    whole: Any = loaded.model
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    if isinstance(embedding, QuantizedEmbedding):
+        assert head.quantized is embedding.quantized
+
+
 @pytest.mark.parametrize("name", ["small-q4_0.gguf", "gptq", "awq"])
 def test_weights_that_native_code_takes_are_never_widened(name: str) -> None:
     loaded = load_model(str(FILES / name), device=CPU, decoder=NativeDecoder)
-    assert loaded.quantized == {}
     inner = [it for name, it in loaded.model.named_modules() if name.endswith("_proj")]
     assert inner
     assert all(isinstance(it, QuantizedLinear) for it in inner)

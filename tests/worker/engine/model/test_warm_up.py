@@ -88,7 +88,11 @@ def random_step(chance: random.Random) -> Shares:
     left, shares, is_mixed = TOKENS, [], chance.random() < 0.5
     for _ in range(chance.randint(1, SEQUENCES)):
         context = int(2 ** chance.uniform(0, 10.1))
-        rows = 1 if not is_mixed or chance.random() < 0.6 else min(context, int(2 ** chance.uniform(0, 8.2)))
+        rows = (
+            1
+            if not is_mixed or chance.random() < 0.6
+            else min(context, int(2 ** chance.uniform(0, 8.2)))
+        )
         if left < rows:
             break
         left -= rows
