@@ -17,8 +17,8 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """The median time of one call, after two that warm up; one where there is no device."""
-    for _ in range(2 if device.type == "cuda" else 1):
+    """The median time of one call, after two that warm up a device."""
+    for _ in range(2 if device.type == "cuda" else 0):
         work()
     times = []
     for _ in range(repeats):

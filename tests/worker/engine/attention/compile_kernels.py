@@ -143,16 +143,19 @@ def launch_fused(
     silu_and_multiply(empty(2, 6 * hidden))
     outputs = (num_heads + 2 * num_kv_heads) * size
     numbers = torch.zeros(outputs, hidden, dtype=torch.uint8)
-    for bits, group in ((8, hidden), (8, 16), (4, 32), (4, 128)):
-        scales = torch.zeros(outputs, hidden // group)
-        for offsets in (None, scales):
-            weight = QuantizedWeight.of_numbers(numbers, scales, bits, group, offsets)
-            if bits == 4:  # as on a card
-                offsets_kept = None if weight.offsets is None else weight.offsets.half()
-                weight = replace(weight, scales=weight.scales.half(), offsets=offsets_kept)
-            product = QuantizedProduct(weight, empty(outputs))
-            for num_rows in (2, 64, FEW_ROWS + 1):
-                product(empty(num_rows, hidden))
+    for bits, group, has_offsets in (
+        *((8, hidden, False), (8, 16, True)),
+        *((4, 32, False), (4, 32, True), (4, 128, True)),
+    ):
+        factors = torch.zeros(outputs, hidden // group)
+        offsets = factors if has_offsets else None
+        weight = QuantizedWeight.of_numbers(numbers, factors, bits, group, offsets)
+        if bits == 4:  # as on a card
+            offsets = None if weight.offsets is None else weight.offsets.half()
+            weight = replace(weight, scales=weight.scales.half(), offsets=offsets)
+        product = QuantizedProduct(weight, empty(outputs))
+        for num_rows in (2, 64, FEW_ROWS + 1):
+            product(empty(num_rows, hidden))
     for width in (hidden, 4 * hidden):  # also of the widest models
         rows = empty(2, width)
         add_rms_norm(rows, rows, empty(width), 1e-6)
