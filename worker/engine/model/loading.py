@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -21,6 +22,7 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.llama.parts import is_of_llama_kind
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits, move_quantized, quantize_model
 
 Quantization = Literal["none", "int8", "int4"]
@@ -118,6 +120,13 @@ def load_model(
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
             if kept:  # their place is taken by wide tensors without memory, while on the host
                 placed = {}
+            if saved is not None and device.type != "cpu":
+                require_memory(
+                    source,
+                    _bytes_of(saved, kept),
+                    device,
+                    is_widened=len(kept) < len(saved.quantized),
+                )
             # With output_loading_info there are two results, which the library's type omits.
             loaded: Any
             if saved is None:
@@ -186,7 +195,12 @@ def _widen_others(
             name for name, it in model.named_modules() if type(it) in (nn.Linear, nn.Embedding)
         }
         if is_of_llama_kind(model) and saved.quantized.keys() <= plain:
-            kept = {name: it for name, it in saved.quantized.items() if decoder.takes(it)}
+            is_exact = saved.dtype == torch.float32  # which is slow with weights in fp8
+            kept = {
+                name: it
+                for name, it in saved.quantized.items()
+                if decoder.takes(it) and not (is_exact and isinstance(it, FP8Weight))
+            }
     wide = saved.quantized.keys() - kept.keys()
     numbers = sum(prod(saved.quantized[name].shape) for name in wide)
     require_memory(
@@ -195,6 +209,14 @@ def _widen_others(
     for name in wide:
         saved.widen(name)
     return kept
+
+
+def _bytes_of(saved: SavedWeights, kept: Mapping[str, FewBits]) -> int:
+    """What the weights take, if those that are `kept` stay as they are."""
+    names = {f"{module}.weight" for module in kept}
+    tensors = [it for name, it in saved.tensors.items() if name not in names]
+    tensors += [each for weight in kept.values() for each in weight.tensors]
+    return sum(it.numel() * it.element_size() for it in tensors)
 
 
 def fits_beside_others(
@@ -217,13 +239,13 @@ def _check_memory(
     files: ModelFiles, dtype: DType, device: torch.device, decoder: type[LlamaDecoder] | None
 ) -> None:
     """Refuse weights that do not fit, or the system would end the process."""
-    if files.is_quantized and decoder is not None:
-        # If it turns out that they have to be widened, that is checked once more.
-        require_memory(files.source, files.num_saved_bytes, device)
-        return
-    # Weights that are quantized are widened on the host first.
+    # Weights that are quantized are read on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
+    if files.is_quantized and decoder is not None:
+        # Once they are read, it is checked what they take in fact.
+        require_memory(files.source, files.num_saved_bytes, device)
+        return
     needed = files.num_bytes(_DTYPES.get(dtype))
     require_memory(files.source, needed, device, is_widened=files.is_quantized)
 

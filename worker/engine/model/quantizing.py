@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.model.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.load_check.rounded import check_quantized
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, require_memory
@@ -82,7 +83,8 @@ def quantize(
                 f" ({checked.why_no_own_code})"
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
-        require_memory(loaded.name, _wide_bytes(loaded), loaded.model.device, is_widened=True)
+        give_back(loaded.model.device)
+        require_memory(loaded.name, _more_bytes(loaded), loaded.model.device, is_widened=True)
         with_plain_modules(loaded.model)
         return checked
     bits, decoder = BITS.get(options.quantization), checked.decoder
@@ -118,10 +120,12 @@ def _wide(loaded: LoadedModel) -> int:
     return sum(type(it) is nn.Linear and it is not head for it in model.modules())
 
 
-def _wide_bytes(loaded: LoadedModel) -> int:
-    """What quantized modules would take as plain ones."""
-    numbers = sum(prod(it.quantized.shape) for it in _quantized_modules(loaded))
-    return numbers * loaded.model.dtype.itemsize
+def _more_bytes(loaded: LoadedModel) -> int:
+    """How much more quantized modules would take as plain ones."""
+    weights = {id(it.quantized): it.quantized for it in _quantized_modules(loaded)}.values()
+    wide = sum(prod(it.shape) for it in weights) * loaded.model.dtype.itemsize
+    tensors = [each for it in weights for each in it.tensors]
+    return wide - sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -26,11 +27,16 @@ from promptq.worker.engine.fused.fp8_product import FP8Product
 from promptq.worker.engine.fused.linear import fused
 from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model import model_runner
+from promptq.worker.engine.model.load_check import formula
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.model.quantizing import check_quantization
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import QuantizedLinear
+from promptq.worker.engine.quantization.modules import (
+    QuantizedLinear,
+    move_quantized,
+    quantize_model,
+)
 from tests.worker.engine.checkpoints.test_formats import FILES, logits_of
 from tests.worker.engine.checkpoints.test_formats import expected as expected_of
 from tests.worker.engine.quantization.test_quantization import logprobs_of
@@ -178,6 +184,26 @@ def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptu
     (found,) = greedy(runner, [ids.tolist()], 1)
     likeliest = before[-1].topk(3)
     assert found[0] in likeliest.indices.tolist()
+
+
+@pytest.mark.usefixtures("on_card")
+def test_weights_in_fp8_pass_where_no_memory_is_left_for_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formula, "in_float32", lambda *_, **__: nullcontext(False))
+    model = make_model("qwen3", 7, num_hidden_layers=4).bfloat16().requires_grad_(False)
+    weights: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            wide = module.weight.float()
+            scales = wide.abs().amax(1, keepdim=True) / 448
+            weights[name] = FP8Weight((wide / scales).to(torch.float8_e4m3fn), scales)
+    quantize_model(model, saved=weights)
+    model.to(DEVICE)
+    move_quantized(model, DEVICE)
+    options = LoadOptions(block_size=4, kv_cache_memory=100_000, max_model_len=16)
+    runner = ModelRunner.of(LoadedModel("tiny", model, frozenset(), "fp8"), options)
+    assert runner.why_no_own_code == ""
 
 
 @pytest.mark.usefixtures("on_card")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from promptq.shared.errors import ConfigurationError
 from promptq.worker.engine.llama.native_decoder import NativeDecoder
 from promptq.worker.engine.model import loading
 from promptq.worker.engine.model.backend_choice import decoder_of_saved_weights
@@ -91,6 +92,19 @@ def test_weights_that_fused_kernels_take_are_moved_as_they_are(
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     if isinstance(embedding, QuantizedEmbedding):
         assert head.quantized is embedding.quantized
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
+def test_what_weights_take_in_fact_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in fp8 are widened for a model in fp32, and take four times as much."""
+    from promptq.worker.engine.fused.decoder import FusedDecoder
+
+    folder, meta = FILES / "ct-fp8", torch.device("meta")
+    saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    monkeypatch.setattr(loading, "free_bytes", lambda it: 2 * saved if it == meta else 2**40)
+    load_model(str(folder), device=meta, decoder=FusedDecoder)
+    with pytest.raises(ConfigurationError, match=r"widened .*GiB are free on meta"):
+        load_model(str(folder), device=meta, dtype="float32", decoder=FusedDecoder)
 
 
 @pytest.mark.parametrize("name", ["small-q4_0.gguf", "gptq", "awq"])

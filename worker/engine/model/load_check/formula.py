@@ -21,6 +21,7 @@ from promptq.worker.engine.model.load_check.checked_model import CheckedModel, V
 from promptq.worker.engine.model.load_check.comparison import (
     FAILURES,
     LOW_PRECISION_TOLERANCE,
+    ROUNDING_TOLERANCE,
     TF32_TOLERANCE,
     TOLERANCE,
     NotCompiledError,
@@ -123,6 +124,8 @@ def _check(
                         break
                 if decoders and difference.is_tolerable:
                     by_parts = by_parts and is_float32
+                    if loaded.format and not is_float32:  # its products may round their inputs
+                        tolerance = ROUNDING_TOLERANCE
                     checked = _with_decoder(
                         loaded, checked, decoders, max_length, tolerance, by_parts
                     )
