@@ -41,7 +41,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     from promptq.producer.commands.screens.render import num_workers_of, plain_table
     from promptq.producer.commands.screens.terminal import console_for_list
 
-    numbered = ("workers", "waiting", "running", "longest")
+    numbered = ("workers", "waiting", "active", "longest")
     texts = ("model", "queue", "also called")
     table = plain_table(*texts[:2], *numbered, texts[2], left=texts)
     for model in found:
