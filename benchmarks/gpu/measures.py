@@ -86,7 +86,7 @@ def measure_prefill(
     rows = step.sampled
     head = size.hidden * size.vocab
     pairs = size.prompts * size.prompt * (size.prompt + 1) // 2
-    in_layers = size.layers * size.layer_weights
+    in_layers = size.layers * sum(inputs * outputs for inputs, outputs in size.products)
     flops = 2 * in_layers * size.prompts * size.prompt + 2 * head * size.prompts
     flops += 4 * pairs * size.heads * size.head_size * size.layers
     with bench.layers(compiled=compiled) as model:
@@ -104,7 +104,7 @@ def measure_format(
     *,
     repeats: int,
 ) -> list[Figure]:
-    """Two decodes and a prefill of the model in another format."""
+    """Decodes and a prefill of the model in another format."""
     bench = formats.build(name, checked, size, device)
     figures = measure_decode(bench, ceilings, repeats=repeats)
     [prefill] = measure_prefill(bench, ceilings, repeats=repeats)

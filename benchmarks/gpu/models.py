@@ -71,10 +71,15 @@ class Size:
     """The prompt that comes beside `batch` decodes."""
 
     @property
-    def layer_weights(self) -> int:
-        """The weights of a layer's products."""
+    def products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's products: QKV, output, gate and up, down."""
         query, kv = self.heads * self.head_size, self.kv_heads * self.head_size
-        return self.hidden * (2 * query + 2 * kv + 3 * self.intermediate)
+        return [
+            (self.hidden, query + 2 * kv),
+            (query, self.hidden),
+            (self.hidden, 2 * self.intermediate),
+            (self.intermediate, self.hidden),
+        ]
 
     @property
     def max_length(self) -> int:
@@ -141,8 +146,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
         if isinstance(module, QuantizedLinear):
             read += module.quantized.tensors
     embedding = model.get_input_embeddings().weight
-    num_bytes = sum(each.numel() * each.element_size() for each in read)
-    return num_bytes - embedding.numel() * embedding.element_size()
+    return sum(each.nbytes for each in read) - embedding.nbytes
 
 
 class Bench:

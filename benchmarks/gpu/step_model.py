@@ -51,14 +51,13 @@ class Kernel:
 
 def _matmul(rows: int, inputs: int, outputs: int, wanted: Format = WIDE) -> list[Kernel]:
     """The launches of a product with a weight of this format."""
-    in_rows = NUM_BYTES * rows * (inputs + outputs)
-    if wanted.has_fp8_weights:  # rows are rounded first, in place of being read as they are
-        rounded = Kernel("_round_kernel", rows * (inputs * (NUM_BYTES + 1) + 4))
-        numbers = outputs * (inputs + 4) + rows * (inputs + 4 + NUM_BYTES * outputs)
-        return [rounded, Kernel("_scaled_mm", numbers)]
-    if wanted.bits is None:
-        return [Kernel("mm", NUM_BYTES * inputs * outputs + in_rows)]
-    return [Kernel("_product_kernel", _bytes_of(inputs, outputs, wanted) + in_rows)]
+    weight = _bytes_of(inputs, outputs, wanted)
+    if wanted.has_fp8_weights:  # rows are rounded first, each with a scale
+        in_fp8 = rows * (inputs + 4)
+        rounded = Kernel("_round_kernel", NUM_BYTES * rows * inputs + in_fp8)
+        return [rounded, Kernel("_scaled_mm", weight + in_fp8 + NUM_BYTES * rows * outputs)]
+    name = "mm" if wanted.bits is None else "_product_kernel"
+    return [Kernel(name, weight + NUM_BYTES * rows * (inputs + outputs))]
 
 
 def _bytes_of(inputs: int, outputs: int, wanted: Format) -> int:
@@ -79,20 +78,21 @@ def _add_norm(rows: int, hidden: int) -> Kernel:
 def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
     """The launches of a layer in a decode step of so many rows, each with so long a context."""
     query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
+    to_heads, to_output, to_inner, from_inner = size.products
     of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
     in_heads = NUM_BYTES * (rows * (2 * query + 2 * kv) + 2 * (rows + 1) * size.head_size)
     in_heads += of_cache * 2 * rows * kv
     attended = of_cache * 2 * rows * context * kv + NUM_BYTES * 2 * rows * query
     return [
         _add_norm(rows, size.hidden),
-        *_matmul(rows, size.hidden, query + 2 * kv, wanted),
+        *_matmul(rows, *to_heads, wanted),
         Kernel("_place_heads_kernel", in_heads),
         Kernel("_decode_kernel", attended),
-        *_matmul(rows, query, size.hidden, wanted),
+        *_matmul(rows, *to_output, wanted),
         _add_norm(rows, size.hidden),
-        *_matmul(rows, size.hidden, 2 * size.intermediate, wanted),
+        *_matmul(rows, *to_inner, wanted),
         Kernel("_silu_kernel", NUM_BYTES * 3 * rows * size.intermediate),
-        *_matmul(rows, size.intermediate, size.hidden, wanted),
+        *_matmul(rows, *from_inner, wanted),
     ]
 
 
@@ -120,14 +120,8 @@ def seconds_of(kernels: Sequence[Kernel], bytes_per_second: float) -> float:
 
 def floor_bytes(size: Size, rows: int, context: int, wanted: Format = WIDE) -> int:
     """What any program has to read: the weights of a step, and live K and V."""
-    query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
-    shapes = [
-        (size.hidden, query + 2 * kv),
-        (query, size.hidden),
-        (size.hidden, 2 * size.intermediate),
-        (size.intermediate, size.hidden),
-    ]
-    weights = size.layers * sum(_bytes_of(*shape, wanted) for shape in shapes)
+    kv = size.kv_heads * size.head_size
+    weights = size.layers * sum(_bytes_of(*shape, wanted) for shape in size.products)
     weights += _bytes_of(size.hidden, size.vocab, wanted.of_head)
     of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
     return weights + of_cache * size.layers * 2 * rows * context * kv
@@ -157,7 +151,7 @@ class Recorder(TorchDispatchMode):
     def add_bytes(self, arguments: Sequence[Any]) -> None:
         """Of the tensors of a product, each once."""
         tensors = {id(each): each for each in arguments if isinstance(each, torch.Tensor)}
-        self.product_bytes += sum(it.numel() * it.element_size() for it in tensors.values())
+        self.product_bytes += sum(it.nbytes for it in tensors.values())
 
 
 @contextmanager

@@ -172,8 +172,8 @@ def load_model(
     module.requires_grad_(False).eval()
     if kept:
         quantize_model(model, saved=kept)
+        move_quantized(model, device)
     module.to(device)
-    move_quantized(model, device)
     # The generation settings' end tokens come before the configuration's.
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
     if saved is None:
@@ -216,7 +216,7 @@ def _bytes_of(saved: SavedWeights, kept: Mapping[str, FewBits]) -> int:
     names = {f"{module}.weight" for module in kept}
     tensors = [it for name, it in saved.tensors.items() if name not in names]
     tensors += [each for weight in kept.values() for each in weight.tensors]
-    return sum(it.numel() * it.element_size() for it in tensors)
+    return sum(it.nbytes for it in tensors)
 
 
 def fits_beside_others(

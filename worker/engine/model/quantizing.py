@@ -124,8 +124,7 @@ def _more_bytes(loaded: LoadedModel) -> int:
     """How much more quantized modules would take as plain ones."""
     weights = {id(it.quantized): it.quantized for it in _quantized_modules(loaded)}.values()
     wide = sum(prod(it.shape) for it in weights) * loaded.model.dtype.itemsize
-    tensors = [each for it in weights for each in it.tensors]
-    return wide - sum(each.numel() * each.element_size() for each in tensors)
+    return wide - sum(each.nbytes for it in weights for each in it.tensors)
 
 
 def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:
