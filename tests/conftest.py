@@ -27,7 +27,7 @@ from tests.roles import (
     forget_refusals,
     refusals,
 )
-from tests.servers import Server, embedded_server, redis_server
+from tests.servers import Server, embedded_server, in_database, redis_server
 
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
@@ -70,8 +70,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         state = fakeredis.FakeServer(version=(7,))
         yield Server(
             url="",
-            connect=lambda *_: fakeredis.FakeRedis(server=state),
-            connect_async=lambda *_: fakeredis.FakeAsyncRedis(server=state),
+            connect=lambda role="", db=0: fakeredis.FakeRedis(server=state, db=db),
+            connect_async=lambda role="", db=0: fakeredis.FakeAsyncRedis(server=state, db=db),
         )
         return
     fixture = "embedded_url" if request.param == "embedded" else "redis_server_url"
@@ -79,12 +79,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with _emptied(url):
         yield Server(
             url=url,
-            connect=lambda role="": (redis.Redis if role else QueueClient).from_url(
-                as_role(role, url)
+            connect=lambda role="", db=0: (redis.Redis if role else QueueClient).from_url(
+                as_role(role, in_database(url, db))
             ),
-            connect_async=lambda role="": (
+            connect_async=lambda role="", db=0: (
                 redis.asyncio.Redis if role else AsyncQueueClient
-            ).from_url(as_role(role, url)),
+            ).from_url(as_role(role, in_database(url, db))),
         )
 
 

@@ -147,7 +147,7 @@ class AsyncQueueClient(redis.asyncio.Redis):
 
 
 def _role_of(script: str) -> str:
-    [name] = [it for it in SCRIPT_NAMES if script_text(it) == script]
+    [name] = [it for it in SCRIPT_NAMES if script.endswith(script_text(it))]
     return _ROLE_OF_SCRIPT[name]
 
 

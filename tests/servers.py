@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -22,12 +23,15 @@ from tests.processes import running, start
 from tests.roles import QueueClient, acl_file_for_tests, as_role, bring_in_roles
 from tests.waiting import until
 
+NO_REDIS_SERVER = "redis-server is not installed; the embedded server and fakeredis are tested"
+
 
 @dataclass
 class Server:
     """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process.
 
-    Both take a role; without one the client is for a `RequestQueue` and for the test, see `roles`.
+    Both take a role and the number of a database, by default 0. Without a role the client is for a
+    `RequestQueue` and for the test, see `roles`.
     """
 
     url: str
@@ -68,6 +72,11 @@ def answers(client: Any) -> bool:
         return False
 
 
+def in_database(url: str, number: int) -> str:
+    """The URL of another database of the server."""
+    return urlsplit(url)._replace(path=f"/{number}").geturl()
+
+
 @contextmanager
 def embedded_server() -> Iterator[str]:
     """The URL of one that has the roles, for its default user, who may do anything."""
@@ -78,11 +87,10 @@ def embedded_server() -> Iterator[str]:
 
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The same for a redis-server, until the generator goes on; skips where there is none."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
+    program = server_program("redis-server")
     port = free_port()
     folder = tmp_path_factory.mktemp("redis-server")
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--dir", str(folder), "--aclfile", str(acl_file_for_tests(folder))]
     with running(*command, stdout=subprocess.DEVNULL) as process, redis.Redis(port=port) as client:
         while not answers(client):
@@ -90,16 +98,26 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"redis://127.0.0.1:{port}/0"
 
 
-def server_program() -> str:
-    """redis-server where it is installed, otherwise the embedded Valkey's binary."""
-    return shutil.which("redis-server") or str(get_binary_path())
+PROGRAMS = ["embedded", "redis-server"]
+"""Servers that an `OwnServer` may run."""
+
+
+def server_program(kind: str = "") -> str:
+    """The program of a kind, or without one redis-server where it is installed, else Valkey.
+
+    Skips the test if it is not installed.
+    """
+    installed = shutil.which("redis-server")
+    if kind == "redis-server" and installed is None:
+        pytest.skip(NO_REDIS_SERVER)
+    return installed if installed and kind != "embedded" else str(get_binary_path())
 
 
 class OwnServer:
     """A server with append-only persistence that a test may kill and start again.
 
     It has the roles; `url` is a producer's, and `client` does what a test does by hand. `within` is
-    a command that runs it.
+    a command that runs it, `kind` one of PROGRAMS.
     """
 
     def __init__(
@@ -108,9 +126,10 @@ class OwnServer:
         *options: str,
         connect: dict[str, Any] | None = None,
         within: Sequence[str] = (),
+        kind: str = "",
     ) -> None:
         self.port = free_port()
-        self._within = within
+        self._program = [*within, server_program(kind)]
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.options = list(options)
@@ -127,8 +146,7 @@ class OwnServer:
         return QueueClient(**self._connect)
 
     def start(self, wait: bool = True) -> None:
-        command = [*self._within, server_program()]
-        command += ["--port", str(self.port), "--bind", "127.0.0.1"]
+        command = [*self._program, "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
         command += ["--repl-diskless-sync-delay", "0"]  # a replica need not wait for others
         command += ["--appendfsync", "always", *self.options]

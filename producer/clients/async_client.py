@@ -227,6 +227,7 @@ class AsyncClient:
     def _use(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
         self._queue = AsyncRequestQueue(client, self._keys.queue)
+        self._keys = self._queue.keys
         self._subscriptions = Subscriptions(self._queue.redis)
 
     async def _take(self, step: Any) -> Any:

@@ -59,18 +59,27 @@ class _Name:
         return keys.prefix + self._name
 
 
+class _Channel(_Name):
+    def __get__(self, keys: Keys, kind: type[Keys]) -> str:
+        return keys.channels + self._name
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The names of one queue.
+
+    A server's databases share its channels, so the names of channels carry the number of a
+    `database` other than 0.
 
     Raises ConfigurationError for a queue name other than 1 to 64 letters, digits and `_.-`.
     """
 
     queue: str = "default"
+    database: int = 0
 
     pending = _Name("pending")
-    control = _Name("control")
-    drain = _Name("drain")
+    control = _Channel("control")
+    drain = _Channel("drain")
     """A channel that tells workers to finish what runs and to exit."""
     leases = _Name("leases")
     deadlines = _Name("deadlines")
@@ -112,6 +121,11 @@ class Keys:
     def prefix(self) -> str:
         """The beginning of every key of the queue. The scripts build the other names on it."""
         return f"{PREFIX}{{{self.queue}}}:"
+
+    @property
+    def channels(self) -> str:
+        """The beginning of every channel of the queue."""
+        return f"{self.prefix}{self.database}:" if self.database else self.prefix
 
     def pending_of(self, tenant: str) -> str:
         """The key of a tenant's queue; '' is the tenant without a name.
@@ -155,7 +169,7 @@ class Keys:
         return f"{self.prefix}tokens:{request_id}"
 
     def events(self, request_id: str) -> str:
-        return f"{self.prefix}events:{request_id}"
+        return f"{self.channels}events:{request_id}"
 
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"

@@ -13,7 +13,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from promptq.shared.protocol.keys import PREFIX, Keys
 
@@ -32,6 +32,8 @@ def _files_in(*folders: str) -> dict[str, Traversable]:
 _PATHS = _files_in("requests", "upkeep")
 _PARTS = _files_in("basics", "parts")
 _USES = "-- uses: "
+_NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
+"""How Redis 7.0 says it, and how later releases and Valkey do."""
 
 SCRIPT_NAMES = tuple(sorted(_PATHS))
 
@@ -82,9 +84,14 @@ class Call(Generic[T_co]):
         return (self.keys or sender).pending
 
     def read(self, reply: Any) -> T_co:
-        """The value of a reply. A reply that is an error is raised."""
+        """The value of a reply. A reply that is an error is raised.
+
+        NoPermissionError is raised for a command in a script too, where servers have other words.
+        """
         if self.of_wrong_type is not None and is_wrong_type(reply):
             return self.of_wrong_type()
+        if isinstance(reply, ResponseError) and str(reply).startswith(_NOT_PERMITTED_IN_SCRIPT):
+            raise NoPermissionError(str(reply)) from reply
         if isinstance(reply, Exception):
             raise reply
         return self.parse(reply)

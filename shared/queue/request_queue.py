@@ -84,7 +84,8 @@ class _Queue:
         model: ModelIdentity | None = None,
         seed: int | None = None,
     ) -> None:
-        self.keys = Keys(queue)
+        pool = getattr(client, "connection_pool", None)  # redis-py's RedisCluster has none
+        self.keys = Keys(queue, int(pool.connection_kwargs.get("db") or 0) if pool else 0)
         self.worker_id = worker_id or f"anonymous-{secrets.token_hex(4)}"
         self.lease_ms = lease_ms
         self.model = model or ModelIdentity()
@@ -96,7 +97,8 @@ class _Queue:
         self.redis = client_of(client, self.keys)
         """The client for the queue's keys."""
         register = self.redis.register_script
-        self._scripts = {name: register(script_text(name)) for name in SCRIPT_NAMES}
+        where = scripts.in_database(self.keys.database)
+        self._scripts = {name: register(where + script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
         """What `run` does. Yields functions that ask the server, and is sent its replies."""

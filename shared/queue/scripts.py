@@ -29,6 +29,11 @@ def _row_status(reply: bytes) -> RowStatus:
     return _ROW_STATUSES.get(reply) or RowStatus(text_of(reply).split(" ", 1)[0])
 
 
+def in_database(database: int) -> str:
+    """The line before the text of a script that runs in this database."""
+    return f"KEYS.database = {database}\n" if database else ""
+
+
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
     """Add all requests or none. Returns the ids, and an older id if the idempotency key is known.
 

@@ -54,6 +54,10 @@ _WRITE = (
 )
 _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
 _SCRIPTS = "evalsha publish script|load spublish"
+_DATABASES = ("", "[1-9]*:")
+"""Between a channel's prefix and its name: none in database 0, elsewhere the number. No channel of
+database 0 matches the pattern."""
+
 _LOOK_THROUGH = "dbsize scan"
 """These commands look at all keys of the database, also those of other queues."""
 
@@ -84,7 +88,7 @@ class Role:
         prefix = Keys("all").prefix.replace("all", queue)
         keys = [f"~{prefix}{it}" for family in self.writes for it in FAMILIES[family]]
         keys += [f"%R~{prefix}{it}" for family in self.reads for it in FAMILIES[family]]
-        channels = [f"&{prefix}{it}" for it in self.channels]
+        channels = [f"&{prefix}{at}{it}" for it in self.channels for at in _DATABASES]
         commands = [f"+{it}" for it in sorted(set(self.commands.split()))]
         rules = ["reset", "on", *keys, *channels, *self.others, "-@all"]
         return [*rules, *_CONNECT.split(), *commands]  # a category overrides the rules before it

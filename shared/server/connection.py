@@ -56,7 +56,6 @@ _NO_LIMIT = 2**31  # redis-py takes None as 100
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
 _NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
-_SCRIPT_NOT_PERMITTED = "The user executing the script can't"
 _WORTH_TRYING = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
@@ -273,7 +272,7 @@ def explain(
             )
         if isinstance(error, AuthenticationError) or said.startswith("WRONGPASS"):
             return RedisAuthError(f"the server at {shown} refused the credentials: {said}")
-        if isinstance(error, NoPermissionError) or said.startswith(_SCRIPT_NOT_PERMITTED):
+        if isinstance(error, NoPermissionError):
             user = urlsplit(url).username
             who = f"the user {user!r}" if user else "this user"
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")

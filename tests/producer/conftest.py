@@ -48,10 +48,12 @@ def read(server: Any, kind: str) -> Iterator[Callable[..., Reader]]:
     )
     readers: list[Reader] = []
 
-    def read(request_id: str, *, from_index: int = 0, silence_seconds: float = 60.0) -> Reader:
+    def read(
+        request_id: str, *, from_index: int = 0, silence_seconds: float = 60.0, db: int = 0
+    ) -> Reader:
         """A silence so long shows that nothing but the rule under test brought the events."""
         options = {"silence_seconds": silence_seconds}
-        readers.append(start(partial(connect, "producer"), request_id, options, from_index))
+        readers.append(start(partial(connect, "producer", db), request_id, options, from_index))
         return readers[-1]
 
     return read

@@ -15,19 +15,19 @@ import redis
 from promptq import Client
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.server.acl import FAMILIES, ROLES
+from promptq.shared.server.acl import FAMILIES, ROLES, user_rules
 from tests.model_free_worker import text_of
 from tests.paths import ROOT
 from tests.processes import started
 from tests.producer.playing import KEYS, Run
 from tests.roles import ACL_FILE, as_role, password_of
-from tests.servers import OwnServer
+from tests.servers import PROGRAMS, OwnServer, in_database
 
 DOCS = ROOT / "docs" / "security.md"
 FAULTY = "tests.faults.worker.faulty_worker"
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "blmove": ("KEY", "KEY", "LEFT", "RIGHT", "0.01"),
+    "blmove": ("KEY", "KEY", "LEFT", "RIGHT", "no time"),
     "evalsha": ("0" * 40, "1", "KEY"),
     "expire": ("KEY", "1000"),
     "get": ("KEY",),
@@ -98,21 +98,30 @@ OTHERS = {
 }
 """Keys that are not the queue's, by their rows in the docs."""
 
+DATABASES = (KEYS, Keys("default", 1), Keys("default", 15))
+
 CHANNELS = {
-    "`control`": KEYS.control,
-    "`drain`": KEYS.drain,
-    "`events:*`": KEYS.events("sample"),
-    "all others": Keys("other").control,
+    "`control`": tuple(keys.control for keys in DATABASES),
+    "`drain`": tuple(keys.drain for keys in DATABASES),
+    "`events:*`": tuple(keys.events("sample") for keys in DATABASES),
+    "all others": (
+        *(Keys("other", keys.database).control for keys in DATABASES),
+        *("promptq:{default}:0:drain", "promptq:{default}:x:drain", "promptq:{default}:x:events:1"),
+    ),
 }
+"""The names in several databases."""
 
 READ, WRITE = "read", "read, write"
 
 
-@pytest.fixture(scope="module")
-def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+@pytest.fixture(scope="module", params=PROGRAMS)
+def lasting_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OwnServer]:
     admin = {"username": "admin", "password": password_of("admin")}
     folder = tmp_path_factory.mktemp("server") / "own"
-    with OwnServer(folder, "--aclfile", str(ACL_FILE), connect=admin) as server:
+    options = ("--aclfile", str(ACL_FILE))
+    with OwnServer(folder, *options, connect=admin, kind=request.param) as server:
         yield server
 
 
@@ -190,14 +199,28 @@ def test_each_role_hears_and_speaks_on_the_channels_that_the_docs_say(
 ) -> None:
     wrong = []
     for row, cells in table("Channels").items():
-        for command, word in CHANNEL_COMMANDS.items():
-            arguments = (CHANNELS[row], *(("x",) if word == "publish" else ()))
+        for channel, (command, word) in itertools.product(CHANNELS[row], CHANNEL_COMMANDS.items()):
+            arguments = (channel, *(("x",) if word == "publish" else ()))
             # In RESP3 the answer to SUBSCRIBE would come beside the answers to commands.
             with redis.Redis.from_url(as_role(role, server.url), protocol=2) as client:
                 expected = word in cells[role].split(", ") and command in commands_of(role)
                 if may(client, command, *arguments) != expected:
-                    wrong.append(f"{command} {row}: the docs say {cells[role]!r}")
+                    wrong.append(f"{command} {channel}: the docs say {cells[role]!r}")
     assert not wrong
+
+
+def test_a_role_reaches_every_database_unless_valkey_holds_it_to_one(embedded_url: str) -> None:
+    urls = [in_database(as_role("", embedded_url), db).replace("//", "//kept:p@") for db in (0, 1)]
+    with redis.Redis.from_url(embedded_url) as admin:
+        try:
+            for rules, reached in ((), [True, True]), (("resetdbs", "db=1"), [False, True]):
+                made = user_rules("producer", "default", "p")
+                admin.execute_command("ACL", "SETUSER", "kept", *made, *rules)
+                for url, is_reached in zip(urls, reached, strict=True):
+                    with redis.Redis.from_url(url) as client:
+                        assert may(client, "HGET", KEYS.request("a"), "payload") is is_reached
+        finally:
+            admin.acl_deluser("kept")
 
 
 @pytest.mark.parametrize("role", ROLES)

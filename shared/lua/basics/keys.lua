@@ -5,12 +5,16 @@
 -- question about two keys, one of which is nowhere, is refused then, and so is the script, before it writes.
 local moving = redis.pcall('EXISTS', KEYS[1], KEYS[1] .. ':')
 if type(moving) == 'table' then
-  if string.find(moving.err, 'user') or string.find(moving.err, 'NOPERM') then return moving end
+  for _, refusal in ipairs({'The user', 'ACL failure'}) do -- on Redis 7.0, and on later ones
+    if string.find(moving.err, refusal) then return moving end
+  end
   return redis.error_reply('TRYAGAIN the cluster moves the slot of this queue')
 end
 
 local prefix = string.sub(KEYS[1], 1, -8)
 keys.prefix, keys.pending = prefix, KEYS[1]
+-- All databases share channels, and a script cannot find out its database: the text before this may set it.
+keys.channels = KEYS.database and prefix .. KEYS.database .. ':' or prefix
 keys.leases, keys.deadlines = prefix .. 'leases', prefix .. 'deadlines'
 keys.delayed, keys.dead = prefix .. 'delayed', prefix .. 'dead'
 keys.backlog = prefix .. 'backlog' -- counts what waits, for the limits of `enqueue`
@@ -18,7 +22,7 @@ keys.tenants_waiting = prefix .. 'tenants:waiting' -- the tenants of which reque
 
 function keys.request(id) return prefix .. 'request:' .. id end
 function keys.tokens(id) return prefix .. 'tokens:' .. id end
-function keys.events(id) return prefix .. 'events:' .. id end
+function keys.events(id) return keys.channels .. 'events:' .. id end
 
 -- A tenant's name, or '' (the tenant without a name) for a value that no key may contain.
 function keys.tenant_name(value)

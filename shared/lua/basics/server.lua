@@ -59,4 +59,4 @@ server.at_the_end(function()
   removals = {}
 end)
 
-function server.wake_workers() redis.call('PUBLISH', keys.prefix .. 'control', 'pending') end
+function server.wake_workers() redis.call('PUBLISH', keys.channels .. 'control', 'pending') end

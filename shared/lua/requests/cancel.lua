@@ -21,7 +21,7 @@ local function cancel(id)
     redis.pcall('ZREM', keys.delayed, id)
     if mode ~= 'any' then return 'active' end
     redis.call('HSET', keys.request(id), 'cancelled', '1')
-    redis.call('PUBLISH', keys.prefix .. 'control', 'cancel:' .. id)
+    redis.call('PUBLISH', keys.channels .. 'control', 'cancel:' .. id)
     return 'flagged'
   end
   if queue or server.score_in(keys.delayed, id) or fields.payload then

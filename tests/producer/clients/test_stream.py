@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from promptq import Client
 from promptq.shared.errors import RequestNotFoundError, StreamChangedError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
-from tests.producer.playing import KEYS
+from tests.producer.playing import KEYS, HandWorker
+from tests.servers import Server
 
 Read = Callable[..., Any]
 
@@ -39,6 +41,27 @@ def test_events_arrive_as_they_are_published(client: Client, worker: Any, read: 
     assert [event.is_last for event in events] == [False, False, True]
     assert events[-1].usage is not None
     assert events[-1].usage.completion_tokens == 5
+
+
+def test_one_id_in_two_databases_is_two_streams(server: Server, read: Read) -> None:
+    """A client enqueues, streams and finishes in one as if the other were not there."""
+    with ExitStack() as stack:
+        workers, readers = [], []
+        for db in (0, 1):
+            client = stack.enter_context(closing(server.connect("producer", db)))
+            Client(client).enqueue("Hi", request_id="same")
+            workers.append(HandWorker(stack.enter_context(closing(server.connect(db=db)))))
+            readers.append(read("same", db=db))
+        claims = [worker.take() for worker in workers]
+        texts = ["", ""]
+        for letters in (("a", "vw"), ("bc", "x"), ("d", "yz")):
+            for n, text in enumerate(letters):
+                workers[n].send(claims[n], text)
+                texts[n] += text
+                readers[n].wait_for(texts[n])
+        for n in (1, 0):
+            workers[n].finish(claims[n])
+            assert "".join(event.text for event in readers[n].finish()) == texts[n]
 
 
 def test_a_late_subscriber_gets_the_whole(client: Client, worker: Any, read: Read) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import redis.asyncio
 
+from promptq import AsyncClient
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import Settings
@@ -14,6 +15,7 @@ from promptq.worker.service import Worker
 from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
 from tests.roles import as_role
+from tests.servers import in_database
 
 
 async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
@@ -66,6 +68,32 @@ async def test_draining_ends_whenever_it_comes_and_with_every_last_event(
             request_id = await async_put(queue, seed=n, max_tokens=8 + n)
             await until_tokens(queue, request_id, 2)
         assert await queue.state(request_id) is RequestState.COMPLETED
+
+
+async def test_a_drain_ends_workers_of_its_database_alone(redis_url: str) -> None:
+    def in_role(role: str, db: int) -> str:
+        return as_role(role, in_database(redis_url, db))
+
+    async with (
+        redis.asyncio.Redis.from_url(in_role("worker", 1)) as connection,
+        AsyncClient(in_role("operator", 0)) as here,
+        AsyncClient(in_role("operator", 1)) as there,
+    ):
+        worker = Worker(Settings(), served_model_free(), connection)
+        await worker.start()
+        serving = asyncio.create_task(worker.serve(asyncio.Event()))
+        channels = [here.queue.keys.drain, here.queue.keys.control]
+        assert [count for _, count in await listeners(redis_url, channels)] == [0, 0]
+        assert await here.drain() == []
+        assert await there.drain() == [worker.worker_id]
+        await serving
+        await worker.stop()
+
+
+async def listeners(url: str, channels: list[str]) -> list[tuple[bytes, int]]:
+    async with redis.asyncio.Redis.from_url(as_role("", url)) as client:
+        counts: list[tuple[bytes, int]] = await client.pubsub_numsub(*channels)
+        return counts
 
 
 @pytest.mark.parametrize("message", ["drain", "drain:{worker_id}"])
