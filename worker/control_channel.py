@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import get_logger
@@ -31,7 +31,8 @@ async def messages(client: Any, keys: Keys) -> AsyncIterator[Message]:
     """Each message, until cancelled. A drain without a name is for all workers.
 
     Messages that are missed while disconnected only cost time: workers poll for new work, and every
-    publish reports what is cancelled. Only a drain has to be sent again.
+    publish reports what is cancelled. Only a drain has to be sent again. The first message says
+    that it listens. Raises NoPermissionError.
     """
     heeded = {keys.drain.encode()}
     if not _has_role(client):
@@ -49,6 +50,8 @@ async def messages(client: Any, keys: Keys) -> AsyncIterator[Message]:
                     kind, colon, name = message["data"].decode("ascii", "replace").partition(":")
                     if kind != "drain" or message["channel"] in heeded:
                         yield Message(kind, name if colon else None)
+        except NoPermissionError:
+            raise
         except (RedisError, OSError) as error:
             get_logger().warning("control channel lost, subscribing again", error=str(error))
             await asyncio.sleep(_RECONNECT_SECONDS)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_less
-from promptq.worker.control_channel import messages
+from promptq.worker.control_channel import Message, messages
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
 from promptq.worker.intake.claim_policy import ClaimPolicy
@@ -153,12 +153,14 @@ class Worker:
     async def start(self) -> None:
         """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
         await self._queue.take_batch(Room(max_count=0, token_budget=0))
+        control = messages(self._queue.redis, self._queue.keys)
+        await anext(control)  # raises if the user may not listen
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
         self._spawn(self._give_back.run())
         self._spawn(self._watchdog.watch())
-        self._spawn(self._listen())
+        self._spawn(self._listen(control))
         self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(self._lease_timer.run())
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
@@ -269,8 +271,8 @@ class Worker:
                     )
                     return
 
-    async def _listen(self) -> None:
-        async for kind, name in messages(self._queue.redis, self._queue.keys):
+    async def _listen(self, control: AsyncIterator[Message]) -> None:
+        async for kind, name in control:
             if kind == "pending":
                 self.leases.wake_up.work_came()
             elif kind == "cancel":

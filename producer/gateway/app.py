@@ -41,6 +41,7 @@ from promptq.producer.gateway.routes import (
 )
 from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
+from promptq.shared.queue import scripts
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
@@ -143,7 +144,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 async def _look_at_server(gateway: Gateway) -> None:
     """Log why calls will get 503, if they will, before the first one does."""
     try:
-        await gateway.queue.run(api_keys.count(gateway.keys))
+        await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     except RedisError as error:
         told = errors.redis_side_error(error, gateway.client.url, gateway.redis_user)
         errors.log_why_unavailable(told)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 
 import redis
@@ -27,13 +28,14 @@ from promptq.producer.jobs.rq_queues import (
 )
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets, master_file
-from promptq.shared.errors import RedisAuthError, RedisUnavailableError
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.errors import RedisUnavailableError
+from promptq.shared.queue import scripts
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.acl import user_name
-from promptq.shared.server.cluster import client_of
-from promptq.shared.server.connection import open_redis, without_password
+from promptq.shared.server.connection import explain, open_redis, without_password
 
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
@@ -48,11 +50,14 @@ def run_jobs(settings: JobsSettings) -> None:
     has_shared_secret = WebhookSecrets(settings).has_shared
     _export(settings)
     is_told_to_stop = _stop_signal()
-    keys = Keys(settings.queue)
-    with _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))) as own:
-        _check_rights(settings, client_of(own, keys), "HEXISTS", keys.upkeep, "seen")
+    url = server_url(settings.redis_url)
+    with _open_when_there(settings, lambda: open_redis(url)) as own:
+        queue = RequestQueue(own, settings.queue)
+        seen = Call("", ["HEXISTS", queue.keys.upkeep, "seen"], bool)
+        _check_rights(settings, url, partial(queue.run, [seen, scripts.try_channels()]))
     with _open_when_there(settings, lambda: open_jobs_redis(settings)) as jobs:
-        _check_rights(settings, jobs, "LLEN", upkeep_queue(settings.queue, jobs).key)
+        waiting = upkeep_queue(settings.queue, jobs).key
+        _check_rights(settings, settings.jobs_redis_url or url, partial(jobs.llen, waiting))
     if has_shared_secret:
         get_logger().warning(
             "one secret signs the webhooks of all tenants too: give each its own and take that one"
@@ -81,16 +86,14 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
             time.sleep(_TICK_SECONDS)
 
 
-def _check_rights(settings: JobsSettings, connection: redis.Redis, *command: str) -> None:
-    """Raises RedisAuthError if the user may not send a command that needs the role `jobs`."""
+def _check_rights(settings: JobsSettings, url: str, ask: Callable[[], object]) -> None:
+    """Raises RedisAuthError if the user of `url` may not ask what needs the role `jobs`."""
     try:
-        connection.execute_command(*command)  # type: ignore[no-untyped-call] # redis-py has no types for it
-    except NoPermissionError:
-        user = connection.connection_pool.connection_kwargs.get("username") or "default"
-        raise RedisAuthError(
-            f"the user {user!r} may not do what `promptq jobs` does; give it the URL of the user"
-            f" {user_name('jobs', settings.queue)!r} (promptq acl)"
-        ) from None
+        ask()
+    except NoPermissionError as error:
+        role = user_name("jobs", settings.queue)
+        wrong = f"may not do what `promptq jobs` does; give it the URL of the user {role!r}"
+        raise explain(error, url, f"{wrong} (promptq acl)") from None
     except redis.ResponseError:
         pass  # a stranger changed the type of the key, which is logged later
 

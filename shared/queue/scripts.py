@@ -187,6 +187,11 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
     return Call("cancel", [mode, *encoded], parse)
 
 
+def try_channels() -> Call[list[CancelStatus]]:
+    """Do nothing. Raises NoPermissionError unless the user may publish on the queue's channels."""
+    return cancel([])
+
+
 def reprioritise(
     request_id: str, priority: int, payload: bytes, new_payload: str
 ) -> Call[PriorityStatus]:

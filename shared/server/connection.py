@@ -275,6 +275,10 @@ def explain(
         if isinstance(error, NoPermissionError):
             user = urlsplit(url).username
             who = f"the user {user!r}" if user else "this user"
+            if "channel" in said:
+                grant = f"ACL SETUSER {user or 'NAME'} '&promptq:*'"
+                if_not_permitted += f"; a user made by hand needs channels too: {grant}"
+            said = said.partition(" script: ")[0]  # the rest is a place in a script
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")
     if isinstance(error, ResponseError) and "unknown command" in str(error):
         return RedisTooOldError(  # it does not know HELLO, which came with Redis 6

@@ -18,9 +18,25 @@ function server.number(name, default) return numbers.whole(server.config(name), 
 -- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. Once it has
 -- accepted a first write, it accepts all others. So each script begins with a write that changes nothing, and
 -- is refused as a whole or not at all. Scripts that only keep order and add no data begin with a write that
--- needs no memory.
-function server.write_needs_memory() redis.call('ZADD', keys.leases, 'XX', 0, '') end
-function server.write_needs_no_memory() redis.call('ZREM', keys.leases, '') end
+-- needs no memory. Messages come last, so before that the script checks that the user may publish them.
+local function check_channels()
+  if not redis.acl_check_cmd then return end -- fakeredis knows no users
+  for _, channel in ipairs({keys.channels .. 'control', keys.events('')}) do
+    if not redis.acl_check_cmd('PUBLISH', channel, '') then
+      error({err = 'NOPERM No permissions to publish on the channel ' .. channel})
+    end
+  end
+end
+
+function server.write_needs_memory()
+  check_channels()
+  redis.call('ZADD', keys.leases, 'XX', 0, '')
+end
+
+function server.write_needs_no_memory()
+  check_channels()
+  redis.call('ZREM', keys.leases, '')
+end
 
 -- One command for many values, in pieces, because Lua's stack takes only some thousands at once. `call` is
 -- redis.call, or redis.pcall after the first writes, where a key of another type must not stop the rest.

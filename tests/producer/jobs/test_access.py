@@ -76,9 +76,10 @@ def test_in_another_role(role: str, redis_url: str, run: Run, tmp_path: Path) ->
     url = as_role(role, redis_url)
     refused = run("jobs", url=url, PROMPTQ_FILES_DIR=str(tmp_path / "files"))
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == (
+    assert re.fullmatch(
         f"promptq: the user '{role}' may not do what `promptq jobs` does; give it the URL of the"
-        " user 'jobs' (promptq acl)\n"
+        r" user 'jobs' \(promptq acl\); the server at \S+ said: .*\n",
+        refused.stderr,
     )
     listed = run("webhooks", "dead", url=url)
     if role == "operator":

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from promptq.producer.admin import api_keys
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.shared.queue import scripts
 
 router = APIRouter(tags=["health"])
 
@@ -24,7 +25,8 @@ async def healthz() -> dict[str, str]:
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
     """The queues can be read, and a worker takes requests and makes progress, or loads a model when
     work comes; otherwise 503."""
-    await gateway.queue.run(api_keys.count(gateway.keys))  # each call reads them, too
+    # Each call reads the keys, and most publish.
+    await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
     workers = [worker for each in stats for worker in each.workers]
     is_loaded = any(worker.state != "draining" for worker in workers)
