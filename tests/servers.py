@@ -24,6 +24,7 @@ from tests.roles import QueueClient, acl_file_for_tests, as_role, bring_in_roles
 from tests.waiting import until
 
 NO_REDIS_SERVER = "redis-server is not installed; the embedded server and fakeredis are tested"
+NO_TLS = "redis-server is not installed, and the embedded server has no TLS"
 
 
 @dataclass

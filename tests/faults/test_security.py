@@ -22,7 +22,7 @@ from tests.certificates import make_certificates, tls_settings
 from tests.model_free_worker import text_of
 from tests.processes import started
 from tests.roles import ACL_FILE, as_role
-from tests.servers import OwnServer, free_port
+from tests.servers import NO_TLS, OwnServer, free_port
 
 FAULTY = "tests.faults.worker.faulty_worker"
 
@@ -36,13 +36,20 @@ class Roles:
 
 
 @pytest.fixture
-def roles(tmp_path: Path) -> Iterator[Roles]:
+def kind() -> str:
+    """Of the server, unless a test says another."""
+    return ""
+
+
+@pytest.fixture
+def roles(tmp_path: Path, kind: str) -> Iterator[Roles]:
     admin = {"username": "admin", "password": "change-me-admin"}
-    with OwnServer(tmp_path / "server", "--aclfile", str(ACL_FILE), connect=admin) as server:
+    options = ("--aclfile", str(ACL_FILE))
+    with OwnServer(tmp_path / "server", *options, connect=admin, kind=kind) as server:
         yield Roles(server)
 
 
-@pytest.mark.parametrize("pubsub", ["plain", "sharded"])
+@pytest.mark.parametrize(("kind", "pubsub"), [("embedded", "plain"), ("", "sharded")])
 async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: str) -> None:
     with roles.server.client() as admin:
         admin.hset("promptq:{default}:config", "pubsub", pubsub)
@@ -88,7 +95,7 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason=NO_TLS)
 async def test_a_server_that_asks_for_certificates_gets_the_clients(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     port = free_port()
@@ -105,7 +112,7 @@ async def test_a_server_that_asks_for_certificates_gets_the_clients(tmp_path: Pa
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason=NO_TLS)
 async def test_workers_and_clients_speak_tls_and_check_the_certificate(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     port, authority = free_port(), str(tmp_path / "ca.crt")

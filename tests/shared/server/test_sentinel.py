@@ -19,7 +19,7 @@ from tests.faults.network import Network, check_that_answers_are_ones_own
 from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
 from tests.integration.reading import KINDS
 from tests.roles import as_role
-from tests.servers import OwnServer, free_port
+from tests.servers import NO_TLS, OwnServer, free_port
 from tests.waiting import until
 
 
@@ -117,7 +117,7 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason=NO_TLS)
 async def test_sentinels_and_server_speak_tls(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     port, at_master, folder = free_port(), free_port(), tmp_path / "sentinel"
