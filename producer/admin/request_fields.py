@@ -25,7 +25,7 @@ def whole(text: str | None) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
-def json_object(text: str | None) -> dict[str, Any]:
+def json_object(text: str | bytes | None) -> dict[str, Any]:
     """A JSON object; an empty one for anything else."""
     value = _parsed(text)
     return value if isinstance(value, dict) else {}
@@ -43,7 +43,7 @@ def ended_attempts(text: str | None) -> list[EndedAttempt]:
     return found
 
 
-def _parsed(text: str | None) -> Any:
+def _parsed(text: str | bytes | None) -> Any:
     try:
         return json.loads(text or "null")
     except ValueError:

@@ -31,10 +31,18 @@ def require_one_of(what: str, *extras: str) -> None:
         raise _lacks(what, extras[:1])
 
 
+def how_to_install(*extras: str) -> str:
+    """Returns the command that adds extras.
+
+    It installs the wheel that `make wheel` builds: the name promptq is not registered at a package
+    index, so anybody could register it, and pip would run their code.
+    """
+    return f'pip install "$(echo dist/promptq-*.whl)[{",".join(extras)}]" where `make wheel` ran'
+
+
 def _lacks(what: str, extras: Sequence[str]) -> ConfigurationError:
-    names = ",".join(extras)
     return ConfigurationError(
-        f"{what} needs packages that are not installed: pip install 'promptq[{names}]'"
+        f"{what} needs packages that are not installed: {how_to_install(*extras)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, an optional extra: `pip install 'promptq[tracing]'`.
+"""OpenTelemetry traces, the optional extra `tracing`.
 
 Nothing of the library is imported unless traces are sent somewhere. A request carries the context
 of the span that enqueued it, so one trace leads from the client to the worker that answered.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import TraceContext
+from promptq.shared.runtime.extras import how_to_install
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -72,7 +73,7 @@ def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigurationError(
-            "otlp_endpoint: traces need the extra: pip install 'promptq[tracing]'"
+            f"otlp_endpoint: traces need the extra: {how_to_install('tracing')}"
         ) from error
     if endpoint and not endpoint.endswith(_TRACES_PATH):
         endpoint = endpoint.rstrip("/") + _TRACES_PATH

@@ -91,7 +91,7 @@ def check_client(python: Path, folder: Path) -> None:
         "python -c 'import promptq; promptq.run_batch'": "gateway",
     }.items():
         said = stranger.run("sh", "-c", f"{command} 2>&1 | tail -n 1")
-        assert f"pip install 'promptq[{extras}]'" in said, said
+        assert f"whl)[{extras}]" in said, said
     with EmbeddedServer() as server:
         said = stranger.run("python", "-c", ENQUEUE, server.url)
         assert said.strip() == "waiting", said

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from redis.exceptions import RedisError
 from rich.text import Text
 
+from promptq.producer.admin.request_fields import json_object
 from promptq.producer.clients.stream import GIVE_UP_SECONDS
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.screens.render import how_to_start_a_worker, milliseconds
@@ -20,6 +22,8 @@ from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.queue import lookups
+from promptq.shared.runtime.printable import printable
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -71,6 +75,7 @@ class StreamPrinter:
     def _follow(self) -> TokenEvent:
         last = None
         with self._explaining_silence() as heard:
+            self._print_prompt()
             for event in self._client.stream(self._id):
                 heard()
                 self._print(event)
@@ -78,6 +83,17 @@ class StreamPrinter:
         assert last is not None, "a stream ends with its last event"
         self._end_line()
         return last
+
+    def _print_prompt(self) -> None:
+        """At a terminal, begin with the text that the model continues."""
+        if self._as_json or not sys.stdout.isatty():
+            return
+        queue, prompt = self._client.queue, None
+        with suppress(PromptqError, RedisError):  # the stream itself says what is wrong
+            prompt = json_object(queue.run(lookups.payload(queue.keys, self._id))).get("prompt")
+        if isinstance(prompt, str):
+            shown = Text(printable(prompt, keep="\n\t"), "dim")
+            SafeConsole(highlight=False).print(shown, end="", soft_wrap=True)
 
     def _print(self, event: TokenEvent) -> None:
         if event.token_ids and self._first_token_ms is None and self._enqueued_at is not None:

@@ -132,6 +132,24 @@ def test_tells_at_a_terminal_how_it_went(
     assert told("watch", "mine") == "stop · 3 tokens\r\n"
 
 
+def test_begins_at_a_terminal_with_the_prompt(
+    own_worker: HandWorker, environment: dict[str, str], redis_url: str
+) -> None:
+    """Dimmed, and escaped like all text; `watch` reads it from the record. JSON stays JSON."""
+
+    def shown(*args: str) -> str:
+        command = [*PROMPTQ, *args, "--redis", as_role("producer", redis_url)]
+        with closing(Terminal(*command, env=environment | {"TERM": "xterm"})) as terminal:
+            terminal.read_rest()
+        return terminal.shown
+
+    with own_worker.finishing(["abc"]):
+        submitted = shown("submit", "Hi\x07 [bold]", "--id", "mine")
+    assert submitted.startswith("\x1b[2mHi\\x07 [bold]\x1b[0mabc\r\n")
+    assert shown("watch", "mine").startswith("\x1b[2mHi\\x07 [bold]\x1b[0mabc\r\n")
+    assert shown("watch", "mine", "--json").startswith('{"index"')
+
+
 @pytest.mark.parametrize(
     ("is_paused", "said"), [(False, "no worker is alive"), (True, "the queue is paused")]
 )

@@ -127,9 +127,7 @@ const THEMES = { "": "Auto", light: "Light", dark: "Dark" };
 function showTheme() {
   const chosen = document.documentElement.dataset.theme ?? "";
   const button = document.getElementById("theme");
-  button.textContent = THEMES[chosen];
-  button.setAttribute("aria-label", `Theme: ${THEMES[chosen]}`);
-  button.title = "Theme";
+  button.replaceChildren(h("span", {}, "Theme: "), THEMES[chosen]);
 }
 
 document.getElementById("theme").onclick = () => {

@@ -92,6 +92,21 @@ async def test_long_times_and_lone_points_are_drawn_whole(connection: Any, open_
     assert (drawn.count("M"), drawn.count("Z")) == (2, 2), "two circles, and no line between"
 
 
+async def test_a_chart_spans_as_long_as_there_is_data(connection: Any, open_page: Open) -> None:
+    """Five minutes at least, so that a new queue's lines are no dots at the right edge."""
+    page = await open_page()
+    times = page.locator(".chart").first.locator("text.axis")
+    for minutes, labels in (
+        (1, ["now", "-1 min", "-2 min", "-3 min", "-4 min"]),
+        (12, ["now", "-5 min", "-10 min"]),
+    ):
+        await connection.delete(KEYS.statistics)
+        at = int(time.time() * 1000) - minutes * 60_000
+        await connection.xadd(KEYS.statistics, {"waiting": 1}, id=f"{at}-0")
+        await page.reload()
+        await expect(times).to_contain_text(labels)
+
+
 async def test_a_worker_that_says_nothing_stands_out(connection: Any, open_page: Open) -> None:
     queue = AsyncRequestQueue(connection)
     for name, late_ms in (("alive", -60_000), ("silent", 7000)):
@@ -100,10 +115,10 @@ async def test_a_worker_that_says_nothing_stands_out(connection: Any, open_page:
         await connection.hset(KEYS.worker(name), "heartbeat_at", at - late_ms)
     page = await open_page()
     row = page.get_by_role("row", name="silent")
-    await expect(row.locator(".late")).to_have_text(re.compile(r"\d+ s ago"))
+    await expect(row.locator(".late")).to_have_text(re.compile(r"\d+\ss ago"))
     await expect(page.get_by_role("row", name="alive").locator(".late")).to_have_count(0)
     await page.evaluate("location.hash = '#/worker/silent'")
-    await expect(page.locator(".title .late")).to_have_text(re.compile(r"\d+ s ago"))
+    await expect(page.locator(".title .late")).to_have_text(re.compile(r"\d+\ss ago"))
 
 
 async def test_each_page_tells_its_name(open_page: Open) -> None:
@@ -144,9 +159,9 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         assert blocks["Used by one request"] > 0
         assert blocks["Free"] > 1000
         assert sum(blocks.values()) == 2048, legend
-        await expect(tile(page, "Step time")).to_have_text(re.compile(r"^[1-9]\d+ ms$"))
+        await expect(tile(page, "Step time")).to_have_text(re.compile(r"^[1-9]\d+\sms$"))
         await expect(tile(page, "Recomputed")).to_have_text("0")
-        await expect(page.get_by_text("0 of 2 slots are free")).to_be_visible()
+        await expect(tile(page, "Slots in use")).to_have_text("2")
         before = await rows.nth(0).locator(".words").inner_text()
         await expect(rows.nth(0).locator(".words")).not_to_have_text(before)
         urgent = await client.enqueue("me first", priority=-9, max_tokens=900, request_id="urgent")
@@ -161,7 +176,8 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await expect(tile(page, "Recomputed")).not_to_have_text("0")
         for request_id in ids:
             await client.cancel(request_id)
-        await expect(page.get_by_text("All 2 slots are free.")).to_be_visible()
+        await expect(page.get_by_text("No request is in the batch.")).to_be_visible()
+        await expect(tile(page, "Slots in use")).to_have_text("0")
     await expect(page.get_by_text("This worker is not alive")).to_be_visible()
 
 

@@ -19,7 +19,7 @@ const NUMBERS = [
 ];
 
 export function open(main) {
-  const prompt = h("textarea", { rows: 5, required: true, placeholder: "Once upon a time" });
+  const prompt = h("textarea", { rows: 5, required: true, placeholder: "such as: Once upon a time" });
   const chat = h("input", { type: "checkbox" });
   const stop = h("input", { placeholder: "none", autocomplete: "off" });
   const numbers = NUMBERS.map(([name, , options]) => [name, h("input", { type: "number", inputmode: "decimal", ...options })]);
@@ -45,7 +45,8 @@ export function open(main) {
 
   async function start() {
     close();
-    tokens.clear();
+    const given = fields();
+    tokens.clear(given.prompt);
     isRunning(true);
     show(outcome, "Enqueued …");
     const began = performance.now();
@@ -53,7 +54,7 @@ export function open(main) {
     let isOver = false;
     let id;
     try {
-      ({ id } = await post("play", fields()));
+      ({ id } = await post("play", given));
     } catch (error) {
       toast(error.message, "bad");
       show(outcome, error.message);
@@ -62,7 +63,7 @@ export function open(main) {
     }
     current = id;
     close = stream("live/request", { id }, {
-      begun: () => tokens.clear(),
+      begun: () => tokens.clear(given.prompt),
       tokens: (event) => {
         const now = performance.now();
         if (event.token_ids.length) first ??= now;

@@ -16,7 +16,6 @@ const IN_SETS = ["waiting", "delayed", "active", "dead"];
 
 export function open(main, { query, frame }) {
   const given = Object.fromEntries(["prefix", "tenant", "state"].map((it) => [it, query.get(it) ?? ""]));
-  if (!query.has("state") && !given.prefix) given.state = "active";
   const prefix = h("input", { name: "prefix", value: given.prefix, placeholder: "the id, or its beginning", autocomplete: "off" });
   const tenant = h("input", { name: "tenant", value: given.tenant, placeholder: "any", autocomplete: "off" });
   const state = h("select", { name: "state" }, STATES.map(([value, name]) => h("option", { value, selected: value === given.state }, name)));
@@ -78,7 +77,7 @@ const COLUMNS = [
   { name: "Enqueued", of: (it) => clock(it.enqueued_at), number: true },
   { name: "First token", of: (it) => (it.first_token_at ? duration(it.first_token_at - it.enqueued_at) : "–"), number: true },
   { name: "Total", of: (it) => (it.finished_at ? duration(it.finished_at - it.enqueued_at) : "–"), number: true },
-  { name: "Prompt", of: (it) => count(it.prompt_tokens), number: true },
+  { name: "Prompt tokens", of: (it) => count(it.prompt_tokens), number: true },
   { name: "Priority", of: (it) => String(it.priority), number: true },
   { name: "Tenant", of: (it) => it.tenant || "–" },
   { name: "Attempts", of: (it) => String(it.attempt), number: true },

@@ -27,7 +27,7 @@ function view({ stats, slots, told_at }, now) {
       h("span", { class: "spacer" }),
       stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
     h("div", { class: "tiles" },
-      tile("Slots in use", count(stats.num_running), `of ${count(stats.max_num_seqs)}`),
+      tile("Slots in use", count(slots.filter((it) => it.slot !== null).length), `of ${count(stats.max_num_seqs)}`),
       tile("Step time", duration(told(stats, "step_ms")), "recent median"),
       tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
       tile("Preemptions", count(stats.num_preemptions), "since it started"),
@@ -69,18 +69,16 @@ function progress(slot) {
 }
 
 function batch(slots, stats, toldAt, now) {
-  const free = stats.max_num_seqs - slots.filter((it) => it.slot !== null).length;
   const title = ["Batch ", toldAt > 0 && h("span", { class: "quiet" }, `seen ${ago(now - toldAt)}`)];
-  return section(title, slots.length > 0 && table([
+  return section(title, slots.length ? table([
     { name: "Slot", of: (it) => (it.slot === null ? "–" : String(it.slot)), number: true },
     { name: "Request", of: (it) => requestLink(it.request_id) },
     { name: "State", of: (it) => badge(it.state) },
     { name: "Progress", of: progress },
-    { name: "Prompt", of: (it) => count(it.prompt_tokens), number: true },
+    { name: "Prompt tokens", of: (it) => count(it.prompt_tokens), number: true },
     { name: "KV blocks", of: (it) => `${count(it.kv_blocks)}${it.kv_shared_blocks ? `, ${count(it.kv_shared_blocks)} shared` : ""}`, number: true },
     { name: "Priority", of: (it) => String(it.priority), number: true },
     { name: "Tenant", of: (it) => it.tenant ?? "–" },
     { name: "Preempted", of: (it) => `${it.preemptions}${it.recomputed_tokens ? `, ${count(it.recomputed_tokens)} recomputed` : ""}`, number: true },
-  ], slots, (it) => it.request_id),
-  h("p", { class: "empty" }, slots.length ? `${count(free)} of ${count(stats.max_num_seqs)} slots are free.` : `All ${count(stats.max_num_seqs)} slots are free.`));
+  ], slots, (it) => it.request_id) : h("p", { class: "empty" }, "No request is in the batch."));
 }

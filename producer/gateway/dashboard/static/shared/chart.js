@@ -1,15 +1,17 @@
-// Lines over the last hour, drawn as SVG as wide as the page allows.
+// Lines over as long as there is data, an hour at most, drawn as SVG as wide as the page allows.
 
 import { h, s, show } from "./dom.js";
 import { clock, count, duration } from "./format.js";
 
-const HOUR_MS = 3_600_000;
+const MINUTE_MS = 60_000;
+const HOUR_MS = 60 * MINUTE_MS;
+const LEAST_MS = 5 * MINUTE_MS;
 const HEIGHT = 170;
 const LEFT = 52;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
-const WHOLE = new Map([[duration, [HOUR_MS, 60_000]], [count, [1]]]);
+const WHOLE = new Map([[duration, [HOUR_MS, MINUTE_MS]], [count, [1]]]);
 
 /** About four round steps up to `most`. Counts and long times have whole steps. */
 function ticks(most, format) {
@@ -39,6 +41,11 @@ export function chart(title, series, format) {
   let state = { samples: [], now: Date.now(), sampleMs: 5000 };
   let hovered = null;
 
+  function span() {
+    const { samples, now } = state;
+    return Math.min(HOUR_MS, Math.max(LEAST_MS, now - (samples[0]?.at ?? now)));
+  }
+
   function place() {
     const width = Math.max(200, frame.clientWidth);
     const { samples, now } = state;
@@ -47,10 +54,23 @@ export function chart(title, series, format) {
     const most = steps.at(-1);
     return {
       width, steps,
-      x: (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / HOUR_MS),
+      x: (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / span()),
       y: (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / most),
       isEmpty: values.length === 0,
     };
+  }
+
+  /** Labels of the time axis, at whole minutes before now. */
+  function times({ width, x }) {
+    const minutes = span() / MINUTE_MS;
+    const step = [1, 2, 5, 10, 15, 30].find((it) => minutes / it <= (width < 460 ? 2 : 5));
+    const found = [];
+    for (let ago = 0; ago <= minutes; ago += step) {
+      const at = x(state.now - ago * MINUTE_MS);
+      const anchor = ago === 0 ? "end" : at < LEFT + 30 ? "start" : "middle";
+      found.push(s("text", { class: "axis", x: at, y: HEIGHT - 6, "text-anchor": anchor }, ago === 0 ? "now" : `-${ago} min`));
+    }
+    return found;
   }
 
   /** The path of a line, with gaps where nothing was measured. A single point is a small circle. */
@@ -65,22 +85,19 @@ export function chart(title, series, format) {
   }
 
   function redraw() {
-    const { samples, now } = state;
+    const { samples } = state;
     const at = place();
     drawing.setAttribute("width", at.width);
     drawing.setAttribute("viewBox", `0 0 ${at.width} ${HEIGHT}`);
     const newest = samples.at(-1);
     const told = newest ? series.map((it) => `${it.name} ${format(it.of(newest))}`).join(", ") : "no samples yet";
-    drawing.setAttribute("aria-label", `${title} over the last hour; now: ${told}`);
+    drawing.setAttribute("aria-label", `${title} over the last ${duration(span())}; now: ${told}`);
     const shown = hovered !== null && samples[hovered];
     show(drawing,
       at.steps.map((value) => s("g", { class: "grid" },
         s("line", { x1: LEFT, x2: at.width - RIGHT, y1: at.y(value), y2: at.y(value) }),
         s("text", { x: LEFT - 6, y: at.y(value) + 4, "text-anchor": "end" }, format(value)))),
-      (at.width < 460 ? [60, 30, 0] : [60, 45, 30, 15, 0]).map((minutes) => s("text", {
-        class: "axis", x: at.x(now - minutes * 60_000), y: HEIGHT - 6,
-        "text-anchor": minutes === 60 ? "start" : minutes === 0 ? "end" : "middle",
-      }, minutes === 0 ? "now" : `-${minutes} min`)),
+      times(at),
       at.isEmpty
         ? s("text", { class: "axis", x: (LEFT + at.width) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "Nothing was measured in the last hour.")
         : series.map((line, nth) => s("path", { class: `line line-${nth}`, d: path(line, at) })),
@@ -98,10 +115,10 @@ export function chart(title, series, format) {
     const { samples, now } = state;
     const width = frame.clientWidth;
     const share = (event.clientX - drawing.getBoundingClientRect().left - LEFT) / (width - LEFT - RIGHT);
-    const at = now - HOUR_MS * (1 - share);
+    const at = now - span() * (1 - share);
     const distances = samples.map((it) => Math.abs(it.at - at));
     const nearest = distances.indexOf(Math.min(...distances));
-    hovered = nearest >= 0 && distances[nearest] < HOUR_MS / 60 ? nearest : null;
+    hovered = nearest >= 0 && distances[nearest] < span() / 60 ? nearest : null;
     redraw();
   };
   drawing.onpointerleave = () => {

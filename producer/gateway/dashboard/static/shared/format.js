@@ -17,24 +17,24 @@ export function rate(value) {
   return value > 0 && value < 10 ? value.toFixed(1) : count(value);
 }
 
-/** A duration in milliseconds. */
+/** A duration in milliseconds. No line breaks between a number and its unit. */
 export function duration(ms) {
   if (ms === null || ms === undefined) return NONE;
-  if (ms === 0) return "0 ms";
-  if (ms < 10) return `${ms.toFixed(1)} ms`;
-  if (ms < 1000) return `${Math.round(ms)} ms`;
-  if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
+  if (ms === 0) return "0\u00a0ms";
+  if (ms < 10) return `${ms.toFixed(1)}\u00a0ms`;
+  if (ms < 1000) return `${Math.round(ms)}\u00a0ms`;
+  if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)}\u00a0s`;
   const minutes = Math.floor(ms / 60_000);
   const seconds = Math.floor((ms % 60_000) / 1000);
-  if (minutes < 60) return seconds ? `${minutes} min ${seconds} s` : `${minutes} min`;
+  if (minutes < 60) return seconds ? `${minutes}\u00a0min ${seconds}\u00a0s` : `${minutes}\u00a0min`;
   const hours = Math.floor(minutes / 60);
-  if (hours >= 48) return `${Math.floor(hours / 24)} days`;
-  return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+  if (hours >= 48) return `${Math.floor(hours / 24)}\u00a0days`;
+  return minutes % 60 ? `${hours}\u00a0h ${minutes % 60}\u00a0min` : `${hours}\u00a0h`;
 }
 
 /** How long ago something was, in whole seconds. */
 export function ago(ms) {
-  return ms < 1000 ? "now" : `${duration(Math.floor(ms / 1000) * 1000).replace(/\.\d+ s/, " s")} ago`;
+  return ms < 1000 ? "now" : `${duration(Math.floor(ms / 1000) * 1000).replace(/\.\d+\s/, "\u00a0")} ago`;
 }
 
 /** A time of day, with the date if it is another day. */

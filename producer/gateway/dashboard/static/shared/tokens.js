@@ -15,7 +15,7 @@ function surprise(logprob) {
   return Math.min(5, Math.floor(-logprob / 0.7));
 }
 
-/** Returns {element, add(event), clear()}; `event` is one of a request's events. */
+/** Returns {element, add(event), clear(prompt)}; `event` is one of a request's events, `prompt` the text before them. */
 export function tokenView() {
   const text = h("div", { class: "text", tabindex: 0, role: "log", "aria-label": "Text" });
   const tip = h("div", { class: "tip", role: "status", hidden: true });
@@ -77,9 +77,9 @@ export function tokenView() {
         coming.push(span);
       }
     },
-    clear() {
+    clear(prompt = "") {
       coming = [];
-      text.replaceChildren();
+      text.replaceChildren(h("span", { class: "quiet" }, prompt));
       explain(null);
       told = new WeakMap();
     },
