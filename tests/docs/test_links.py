@@ -97,6 +97,16 @@ def test_every_module_that_a_page_runs_is_there() -> None:
     ] == []
 
 
+def test_every_script_is_explored_or_named_as_not_explored() -> None:
+    scripts = {path.stem for path in ROOT.glob("shared/lua/[ru]*/*.lua")}
+    explored = re.findall(r"scripts\.(\w+)", (ROOT / "tests/shared/states/calls.py").read_text())
+    page = (ROOT / "docs/reliability.md").read_text()
+    [named] = re.findall(
+        r"neither are \w+ scripts:(.*?)\n\n", page.replace("\nThe ", "\n\nThe "), re.DOTALL
+    )
+    assert {*explored, *re.findall(r"`(\w+)`", named)} == scripts
+
+
 def test_every_link_of_a_page_leads_somewhere() -> None:
     assert len(PAGES) > 10
     assert [each for page in PAGES for each in broken_links(page)] == []
