@@ -22,6 +22,7 @@ from promptq.producer.gateway.http.connection_limits import PIECES, Unfinished
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.json_lines import one_line
 from promptq.shared.runtime.tasks import end
 
 _COMMENT = b": waiting\n"
@@ -131,6 +132,11 @@ class EventStream(Response):
         finally:
             await end(following)
         await frames.finish()
+
+
+def sent(frames: str) -> bytes:
+    """Frames as bytes. Clients find the lines of frames in many ways."""
+    return one_line(frames).encode()
 
 
 class Out:

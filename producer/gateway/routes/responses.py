@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.event_stream import EventStream
+from promptq.producer.gateway.answering.event_stream import EventStream, sent
 from promptq.producer.gateway.answering.reading.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.respond import Prepared
 from promptq.producer.gateway.answering.respond_response import (
@@ -108,7 +108,7 @@ async def retrieve_response(
     output = await records.output(stored)
     if output is not None:
         _, frames = written(stored.call, output, after)
-        return Response(frames, media_type="text/event-stream")
+        return Response(sent(frames), media_type="text/event-stream")
     served = await records.served(stored)
     call = replace(stored.call, detach=True)  # who only reads it does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)

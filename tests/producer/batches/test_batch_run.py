@@ -372,3 +372,22 @@ async def test_one_process_at_a_time(
     refused: subprocess.CompletedProcess[str] = await asyncio.to_thread(run, *command)
     assert refused.returncode == 1
     assert "is not the file that" in refused.stderr
+
+
+async def test_characters_that_end_a_line_elsewhere_end_none_here(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
+) -> None:
+    """Readers that split text at U+0085, U+2028 and U+2029 find whole lines."""
+    ends = "a\x85b\u2028c\u2029d"
+    sound = {"model": "", "prompt": ends, "max_tokens": 9}
+    lines = [line(0, body=sound, custom_id=ends), line(1, url=ends)]
+    texts = [json.dumps(it, ensure_ascii=False) for it in lines]
+    source = write_lines(tmp_path / "in.jsonl", [*texts])
+    output = tmp_path / "out.jsonl"
+    with own_worker.finishing([f"é{ends}"]):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome.progress == BatchProgress(2, 1, 1, 0)
+    assert texts_in(output) == {ends: f"é{ends}"}
+    assert "é" in output.read_text(), "other characters are written as they are"
+    [refused] = read_lines(errors_beside(output)).values()
+    assert repr(ends) in refused["error"]["message"]
