@@ -136,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests wait behind one")  # the parser ends in status 400
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [it for it in self._unanswered if not it.response_complete]
