@@ -171,7 +171,7 @@ async def _whole(answering: AnsweredResponse) -> str:
     events: list[TokenEvent] = []
     await answering.served.client.follow(answering.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
-    writer, _ = written(answering.call, output)
+    writer = await answering.served.client.turns.run(written(answering.call, output))
     if (error := writer.failure_of(output.ending)) is not None:
         await answering.refuse(error)
     await answering.keep(output)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.event_stream import EventStream, sent
+from promptq.producer.gateway.answering.event_stream import EventStream, FramesInTurns
 from promptq.producer.gateway.answering.reading.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.respond import Prepared
 from promptq.producer.gateway.answering.respond_response import (
@@ -26,7 +26,7 @@ from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.responses.input_items import id_of
 from promptq.producer.gateway.responses.request_body import ResponseOptions
-from promptq.producer.gateway.responses.response_writer import written
+from promptq.producer.gateway.responses.response_writer import ResponseWriter, frames_of
 from promptq.producer.gateway.routes.completions import operation
 from promptq.shared.runtime.logs import bind
 
@@ -107,8 +107,8 @@ async def retrieve_response(
     after = -1 if starting_after is None else starting_after
     output = await records.output(stored)
     if output is not None:
-        _, frames = written(stored.call, output, after)
-        return Response(sent(frames), media_type="text/event-stream")
+        writer = ResponseWriter(stored.call, after)
+        return FramesInTurns(records.stored.turns, frames_of(writer, output))
     served = await records.served(stored)
     call = replace(stored.call, detach=True)  # who only reads it does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
