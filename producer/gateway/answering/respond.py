@@ -212,7 +212,7 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
-    """Check a call that resumes a stream, before its body is read: it takes nothing of the rates.
+    """Check a call that resumes a stream, before its body is read.
 
     Raises InvalidRequestError, and RequestNotFoundError if the stream is not the caller's.
     """

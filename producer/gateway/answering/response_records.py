@@ -34,6 +34,8 @@ _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000
 """A response is looked at again after so long. Most are kept before that, by who reads them."""
 _PAGE = 200
+MOST_LINKS = 500
+"""The most responses of one conversation. Each call reads all of them, one by one."""
 _BEGIN_SECONDS = 60.0
 """A response is stored before its request is enqueued, which takes less than this."""
 
@@ -116,6 +118,12 @@ class ResponseRecords:
         num_bytes, previous = 0, response_id
         seen = set[str]()
         while previous and previous not in seen:  # a stranger may have written a circle
+            if len(seen) == MOST_LINKS:
+                raise _no_history(
+                    f"the conversation has more than the {MOST_LINKS} responses that may be"
+                    " continued; send it as input, or begin a new one",
+                    "conversation_too_long",
+                )
             seen.add(previous)
             stored = await self._previous(previous, caller)
             output = await self.output(stored)

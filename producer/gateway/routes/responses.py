@@ -20,7 +20,7 @@ from promptq.producer.gateway.answering.respond_response import (
 )
 from promptq.producer.gateway.answering.response_records import ResponseRecords
 from promptq.producer.gateway.context.access import ThisCaller, needs
-from promptq.producer.gateway.context.caller_rates import admit_call
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import ApiError, described
@@ -88,7 +88,12 @@ async def create_response(
         return await respond_response(request, gateway, caller, prepared, hold)
 
 
-@router.get("/v1/responses/{response_id}", response_class=Response)
+@router.get(
+    "/v1/responses/{response_id}",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
 async def retrieve_response(
     response_id: str,
     gateway: ThisGateway,
@@ -144,7 +149,12 @@ async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRe
     return Response(await records.current(stored), media_type=JSON)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_class=Response)
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
 async def list_input_items(
     response_id: str,
     caller: ThisCaller,

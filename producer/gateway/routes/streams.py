@@ -22,7 +22,7 @@ from promptq.producer.gateway.answering.respond import check_positions, respond
 from promptq.producer.gateway.answering.respond_message import MessageStream
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
-from promptq.producer.gateway.context.caller_rates import admit_call
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.bodies import read_body
@@ -51,7 +51,12 @@ _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
 """What a completion with several answers reports, if one of them has this status."""
 
 
-@router.get("/v1/streams/{completion_id}", response_class=Response)
+@router.get(
+    "/v1/streams/{completion_id}",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
 async def read_stream(
     completion_id: str,
     request: Request,
