@@ -20,11 +20,13 @@ from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
 from promptq.shared.queue.request_queue import new_request_id
 
 MAX_LINES = 50_000
+MAX_BLANK_LINES = 50_000
 MAX_FILE_BYTES = 200 * 1024 * 1024
 MAX_LINE_BYTES = MAX_PAYLOAD_BYTES
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _PREFIXES = dict(zip(URLS, ("chatcmpl-", "cmpl-", "embd-"), strict=True))
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+_BLOCK_BYTES = 1 << 20
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
 """Without half characters, which cannot be written to a file."""
@@ -120,13 +122,27 @@ def _goes_on(piece: bytes) -> bool:
 def count_lines(path: Path) -> int:
     """How many lines a file has, without blank ones.
 
-    Raises BatchFileError if it is empty, has over 50,000 or is larger than 200 MB.
+    Raises BatchFileError if it is empty, has over 50,000 lines or as many blank ones, is larger
+    than 200 MB, or is not UTF-8 from its beginning.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise BatchFileError(
             "file_too_large", f"the file has {size} bytes, more than the {MAX_FILE_BYTES} allowed"
         )
+    count = 0
+    with path.open("rb") as file:
+        # By blocks, as a file may be line breaks alone, of which each would cost a call.
+        while block := file.read(_BLOCK_BYTES):
+            if file.tell() == len(block):
+                _check_encoding(block)
+            count += block.count(b"\n")
+            if count > MAX_LINES + MAX_BLANK_LINES:
+                raise BatchFileError(
+                    "too_many_lines",
+                    f"the file has more than the {MAX_LINES} lines and {MAX_BLANK_LINES} blank ones"
+                    " allowed",
+                )
     count = 0
     for _ in read_lines(path):
         count += 1
@@ -137,6 +153,12 @@ def count_lines(path: Path) -> int:
     if count == 0:
         raise BatchFileError("empty_file", "the file has no lines")
     return count
+
+
+def _check_encoding(begin: bytes) -> None:
+    encoding = json.detect_encoding(begin)
+    if not encoding.startswith("utf-8"):
+        raise BatchFileError("not_utf8", f"the file is {encoding}; its lines must be JSON in utf-8")
 
 
 class LineReader:

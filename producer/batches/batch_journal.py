@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Self
 from promptq.producer.batch_store.input_file import RefusedLineError
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
+from promptq.shared.protocol.json_lines import one_line
 
 _LINE_ID = re.compile(rb'\{"id":"batch_req_[^"]*?_(\d+)"')
 
@@ -125,7 +126,7 @@ class Journal:
             "error": error,
         }
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
-        file.write(text.encode("utf-8", "replace") + b"\n")
+        file.write(one_line(text).encode("utf-8", "replace") + b"\n")
         self.done.add(number)
 
 

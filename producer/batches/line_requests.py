@@ -124,7 +124,7 @@ class LineGateway:
         with _refusing(item.line, item.request_id):
             if call.encoding_format is not None:
                 return embeddings_body(completion, results)
-            return answer(completion, results, style)
+            return await item.served.client.turns.run(answer(completion, results, style))
 
     def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
         """The error for a line that a limit of the queue never lets in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
@@ -42,6 +43,7 @@ from promptq.shared.queue.call import Operation, carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.tasks import heeding_cancels
 from promptq.shared.runtime.tracing import Tracing
+from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 from promptq.shared.server.connection import open_async_redis
 
 P = ParamSpec("P")
@@ -91,6 +93,8 @@ class AsyncClient:
         self._connecting = asyncio.Lock()
         self._silence = silence_seconds
         self._tracing = tracing
+        self.turns = Turns()
+        """For long work with what its streams bring."""
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
@@ -177,10 +181,13 @@ class AsyncClient:
             steps = self._steps(request_id, from_index, timeout)
 
             def go_on(answer: Any) -> Action | Callable[[], Awaitable[None]] | None:
+                until = time.perf_counter() + SLICE_SECONDS
                 action = advance(steps, answer)
                 while type(action) is TokenEvent:  # isinstance of a pydantic class is slow
                     if (unfinished := handle(action)) is not None:
                         return unfinished
+                    if time.perf_counter() > until:  # a log has many events
+                        return self.turns.give_way
                     action = advance(steps, None)
                 return action
 

@@ -24,6 +24,8 @@ from promptq.shared.protocol.events import TokenEvent, TokenLogprob
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, is_wrong_type
+from promptq.shared.runtime.large_json import object_in
+from promptq.shared.runtime.turns import Work, sliced
 
 T = TypeVar("T")
 
@@ -141,7 +143,19 @@ class _Folded(BaseModel):
     prompt_texts: list[str] | None = None
 
 
-_Ending = tuple[bool, TokenEvent | None, _Folded | None]
+def _folded_in(result: bytes) -> Work[_Folded]:
+    """Raises ValueError."""
+    readers = dict.fromkeys(("logprobs", "prompt_logprobs"), _logprob_of)
+    return _Folded.model_validate((yield from object_in(result.decode(), readers)))
+
+
+def _logprob_of(item: Any) -> TokenLogprob | None:
+    return None if item is None else TokenLogprob.model_validate(item)
+
+
+_Ending = tuple[bool, TokenEvent | None, bytes | None]
+"""Whether there is a state, the last event, and the result, which may be large."""
+
 _NOTHING: _Ending = (False, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
 
@@ -211,7 +225,8 @@ class _Stream:
             event = yield from self._beyond(event)
         if event.is_last and self._was_cut:  # other tokens may have replaced lost ones unseen
             record = yield from self._read_record()
-            if record is not None and (result := record[2]) is not None:
+            if record is not None and record[2] is not None:
+                result = yield from self._in_turns(_folded_in(record[2]))
                 self._check(0, result.token_ids)
         yield self._delivered(event)
 
@@ -286,8 +301,20 @@ class _Stream:
                 f"no request {self._id!r} is known; it was never enqueued in the queue"
                 f" {self._keys.queue!r}, or its record has expired"
             )
-        self._check(0, result.token_ids)
-        yield self._delivered(self._rest(last_event, result))
+        folded = yield from self._in_turns(_folded_in(result))
+        self._check(0, folded.token_ids)
+        yield self._delivered(self._rest(last_event, folded))
+
+    def _in_turns(self, work: Work[T]) -> Generator[Action, Any, T]:
+        """What long work gives. Everybody else has turns meanwhile."""
+        slices = sliced(work)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            yield Sleep(0)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
         """Deliver what continues the stream. Gives whether there was anything."""
@@ -402,7 +429,7 @@ def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
         return (
             state is not None,
             TokenEvent.model_validate_json(last_event) if last_event else None,
-            _Folded.model_validate_json(result) if result else None,
+            result or None,
         )
 
     return Call("", ["HMGET", keys.request(request_id), "state", "last_event", "result"], parse)

@@ -15,6 +15,8 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
 """A limit on what preparing a request costs."""
 
+_LONGEST_KIND = 80
+
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -89,6 +91,19 @@ def wanted_output(
     raise ValueError(f"tool_choice: names the function {name!r}, which is not among the tools")
 
 
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for a tool whose type is not `function`, or whose function has no name.
+
+    An object without a type may be what the chat template of a model takes.
+    """
+    for tool in tools:
+        if tool.get("type", "function") != "function":
+            kind = str(tool["type"])[:_LONGEST_KIND]
+            raise ValueError(f"tools: a tool of type {kind!r} is not served, only functions are")
+        if "type" in tool:
+            _function_of(tool)
+
+
 def _text_output(
     response_format: Mapping[str, Any] | None,
 ) -> JsonOutput | RegexOutput | ChoiceOutput | None:
@@ -153,16 +168,22 @@ def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
     )
 
 
-def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
+def _function_of(tool: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The function of a tool, and its name."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise ValueError(
             'tools: each must be like {"type": "function", "function": {"name": ...,'
-            ' "parameters": {...}}} if a call is required'
+            ' "parameters": {...}}}'
         )
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("tools: a function has no name")
+    return function, name
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
+    function, name = _function_of(tool)
     parameters = function.get("parameters")
     if parameters is None or parameters == {}:
         parameters = NO_ARGUMENTS

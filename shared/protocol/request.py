@@ -27,7 +27,7 @@ from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import NAME, NAME_IN_WORDS
-from promptq.shared.protocol.output_format import Output, wanted_output
+from promptq.shared.protocol.output_format import Output, check_tools, wanted_output
 
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
@@ -382,6 +382,7 @@ class Request(SamplingParams):
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
             raise ValueError(f"{field}: needs messages, and there is a prompt")
+        check_tools(self.tools or ())
         if self.output_prefix is not None and self.prompt_logprobs is not None:
             raise ValueError("output_prefix: cannot be combined with prompt_logprobs")
         _ = self.wanted_output  # raises if it is not well-formed

@@ -14,6 +14,9 @@ _REQUIREMENT = re.compile(
     re.VERBOSE,
 )
 
+_IS_ELSEWHERE = re.compile("sys_platform|python_version")
+"""What another system or Python needs may be missing here."""
+
 
 def require(what: str, *extras: str) -> None:
     """Raise ConfigurationError unless all that these extras need is installed.
@@ -58,7 +61,7 @@ def _needs(extra: str) -> Iterator[str]:
         return
     for requirement in requirements:
         found = _REQUIREMENT.match(requirement)
-        if found is None or found["of"] != extra or "sys_platform" in requirement:
+        if found is None or found["of"] != extra or _IS_ELSEWHERE.search(requirement):
             continue
         if found["name"] == "promptq":
             for other in (found["extras"] or "").split(","):

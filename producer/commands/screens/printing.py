@@ -21,6 +21,7 @@ from promptq.producer.commands.screens.render import how_to_start_a_worker, mill
 from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.json_lines import one_line
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
 from promptq.shared.runtime.printable import printable
@@ -99,7 +100,7 @@ class StreamPrinter:
         if event.token_ids and self._first_token_ms is None and self._enqueued_at is not None:
             self._first_token_ms = (time.monotonic() - self._enqueued_at) * 1000
         if self._as_json:
-            write(event.to_json())
+            write(one_line(event.to_json()))
         elif event.text:
             self._ends_in_newline = event.text.endswith("\n")
             write(event.text, end="")

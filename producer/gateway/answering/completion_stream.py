@@ -13,7 +13,12 @@ from promptq.producer.gateway.answering.event_stream import Out
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.connection_limits import Unfinished
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
+from promptq.producer.gateway.openai.chunks import (
+    ChoiceWriter,
+    is_large,
+    role_chunks,
+    usage_chunk,
+)
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, event_id
@@ -84,7 +89,9 @@ class CompletionFrames:
         self._num_tokens += len(event.token_ids)
         if not self._writers:
             return partial(self._learn_and_write, place, event)
-        return self._write_chunk(place, event)
+        if is_large(event):
+            return partial(self._write_in_turns, place, event)
+        return self._write_chunk(place, self._writers[place].chunk(event))
 
     async def finish(self) -> None:
         if self._completion.include_usage:
@@ -96,12 +103,15 @@ class CompletionFrames:
     def error(self, error: ApiError) -> bytes:
         return f"data: {json.dumps(error.body)}\n\n".encode("ascii")
 
-    def _write_chunk(self, place: int, event: TokenEvent) -> Unfinished:
-        writer = self._writers[place]
-        chunk = writer.chunk(event)
+    async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
+        chunk = await self._served.client.turns.run(self._writers[place].chunk_in_parts(event))
+        if (finish := self._write_chunk(place, chunk)) is not None:
+            await finish()
+
+    def _write_chunk(self, place: int, chunk: str | None) -> Unfinished:
         if chunk is None:
             return None
-        self._positions[place] = writer.position
+        self._positions[place] = self._writers[place].position
         last_id = event_id(self._completion.id, self._positions)
         return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
 
@@ -119,8 +129,7 @@ class CompletionFrames:
                     # out together, as nothing may come between them.
                     frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
                     await self._out.write_all(frames.encode("ascii"))
-        if (finish := self._write_chunk(place, event)) is not None:
-            await finish()
+        await self._write_in_turns(place, event)
 
 
 async def learned(

@@ -7,12 +7,13 @@ in the address of the stream and in the ids of its events.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from promptq.producer.gateway.answering.disconnects import while_present
@@ -22,7 +23,9 @@ from promptq.producer.gateway.http.connection_limits import PIECES, Unfinished
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.json_lines import one_line
 from promptq.shared.runtime.tasks import end
+from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
 _COMMENT = b": waiting\n"
 """Without a blank line after it, which OpenAI's client would take for the end of an event."""
@@ -131,6 +134,28 @@ class EventStream(Response):
         finally:
             await end(following)
         await frames.finish()
+
+
+def sent(frames: str) -> bytes:
+    """Frames as bytes. Clients find the lines of frames in many ways."""
+    return one_line(frames).encode()
+
+
+class FramesInTurns(StreamingResponse):
+    """The frames of an answer that is over. They are made as fast as their client reads."""
+
+    def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            until, made = time.perf_counter() + SLICE_SECONDS, list[str]()
+            for frame in frames:
+                made.append(frame)
+                if time.perf_counter() > until:
+                    yield sent("".join(made))
+                    await turns.give_way()
+                    until, made = time.perf_counter() + SLICE_SECONDS, []
+            yield sent("".join(made))
+
+        super().__init__(parts(), media_type="text/event-stream")
 
 
 class Out:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from promptq.producer.clients.request_builder import compose
@@ -44,6 +43,7 @@ from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest
 from promptq.shared.queue.rate_limits import Rate
+from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
 
 _NAMES = {
@@ -212,7 +212,7 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
-    """Check a call that resumes a stream, before its body is read: it takes nothing of the rates.
+    """Check a call that resumes a stream, before its body is read.
 
     Raises InvalidRequestError, and RequestNotFoundError if the stream is not the caller's.
     """
@@ -250,5 +250,7 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
             break
         results.append(result)
     completion, style = await learned(served, completion)
+    turns = served.client.turns
+    body = await turns.run(answer(completion, results, style))
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
-    return JSONResponse(answer(completion, results, style), headers=headers)
+    return Response(await turns.run(written(body)), headers=headers, media_type="application/json")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from promptq.producer.gateway.answering.completion_stream import StreamedCompletion, learned
 from promptq.producer.gateway.answering.disconnects import while_present
-from promptq.producer.gateway.answering.event_stream import EventStream, Out
+from promptq.producer.gateway.answering.event_stream import EventStream, Out, sent
 from promptq.producer.gateway.answering.respond import Prepared, begin, with_headers
 from promptq.producer.gateway.anthropic.message_writer import PING, MessageWriter, error_frame
 from promptq.producer.gateway.context.access import Caller
@@ -78,7 +78,7 @@ class MessageFrames:
 
     def _write(self, writer: MessageWriter, event: TokenEvent) -> Unfinished:
         frames = writer.write(event)
-        return self._out.write(frames.encode("ascii")) if frames else None
+        return self._out.write(sent(frames)) if frames else None
 
     async def _learn_and_write(self, event: TokenEvent) -> None:
         self._writer = await _writer_of(self._served, self._completion)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from promptq.producer.gateway.answering.completion_stream import model_and_style
 from promptq.producer.gateway.answering.disconnects import while_present
-from promptq.producer.gateway.answering.event_stream import EventStream, Out
+from promptq.producer.gateway.answering.event_stream import EventStream, Out, sent
 from promptq.producer.gateway.answering.respond import Prepared, enqueue, place_of, with_headers
 from promptq.producer.gateway.answering.response_records import ResponseRecords
 from promptq.producer.gateway.context.access import Caller
@@ -145,18 +145,18 @@ class ResponseFrames:
         await self._answering.keep(output)
 
     def error(self, error: ApiError) -> bytes:
-        return error_frame(error, self._writer.next_number).encode("ascii")
+        return sent(error_frame(error, self._writer.next_number))
 
     def _opening(self) -> bytes:
         if self._is_open:
             return b""
         self._is_open = True
-        return self._writer.opening().encode("ascii")
+        return sent(self._writer.opening())
 
     def _write(self, event: TokenEvent) -> Unfinished:
-        frames = self._opening() + self._writer.write(event.text, event.logprobs).encode("ascii")
+        frames = self._opening() + sent(self._writer.write(event.text, event.logprobs))
         if event.is_last:
-            frames += self._writer.end(ending_of(event)).encode("ascii")
+            frames += sent(self._writer.end(ending_of(event)))
         return self._out.write(frames) if frames else None
 
     async def _learn_and_write(self, event: TokenEvent) -> None:
@@ -171,7 +171,7 @@ async def _whole(answering: AnsweredResponse) -> str:
     events: list[TokenEvent] = []
     await answering.served.client.follow(answering.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
-    writer, _ = written(answering.call, output)
+    writer = await answering.served.client.turns.run(written(answering.call, output))
     if (error := writer.failure_of(output.ending)) is not None:
         await answering.refuse(error)
     await answering.keep(output)

@@ -34,6 +34,8 @@ _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000
 """A response is looked at again after so long. Most are kept before that, by who reads them."""
 _PAGE = 200
+MOST_LINKS = 500
+"""The most responses of one conversation. Each call reads all of them, one by one."""
 _BEGIN_SECONDS = 60.0
 """A response is stored before its request is enqueued, which takes less than this."""
 
@@ -45,6 +47,7 @@ class ResponseRecords:
         settings = gateway.settings
         self.stored = StoredResponses(
             gateway.queue,
+            gateway.client.turns,
             seconds=settings.responses_seconds,
             most=settings.responses_per_tenant,
             most_bytes=settings.responses_bytes_per_tenant,
@@ -70,8 +73,11 @@ class ResponseRecords:
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
         """The output, which is kept from then on; None while the response is not over."""
-        if stored.output is not None:
-            return stored.output
+        if stored.result is not None:
+            try:
+                return await self.stored.turns.run(EndedOutput.parse(stored.result))
+            except (ValueError, RecursionError):  # a stranger wrote it
+                raise not_known(stored.call.id) from None
         served, response_id = await self.served(stored), stored.call.id
         state, _ = await self._state(served, response_id)
         if state is None and time.time() - stored.call.created < _BEGIN_SECONDS:
@@ -91,7 +97,7 @@ class ResponseRecords:
         """The response object as JSON."""
         output = await self.output(stored)
         if output is not None:
-            return written(stored.call, output)[0].whole
+            return (await self.stored.turns.run(written(stored.call, output))).whole
         state, is_cancelled = await self._state(await self.served(stored), stored.call.id)
         status: Status = "in_progress"
         if is_cancelled:  # its worker will notice
@@ -112,6 +118,12 @@ class ResponseRecords:
         num_bytes, previous = 0, response_id
         seen = set[str]()
         while previous and previous not in seen:  # a stranger may have written a circle
+            if len(seen) == MOST_LINKS:
+                raise _no_history(
+                    f"the conversation has more than the {MOST_LINKS} responses that may be"
+                    " continued; send it as input, or begin a new one",
+                    "conversation_too_long",
+                )
             seen.add(previous)
             stored = await self._previous(previous, caller)
             output = await self.output(stored)
@@ -120,7 +132,8 @@ class ResponseRecords:
                     f"the response {previous!r} is not over", "previous_response_not_over"
                 )
             lines = await self.stored.input_lines(stored)
-            lines += [item.encode() for item in written(stored.call, output)[0].items]
+            writer = await self.stored.turns.run(written(stored.call, output))
+            lines += [item.encode() for item in writer.items]
             turns.append(b"\n".join(lines))
             num_bytes += len(turns[-1]) + 1
             check_history(num_bytes)

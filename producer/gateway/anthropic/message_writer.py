@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 
@@ -230,4 +231,4 @@ def _usage(usage: Usage, num_given: int) -> str:
 
 def error_frame(error: ApiError) -> bytes:
     """An event that says why a stream breaks off."""
-    return b"event: error\ndata: " + to_json(error.messages_body) + b"\n\n"
+    return f"event: error\ndata: {json.dumps(error.messages_body)}\n\n".encode("ascii")

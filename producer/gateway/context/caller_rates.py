@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from promptq.producer.gateway.context.access import Caller
-from promptq.producer.gateway.context.gateway import Gateway
+from fastapi import Depends
+
+from promptq.producer.gateway.context.access import Caller, ThisCaller
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.shared.protocol.request import TokenAccount
@@ -22,6 +24,14 @@ _MINUTE_MS = 60_000
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
     """As `take`, for one request, before the body of a call is read."""
     return await take(gateway, gateway.queues.own, caller, _rate_of_requests(caller, 1))
+
+
+async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
+    """Takes one request from the caller's rate for a read of what may be large."""
+    await admit_call(gateway, caller)
+
+
+COUNTED_READ = Depends(count_read)
 
 
 async def take(

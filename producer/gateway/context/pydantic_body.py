@@ -11,11 +11,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from promptq.producer.gateway.context.access import ThisCaller
 from promptq.producer.gateway.context.gateway import ThisGateway
-from promptq.producer.gateway.http.bodies import read_body
+from promptq.producer.gateway.http.bodies import read_body, read_json
 from promptq.producer.gateway.http.errors import ApiError
 
 _MOST_BYTES = 262_144
@@ -36,9 +35,9 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
             body = await read_body(request, most, hold)
         try:
-            given = from_json(body, allow_inf_nan=False)
+            given = read_json(body)
         except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from None
+            raise ApiError(400, str(error)) from None
         if not isinstance(given, dict):
             raise ApiError(400, "the body is not a JSON object")
         if len(given) > _MOST_FIELDS:

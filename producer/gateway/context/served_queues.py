@@ -103,11 +103,11 @@ class ServedQueues:
         """Whether it serves this queue, or would once a worker has come to it."""
         return self._finds_others or name in self._names
 
-    async def all(self) -> list[ServedQueue]:
-        """The gateway's own queue first."""
+    async def all(self, *, now: bool = False) -> list[ServedQueue]:
+        """The gateway's own queue first. With `now`, names and aliases are read anew."""
         names = [*self._names]
-        if self._finds_others:
-            names += [it for it in (await self._read()).names if it not in names]
+        if self._finds_others or now:
+            names += [it for it in (await self._read(now=now)).names if it not in names]
         if len(self._opened) >= _MOST_OPENED:
             names = [it for it in names if it in self._opened]
         return [self._served(name) for name in names if not self._is_refused(name)]
@@ -136,11 +136,13 @@ class ServedQueues:
         names = {view.model for _, view in await self.views()}
         return {alias: name for alias, name in aliases.items() if alias not in names}
 
-    async def views(self) -> list[Found]:
-        """The queues that this gateway may read, as they were at most a second ago."""
-        served = await self.all()
-        old = [it for it in served if it.watch.is_old]
-        errors = await asyncio.gather(*(it.watch.look() for it in old), return_exceptions=True)
+    async def views(self, *, now: bool = False) -> list[Found]:
+        """The queues that this gateway may read, as they were at most a second ago; or as they are
+        `now`, which is then what all others see for a second."""
+        served = await self.all(now=now)
+        old = [it for it in served if now or it.watch.is_old]
+        looks = (it.watch.look(now=now) for it in old)
+        errors = await asyncio.gather(*looks, return_exceptions=True)
         for queue, error in zip(old, errors, strict=True):
             if isinstance(error, BaseException):
                 self._leave_out(queue, error)
@@ -210,9 +212,9 @@ class ServedQueues:
             self._opened[name] = ServedQueue(client, QueueWatch(client.queue))
         return self._opened[name]
 
-    async def _read(self) -> _Directory:
+    async def _read(self, *, now: bool = False) -> _Directory:
         async with self._reading:
-            if time.monotonic() - self._directory.read_at > _FRESH_SECONDS:
+            if now or time.monotonic() - self._directory.read_at > _FRESH_SECONDS:
                 names: list[str] = []
                 aliases: dict[str, str] = {}
                 try:

@@ -135,6 +135,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) > _MOST_PIPELINED:
             raise ValueError("too many requests wait behind one")  # the parser ends in status 400
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [it for it in self._unanswered if not it.response_complete]
@@ -264,9 +266,28 @@ def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
     return answer
 
 
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """The `send` of a cycle for a client of HTTP/1.0, which knows no chunks: the end of the
+    connection ends a body whose length is not known at first."""
+    send, has_length = cycle.send, True
+
+    async def sending(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            if not (has_length := b"content-length" in names):
+                cycle.chunked_encoding = False
+        if not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return sending
+
+
 def _write(cycle: RequestResponseCycle, piece: bytes) -> Unfinished:
     if not cycle.disconnected:
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        framed = b"%x\r\n%b\r\n" % (len(piece), piece) if cycle.chunked_encoding else piece
+        cycle.transport.write(framed)
         if cycle.flow.write_paused:
             drain: Unfinished = cycle.flow.drain
             return drain

@@ -17,26 +17,28 @@ from promptq.producer.gateway.openai.logprobs import (
 from promptq.producer.gateway.openai.reading.model_text import read_whole
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.runtime.turns import Work
 
 
 def answer(
     completion: Completion, results: Sequence[Result], style: OutputStyle | None
-) -> dict[str, Any]:
+) -> Work[dict[str, Any]]:
     """The body of the answer. Raises ApiError if a result is no answer."""
     if (error := failure_of(results)) is not None:
         raise error
+    choices = []
+    for index, result in enumerate(results):
+        choices.append((yield from _choice(completion, index, result, style)))
     body: dict[str, Any] = {
         "id": completion.id,
         "object": "chat.completion" if completion.is_chat else "text_completion",
         "created": completion.created,
         "model": completion.model,
-        "choices": [
-            _choice(completion, index, result, style) for index, result in enumerate(results)
-        ],
+        "choices": choices,
         "usage": completion.usage([result.usage for result in results]),
     }
     if completion.is_chat and completion.with_prompt_logprobs:  # the choices have one prompt
-        body["prompt_logprobs"] = prompt_logprobs(results[0])
+        body["prompt_logprobs"] = yield from prompt_logprobs(results[0])
     return body
 
 
@@ -49,7 +51,7 @@ def failure_of(results: Sequence[Result]) -> ApiError | None:
 
 def _choice(
     completion: Completion, index: int, result: Result, style: OutputStyle | None
-) -> dict[str, Any]:
+) -> Work[dict[str, Any]]:
     num_calls, logprobs = 0, result.logprobs or []
     body: dict[str, Any]
     if completion.is_chat:
@@ -62,7 +64,7 @@ def _choice(
             message["content"] = read.content or None
         if num_calls := len(read.calls):
             message["tool_calls"] = read.calls
-        body, shown = {"message": message}, chat_logprobs(logprobs)
+        body, shown = {"message": message}, (yield from chat_logprobs(logprobs))
     else:
         text, tokens = result.text, [*logprobs]
         if completion.echo_only:
@@ -71,9 +73,10 @@ def _choice(
             echo = completion.echoes[index]
             text = ("".join(result.prompt_texts or ()) if echo is None else echo) + text
         of_prompt = tokens_of_prompt(result) if completion.echoes else []
-        body, shown = {"text": text}, completion_logprobs([*of_prompt, *tokens], 0)
+        body = {"text": text}
+        shown = yield from completion_logprobs([*of_prompt, *tokens], 0)
         if completion.with_prompt_logprobs:
-            body["prompt_logprobs"] = prompt_logprobs(result)
+            body["prompt_logprobs"] = yield from prompt_logprobs(result)
     return {
         "index": index,
         **body,

@@ -21,6 +21,11 @@ from promptq.producer.gateway.openai.reading.model_text import ModelText, Piece
 from promptq.producer.gateway.openai.reading.tool_calls import ToolDelta, call_id
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.runtime.large_json import written
+from promptq.shared.runtime.turns import Work, at_once
+
+_FEW = 16
+"""Tokens whose log-probabilities are written at once."""
 
 
 class ChoiceWriter:
@@ -48,6 +53,20 @@ class ChoiceWriter:
 
     def chunk(self, event: TokenEvent) -> str | None:
         """The chunk for an event, as JSON; None if there is nothing new for the client."""
+        if (news := self._news(event)) is None:
+            return None
+        text, logprobs = news
+        return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
+
+    def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
+        """Like `chunk`, for an event that may bring many log-probabilities."""
+        if (news := self._news(event)) is None:
+            return None
+        text, logprobs = news
+        return self._chunk(event, text, (yield from self._logprobs(logprobs)))
+
+    def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
+        """The text and the log-probabilities that the client does not have."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
@@ -67,11 +86,10 @@ class ChoiceWriter:
             text = text[max(0, have.chars - chars_before) :]
             if have.ended or (event.end <= have.tokens and not event.is_last):
                 return None
-        return self._chunk(event, text, [*of_prompt, *logprobs])
+        return text, [*of_prompt, *logprobs]
 
-    def _chunk(
-        self, event: TokenEvent, text: str, logprobs: list[FirstToken | TokenLogprob]
-    ) -> str | None:
+    def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
+        """`logprobs` is JSON, or None if there are no new ones."""
         piece = self._reader.feed(text)
         is_last = event.is_last
         if is_last:
@@ -82,7 +100,7 @@ class ChoiceWriter:
         if event.finish_reason is not None:
             num_calls = self._reader.num_calls
             reason = f'"{finish_reason(event.finish_reason, num_calls, self._echo_only)}"'
-        shown = self._logprobs(logprobs) if self._with_logprobs and logprobs else "null"
+        shown = logprobs or "null"
         self.position = f"{event.end}-{self._num_chars}{'e' if is_last else ''}"
         body = self._delta(piece) if self._is_chat else self._text(piece.content)
         self._is_first = False
@@ -114,13 +132,22 @@ class ChoiceWriter:
             "function": {"name": delta.name, "arguments": delta.arguments},
         }
 
-    def _logprobs(self, logprobs: list[FirstToken | TokenLogprob]) -> str:
+    def _logprobs(self, logprobs: list[FirstToken | TokenLogprob]) -> Work[str | None]:
+        if not logprobs:
+            return None
+        if not self._with_logprobs:
+            return "null"
         if self._is_chat:
-            return json.dumps(
-                chat_logprobs([it for it in logprobs if isinstance(it, TokenLogprob)])
-            )
-        offset, self._offset = self._offset, self._offset + text_length(logprobs)
-        return json.dumps(completion_logprobs(logprobs, offset))
+            shown = yield from chat_logprobs(it for it in logprobs if isinstance(it, TokenLogprob))
+        else:
+            offset, self._offset = self._offset, self._offset + text_length(logprobs)
+            shown = yield from completion_logprobs(logprobs, offset)
+        return (yield from written(shown)) if len(logprobs) > _FEW else json.dumps(shown)
+
+
+def is_large(event: TokenEvent) -> bool:
+    """Whether it brings the log-probabilities of many tokens."""
+    return len(event.logprobs or ()) + len(event.prompt_logprobs or ()) > _FEW
 
 
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:

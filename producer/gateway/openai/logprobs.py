@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, TopLogprob
+from promptq.shared.runtime.turns import Work
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
     """The format of chats."""
-    content = [
-        {**_entry(chosen), "top_logprobs": [_entry(other) for other in chosen.top or ()]}
-        for chosen in logprobs
-    ]
+    content = []
+    for chosen in logprobs:
+        content.append(chat_logprob(chosen))
+        yield
     return {"content": content, "refusal": None}
+
+
+def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
+    """A token in the format of chats."""
+    return {**_entry(chosen), "top_logprobs": [_entry(other) for other in chosen.top or ()]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ def tokens_of_prompt(told: TokenEvent | Result) -> list[FirstToken | TokenLogpro
 
 def completion_logprobs(
     logprobs: Sequence[FirstToken | TokenLogprob], offset: int
-) -> dict[str, Any]:
+) -> Work[dict[str, Any]]:
     """The format of completions; `offset` is where the text of the first token begins.
 
     The likeliest tokens are those that were asked for, and the chosen one.
@@ -52,6 +58,7 @@ def completion_logprobs(
         for other in chosen.top or ():  # of several with the same text, the likeliest is told
             likeliest.setdefault(_text(other), other.logprob)
         top.append({**likeliest, _text(chosen): chosen.logprob})
+        yield
     return {
         "tokens": [_text(chosen) for chosen in logprobs],
         "token_logprobs": [
@@ -62,12 +69,16 @@ def completion_logprobs(
     }
 
 
-def prompt_logprobs(told: Result) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(told: Result) -> Work[list[dict[str, Any] | None] | None]:
     """vLLM's format: for each token of the prompt but the first, it and the likeliest ones by their
     ids."""
     if told.prompt_logprobs is None:
         return None
-    return [None if it is None else _by_token_id(it) for it in told.prompt_logprobs]
+    found = []
+    for chosen in told.prompt_logprobs:
+        found.append(None if chosen is None else _by_token_id(chosen))
+        yield
+    return found
 
 
 def _by_token_id(chosen: TokenLogprob) -> dict[str, Any]:

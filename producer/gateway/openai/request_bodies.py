@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from promptq.producer.clients.request_builder import Prompt
+from promptq.producer.gateway.http.bodies import read_json
 from promptq.producer.gateway.openai.messages import normalised
 from promptq.producer.gateway.openai.reading.model_text import needed_of
 from promptq.producer.gateway.openai.tolerated_fields import (
@@ -295,9 +296,9 @@ def read_options(
 ) -> tuple[T, dict[str, Any]]:
     """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
     try:
-        given = from_json(body, allow_inf_nan=False)
+        given = read_json(body)
     except ValueError as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+        raise InvalidRequestError(str(error)) from None
     if not isinstance(given, dict):
         raise InvalidRequestError("the body is not a JSON object")
     # Some clients send null for fields that they leave out.

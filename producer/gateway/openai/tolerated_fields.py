@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.output_format import wanted_output
+from promptq.shared.protocol.output_format import check_tools, wanted_output
 from promptq.shared.runtime.logs import get_logger
 
 
@@ -130,7 +130,11 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
             ' [{"type": "function", "function": {"name": ...}}]}',
             field="tool_choice",
         )
-    tools = tools if isinstance(tools, list) else []
+    tools = [it for it in tools if isinstance(it, dict)] if isinstance(tools, list) else []
+    try:
+        check_tools(tools)  # also those that are not shown
+    except ValueError as error:
+        raise InvalidRequestError(str(error), field="tools") from None
     return tools_named([_name_of(tool) for tool in listed], tools), mode
 
 

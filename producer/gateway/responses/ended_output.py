@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict
@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from promptq.shared.protocol.events import ErrorInfo, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.large_json import object_in
+from promptq.shared.runtime.turns import Work
+
+_FEW = 64
 
 
 class Piece(BaseModel):
@@ -50,16 +54,35 @@ class EndedOutput(BaseModel):
         return cls(
             model=model,
             style=None if style is None else style.to_json(),
-            pieces=[Piece(text=it.text, logprobs=it.logprobs) for it in events],
+            pieces=[piece for event in events for piece in _pieces_of(event)],
             ending=ending_of(events[-1]),
         )
+
+    @classmethod
+    def parse(cls, text: bytes) -> Work[Self]:
+        """The output that `to_json` wrote. Raises ValueError."""
+        fields = yield from object_in(text.decode(), {"pieces": Piece.model_validate})
+        return cls.model_validate(fields)
 
     @property
     def output_style(self) -> OutputStyle | None:
         return None if self.style is None else OutputStyle.from_json(self.style)
 
-    def to_json(self) -> str:
-        return self.model_dump_json(exclude_defaults=True)
+    def to_json(self) -> Work[str]:
+        rest = self.model_copy(update={"pieces": []}).model_dump_json(exclude_defaults=True)
+        pieces = []
+        for piece in self.pieces:
+            pieces.append(piece.model_dump_json(exclude_defaults=True))
+            yield
+        return rest.replace('"pieces":[]', f'"pieces":[{",".join(pieces)}]', 1)
+
+
+def _pieces_of(event: TokenEvent) -> Iterator[Piece]:
+    """An event as pieces of which none has many log-probabilities: those are worked on at once."""
+    logprobs = event.logprobs or []
+    yield Piece(text=event.text, logprobs=logprobs[:_FEW] or None)
+    for begin in range(_FEW, len(logprobs), _FEW):
+        yield Piece(text="", logprobs=logprobs[begin : begin + _FEW])
 
 
 def ending_of(event: TokenEvent) -> Ending:

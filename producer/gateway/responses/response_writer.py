@@ -8,13 +8,14 @@ wherever the pieces begin, and a client can go on after any number at any gatewa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.endings import failure
-from promptq.producer.gateway.openai.logprobs import chat_logprobs
+from promptq.producer.gateway.openai.logprobs import chat_logprob
 from promptq.producer.gateway.openai.reading.model_text import Asked
 from promptq.producer.gateway.openai.reading.output_text import Kind, OutputText
 from promptq.producer.gateway.openai.reading.output_text import Piece as TextPiece
@@ -25,6 +26,7 @@ from promptq.producer.gateway.responses.response_call import ResponseCall, Statu
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.turns import Work
 
 _STATUSES: dict[FinishReason, Status] = {
     FinishReason.STOP: "completed",
@@ -56,7 +58,7 @@ class ResponseWriter:
         self._text = OutputText(None, Asked())
         self._item: _Item | None = None
         self._num_calls = 0
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._logprobs: list[str] = []  # of tokens whose text is still to come, as JSON
         self._frames: list[str] = []
 
     @property
@@ -86,7 +88,7 @@ class ResponseWriter:
         is_calling = self._item is not None and self._item.kind == "call"
         is_calling = is_calling or any(piece.kind == "call" for piece in pieces)
         if logprobs and self._call.with_logprobs and not is_calling:
-            self._logprobs += chat_logprobs(logprobs)["content"]
+            self._logprobs += [json.dumps(chat_logprob(it)) for it in logprobs]
         self._write(pieces)
         return self._take()
 
@@ -153,7 +155,7 @@ class ResponseWriter:
         if kind != "call":
             self._tell(
                 "response.content_part.added",
-                f'"item_id":{quoted(item_id)},{place},"content_index":0,"part":{item.part("", [])}',
+                f'"item_id":{quoted(item_id)},{place},"content_index":0,"part":{item.part("")}',
             )
 
     def _add(self, text: str) -> None:
@@ -169,7 +171,7 @@ class ResponseWriter:
             return
         text = text[max(0, self._after + 1 - first) :]
         if item.kind == "content":
-            more = f',"logprobs":{json.dumps(logprobs)}'
+            more = f',"logprobs":[{",".join(logprobs)}]'
         self._frame(
             f"response.{_TEXTS[item.kind]}.delta",
             f'{self._place(item)},"delta":{quoted(text)}{more}',
@@ -186,11 +188,10 @@ class ResponseWriter:
         if item.kind == "call":
             self._tell(name, f'{place},"name":{quoted(item.name)},"arguments":{quoted(text)}')
         else:
-            more = ""
-            if item.kind == "content":
-                more = f',"logprobs":{json.dumps(item.logprobs)}'
+            logprobs = ",".join(item.logprobs)
+            more = f',"logprobs":[{logprobs}]' if item.kind == "content" else ""
             self._tell(name, f'{place},"text":{quoted(text)}{more}')
-            part = item.part(text, item.logprobs)
+            part = item.part(text, logprobs)
             self._tell("response.content_part.done", f'{place},"part":{part}')
         index, done = len(self.items), item.done(status)
         self._tell("response.output_item.done", f'"output_index":{index},"item":{done}')
@@ -231,7 +232,8 @@ class _Item:
         self.id = item_id
         self.name = name
         self.texts: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[str] = []
+        """Each as JSON."""
         self._called = called
 
     def begun(self) -> str:
@@ -239,15 +241,15 @@ class _Item:
 
     def done(self, status: str) -> str:
         text = "".join(self.texts)
-        return self._json(status, text, [self.part(text, self.logprobs)])
+        return self._json(status, text, [self.part(text, ",".join(self.logprobs))])
 
-    def part(self, text: str, logprobs: list[dict[str, Any]]) -> str:
+    def part(self, text: str, logprobs: str = "") -> str:
         """Its one part of content as JSON."""
         if self.kind == "reasoning":
             return f'{{"type":"reasoning_text","text":{quoted(text)}}}'
         return (
             f'{{"type":"output_text","text":{quoted(text)},"annotations":[]'
-            f',"logprobs":{json.dumps(logprobs)}}}'
+            f',"logprobs":[{logprobs}]}}'
         )
 
     def _json(self, status: str, text: str, parts: list[str]) -> str:
@@ -264,14 +266,21 @@ class _Item:
         return f'{head},"type":"message","role":"assistant",{content}}}'
 
 
-def written(call: ResponseCall, output: EndedOutput, after: int = -1) -> tuple[ResponseWriter, str]:
-    """The writer of a response that is over, and the frames after number `after`."""
-    writer = ResponseWriter(call, after)
+def written(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
+    """The writer of a response that is over, without frames."""
+    writer = ResponseWriter(call, after=sys.maxsize)
+    for _ in frames_of(writer, output):
+        yield
+    return writer
+
+
+def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
+    """The frames of a response that is over, some of them empty."""
     writer.learn(output.model, output.output_style)
-    frames = [writer.opening()]
-    frames += [writer.write(it.text, it.logprobs) for it in output.pieces]
-    frames.append(writer.end(output.ending))
-    return writer, "".join(frames)
+    yield writer.opening()
+    for piece in output.pieces:
+        yield writer.write(piece.text, piece.logprobs)
+    yield writer.end(output.ending)
 
 
 def error_frame(error: ApiError, number: int) -> str:

@@ -23,6 +23,7 @@ from promptq.producer.gateway.responses.response_call import (
 )
 from promptq.shared.queue.call import Call, ids_of, texts_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.turns import Turns
 
 _OVERHEAD_BYTES = 500
 """What Redis takes for a record beside its longer fields, about."""
@@ -31,24 +32,27 @@ _FIELDS = ("tenant", "queue", "call", "echo", "result")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A record. `queue` serves its request; `output` is None until the response is over."""
+    """A record. `queue` serves its request; `result` is the JSON of its output, or None until the
+    response is over."""
 
     call: ResponseCall
     tenant: str
     queue: str
-    output: EndedOutput | None = None
+    result: bytes | None = None
 
 
 class StoredResponses:
     """The records of a queue. All methods raise redis.RedisError if the server is away."""
 
     def __init__(
-        self, queue: AsyncRequestQueue, *, seconds: int, most: int, most_bytes: int
+        self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
         """Each record is kept for so many seconds. A tenant has at most so many, with so many bytes
         in all; 0 means no limit."""
         self._queue = queue
         self._keys = queue.keys
+        self.turns = turns
+        """For long work with their outputs."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, asked: AskedResponse, tenant: str, queue: str) -> None:
@@ -69,7 +73,7 @@ class StoredResponses:
 
     async def end(self, stored: StoredResponse, output: EndedOutput) -> bool:
         """Store the output. Returns False if it has one already, or was deleted."""
-        fields: dict[str, str | bytes] = {"result": output.to_json()}
+        fields: dict[str, str | bytes] = {"result": await self.turns.run(output.to_json())}
         reply = await self._run("end", stored.tenant, stored.call.id, fields)
         return reply[0] == "ok"
 
@@ -104,7 +108,7 @@ class StoredResponses:
         if not ids:
             return []
         records = await self._queue.run([self._read(it) for it in ids])
-        found = [it for it in records if it is not None and it.output is None]
+        found = [it for it in records if it is not None and it.result is None]
         gone = {*ids} - {it.call.id for it in found}
         calls: list[Call[Any]] = [
             Call("", ["ZADD", key, "XX", now, it.call.id], int) for it in found
@@ -151,7 +155,6 @@ def _record(response_id: str, reply: Any) -> StoredResponse | None:
         tenant, queue, options, echo = (it.decode() for it in reply[:-1])
         result = reply[-1]
         call = ResponseCall(id=response_id, echo=echo, **json.loads(options))
-        output = None if result is None else EndedOutput.model_validate_json(result)
-        return StoredResponse(call, tenant, queue, output)
+        return StoredResponse(call, tenant, queue, result)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
 from promptq.producer.gateway.context.access import ThisCaller, needs
-from promptq.producer.gateway.context.caller_rates import admit_call
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.pydantic_body import described_body, json_body
 from promptq.producer.gateway.http.errors import ApiError, described
@@ -107,7 +107,7 @@ async def create(
     return record.to_api()
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", dependencies=[COUNTED_READ], responses=described(429))
 async def list_batches(
     batches: TheseBatches,
     caller: ThisCaller,

@@ -115,18 +115,15 @@ async def _create(
     endpoint: Endpoint,
 ) -> Response:
     headers, embeds = request.headers, endpoint == "embeddings"
+    await admit_call(gateway, caller)
     if (last_event_id := headers.get("last-event-id")) and not embeds:
         await check_stream(gateway, caller, last_event_id)
-        taken = 0  # the call that began the stream was counted
-    else:
-        await admit_call(gateway, caller)
-        taken = 1
     with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
         body = [piece async for piece in body_pieces(request, most, hold)]
         aliases = await gateway.queues.aliases()
         prepared = await call_reader.prepare(endpoint, body, headers, caller, aliases)
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
-        prepared = replace(prepared, taken=taken)
+        prepared = replace(prepared, taken=1)
         answer = respond_embeddings if embeds else respond
         return await answer(request, gateway, caller, prepared, hold)

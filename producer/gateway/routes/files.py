@@ -7,7 +7,7 @@ import codecs
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -15,11 +15,14 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.gateway.context.access import ThisCaller, needs
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload, UploadCall
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.shared.runtime.large_json import written
+from promptq.shared.runtime.turns import Work
 
 router = APIRouter(
     tags=["files"],
@@ -106,20 +109,30 @@ async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str
     return stored.to_api()
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", dependencies=[COUNTED_READ], responses=described(429))
 async def list_files(
+    gateway: ThisGateway,
     caller: ThisCaller,
     store: ThisStore,
     purpose: str | None = None,
     limit: Annotated[int, Query(ge=1, le=_MAX_LIST)] = _MAX_LIST,
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, object]:
+) -> Response:
     """List files of the caller's tenant, the newest first."""
     found, has_more = await asyncio.to_thread(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
-    return page_of([stored.to_api() for stored in found], has_more)
+
+    def shown() -> Work[str]:
+        objects = []
+        for stored in found:
+            objects.append(stored.to_api())
+            yield
+        return (yield from written(page_of(objects, has_more)))
+
+    body = await gateway.client.turns.run(shown())
+    return Response(body, media_type="application/json")
 
 
 @router.get("/v1/files/{file_id}")
@@ -128,7 +141,7 @@ async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[s
     return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get("/v1/files/{file_id}/content", dependencies=[COUNTED_READ], responses=described(429))
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
     """Download a file."""
     stored = await asyncio.to_thread(store.get, file_id, *caller.reach)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.event_stream import EventStream
+from promptq.producer.gateway.answering.event_stream import EventStream, FramesInTurns
 from promptq.producer.gateway.answering.reading.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.respond import Prepared
 from promptq.producer.gateway.answering.respond_response import (
@@ -20,13 +20,13 @@ from promptq.producer.gateway.answering.respond_response import (
 )
 from promptq.producer.gateway.answering.response_records import ResponseRecords
 from promptq.producer.gateway.context.access import ThisCaller, needs
-from promptq.producer.gateway.context.caller_rates import admit_call
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.responses.input_items import id_of
 from promptq.producer.gateway.responses.request_body import ResponseOptions
-from promptq.producer.gateway.responses.response_writer import written
+from promptq.producer.gateway.responses.response_writer import ResponseWriter, frames_of
 from promptq.producer.gateway.routes.completions import operation
 from promptq.shared.runtime.logs import bind
 
@@ -88,7 +88,12 @@ async def create_response(
         return await respond_response(request, gateway, caller, prepared, hold)
 
 
-@router.get("/v1/responses/{response_id}", response_class=Response)
+@router.get(
+    "/v1/responses/{response_id}",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
 async def retrieve_response(
     response_id: str,
     gateway: ThisGateway,
@@ -107,8 +112,8 @@ async def retrieve_response(
     after = -1 if starting_after is None else starting_after
     output = await records.output(stored)
     if output is not None:
-        _, frames = written(stored.call, output, after)
-        return Response(frames, media_type="text/event-stream")
+        writer = ResponseWriter(stored.call, after)
+        return FramesInTurns(records.stored.turns, frames_of(writer, output))
     served = await records.served(stored)
     call = replace(stored.call, detach=True)  # who only reads it does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
@@ -144,7 +149,12 @@ async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRe
     return Response(await records.current(stored), media_type=JSON)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_class=Response)
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
 async def list_input_items(
     response_id: str,
     caller: ThisCaller,

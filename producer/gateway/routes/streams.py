@@ -22,7 +22,7 @@ from promptq.producer.gateway.answering.respond import check_positions, respond
 from promptq.producer.gateway.answering.respond_message import MessageStream
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
-from promptq.producer.gateway.context.caller_rates import admit_call
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.bodies import read_body
@@ -36,6 +36,8 @@ from promptq.producer.gateway.openai.completion import (
 )
 from promptq.producer.gateway.openai.read_positions import read_event_id
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.queue import scripts
 from promptq.shared.queue.call import carry_out_async
 from promptq.shared.runtime.logs import bind
 
@@ -45,8 +47,16 @@ router = APIRouter(
     dependencies=[needs("completions")],
 )
 
+_BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
+"""What a completion with several answers reports, if one of them has this status."""
 
-@router.get("/v1/streams/{completion_id}", response_class=Response)
+
+@router.get(
+    "/v1/streams/{completion_id}",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
 async def read_stream(
     completion_id: str,
     request: Request,
@@ -126,11 +136,15 @@ async def fork_stream(
 async def cancel_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, object]:
-    """Cancel a completion, such as one that goes on without its client."""
+    """Cancel a completion, such as one that goes on without its client.
+
+    `status` is `cancelled`, `flagged` (its workers end it now) or `finished` (it had ended).
+    """
     served, completion = await _find(gateway, caller, completion_id, request)
-    for request_id in completion.request_ids:
-        await served.client.cancel(request_id)
-    return {"id": completion.id, "object": "stream", "cancelled": True}
+    statuses = await served.queue.run(scripts.cancel(completion.request_ids))
+    status = next((it for it in _BY_WEIGHT if it in statuses), CancelStatus.FINISHED)
+    is_cancelled = status is not CancelStatus.FINISHED
+    return {"id": completion.id, "object": "stream", "cancelled": is_cancelled, "status": status}
 
 
 async def _find(

@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from promptq import Client
+from promptq.producer.batch_store import input_file
 from promptq.producer.batch_store.input_file import MAX_LINE_BYTES, MAX_LINES, BatchFileError
 from promptq.producer.batches.batch_journal import BatchIsRunningError
 from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, run_batch
@@ -372,3 +373,47 @@ async def test_one_process_at_a_time(
     refused: subprocess.CompletedProcess[str] = await asyncio.to_thread(run, *command)
     assert refused.returncode == 1
     assert "is not the file that" in refused.stderr
+
+
+def test_a_file_of_line_breaks_is_refused_by_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line of it is looked at. As many blank lines as lines are allowed."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n" * input_file.MAX_BLANK_LINES + "{}\n")
+    assert input_file.count_lines(source) == 1
+    monkeypatch.setattr(input_file, "read_lines", lambda _: pytest.fail("a line was read"))
+    for breaks in ("\n", "\r\n", " \n"):
+        source.write_text(breaks * (MAX_LINES + input_file.MAX_BLANK_LINES + 1), newline="")
+        with pytest.raises(BatchFileError, match="50000 blank ones") as refused:
+            input_file.count_lines(source)
+        assert refused.value.code == "too_many_lines"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_a_file_in_another_encoding_is_refused_as_what_it_is(tmp_path: Path, encoding: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(line(0)) + "\n", encoding=encoding)
+    with pytest.raises(BatchFileError, match=f"the file is {encoding}"):
+        input_file.count_lines(source)
+    source.write_text(json.dumps(line(0)) + "\n", encoding="utf-8-sig")
+    assert input_file.count_lines(source) == 1
+
+
+async def test_characters_that_end_a_line_elsewhere_end_none_here(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
+) -> None:
+    """Readers that split text at U+0085, U+2028 and U+2029 find whole lines."""
+    ends = "a\x85b\u2028c\u2029d"
+    sound = {"model": "", "prompt": ends, "max_tokens": 9}
+    lines = [line(0, body=sound, custom_id=ends), line(1, url=ends)]
+    texts = [json.dumps(it, ensure_ascii=False) for it in lines]
+    source = write_lines(tmp_path / "in.jsonl", [*texts])
+    output = tmp_path / "out.jsonl"
+    with own_worker.finishing([f"é{ends}"]):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome.progress == BatchProgress(2, 1, 1, 0)
+    assert texts_in(output) == {ends: f"é{ends}"}
+    assert "é" in output.read_text(), "other characters are written as they are"
+    [refused] = read_lines(errors_beside(output)).values()
+    assert repr(ends) in refused["error"]["message"]

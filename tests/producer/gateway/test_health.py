@@ -71,6 +71,30 @@ def test_a_model_that_is_loaded_in_its_turn_takes_requests(
     assert impatient.get("/readyz").status_code == status
 
 
+@pytest.mark.parametrize("queues", [["default"], ["*"], ["default", "b"]])
+def test_the_next_call_sees_what_readiness_promises(
+    start_gateway: Callable[..., LiveGateway], redis_url: str, queues: list[str]
+) -> None:
+    """The model and its further names; and once nobody works, no call that will not wait."""
+    url = start_gateway(queues=["default", *queues]).url
+    with httpx2.Client(base_url=url, timeout=30) as http, Client(redis_url) as client:
+
+        def called(model: str) -> int:
+            fields = {"model": model, "prompt": "Hi", "max_tokens": 2, "wait_for_worker": False}
+            return http.post("/v1/completions", json=fields).status_code
+
+        assert http.get("/v1/models").json()["data"] == []
+        with live_worker(redis_url, served_model_free(name="owl"), queue="default"):
+            wait_for(http, 200)
+            assert [it["id"] for it in http.get("/v1/models").json()["data"]] == ["owl"]
+            assert called("owl") == 200
+            client.set_alias("bird", "owl")
+            wait_for(http, 200)
+            assert called("bird") == 200
+        wait_for(http, 503)
+        assert called("owl") == 503
+
+
 def beat(queue: RequestQueue, state: str) -> None:
     queue.run(scripts.heartbeat(WorkerStats(worker_id="w", state=state), 60_000))
 

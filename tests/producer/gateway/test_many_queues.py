@@ -115,7 +115,7 @@ def test_a_stream_is_found_in_its_queue(http: httpx2.Client) -> None:
         first = answer.read().decode()
     again = http.get(address).text
     assert _data_of(again) == _data_of(first)
-    assert http.delete(address).json()["cancelled"]
+    assert http.delete(address).json()["status"] == "finished"
     unknown = address.replace("cmpl-0", "cmpl-1")
     assert http.get(unknown).status_code == 404
 

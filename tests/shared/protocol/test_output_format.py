@@ -71,6 +71,7 @@ def test_calls_of_tools() -> None:
 
 
 JSON = "response_format: json_schema: "
+WRONG_TYPE = "tools: a tool of type"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,18 @@ JSON = "response_format: json_schema: "
             "tool_choice: names the function 'x', which is not among the tools",
         ),
         ({"tools": [{"name": "f"}], "tool_choice": "required"}, "tools: each must be like"),
+        *(
+            ({"tools": [TOOL, tool], "tool_choice": choice}, message)
+            for choice in (None, "none", "auto", "required")
+            for tool, message in [
+                ({"type": "web_search_preview_2025_03_11"}, f"{WRONG_TYPE} 'web_search_preview_2"),
+                ({"type": "custom", "custom": {"name": "f"}}, f"{WRONG_TYPE} 'custom' is not"),
+                ({**TOOL, "type": None}, f"{WRONG_TYPE} 'None' is not"),
+                ({**TOOL, "type": ["function"]}, f"{WRONG_TYPE} \"['function']\" is not"),
+                ({"type": "function", "name": "f", "parameters": {}}, "tools: each must be like"),
+                ({"type": "function", "function": {"name": 3}}, "tools: a function has no name"),
+            ]
+        ),
         (
             {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
             "tools: a function has no name",

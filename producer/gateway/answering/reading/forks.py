@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from promptq.producer.clients.forks import ForkSource, check_changes
 from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.http.bodies import read_json
 from promptq.producer.gateway.openai.request_bodies import HEADERS
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import ForkPoint, invalid_request
@@ -53,9 +54,9 @@ class ForkCall:
 def read_fork(body: bytes) -> ForkOptions:
     """Raises InvalidRequestError naming the field that is wrong."""
     try:
-        given = from_json(body or b"{}", allow_inf_nan=False)
+        given = read_json(body or b"{}")
     except ValueError as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+        raise InvalidRequestError(str(error)) from None
     if not isinstance(given, dict):
         raise InvalidRequestError("the body is not a JSON object")
     # As for other calls: some clients send null for fields that they leave out.

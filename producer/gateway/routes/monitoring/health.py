@@ -28,6 +28,7 @@ async def readyz(gateway: ThisGateway) -> dict[str, str]:
     # Each call reads the keys, and most publish.
     await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
+    await gateway.queues.views(now=True)  # so that the next call knows of these workers, too
     workers = [worker for each in stats for worker in each.workers]
     is_loaded = any(worker.state != "draining" for worker in workers)
     if not is_loaded and any(each.has_standby for each in stats):

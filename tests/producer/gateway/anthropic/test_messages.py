@@ -127,6 +127,19 @@ def test_a_call_that_is_not_whole(
     assert call.input == read
 
 
+def test_a_stop_sequence_of_any_characters(gateway: LiveGateway, own_worker: HandWorker) -> None:
+    """A stream names it, and its frames stay lines for every reader."""
+    stop = "é\u2028"
+    with client_of(gateway) as client:
+        events, _ = worked(
+            own_worker,
+            lambda: list(client.messages.create(**FIELDS, stream=True, stop_sequences=[stop])),
+            lambda claim: own_worker.send(claim, "Hi", FinishReason.STOP, stop_reason=stop),
+        )
+    *_, last, _ = events
+    assert last.delta.stop_sequence == stop
+
+
 def test_the_stop_sequence_that_ended_it(letters_gateway: LiveGateway) -> None:
     """The worker says which one it was."""
     text = text_of(3, 9)

@@ -34,6 +34,33 @@ def all_of(connection: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
+@pytest.mark.parametrize("keeps", [b"", b"Connection: keep-alive\r\n"])
+def test_a_client_of_http_1_0_gets_no_chunks(
+    gateway: LiveGateway, own_worker: HandWorker, keeps: bytes
+) -> None:
+    """The end of the connection ends what has no length, as a stream has not."""
+    body = json.dumps({"prompt": "Hi", "stream": True, "detach": True}).encode()
+    asked = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n"
+    with connected(gateway) as connection, own_worker.finishing(["abc"]):
+        connection.sendall(asked % (keeps, len(body)) + body)
+        head, _, stream = all_of(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert {line[:4] for line in stream.split(b"\n") if line} == {b"id: ", b"data"}
+    assert stream.endswith(b"data: [DONE]\n\n")
+    url = re.search(b"x-stream-url: (.*)", head.lower())
+    assert url is not None
+    for method, path in ((b"GET", url[1].strip()), (b"GET", b"/healthz"), (b"HEAD", b"/readyz")):
+        with connected(gateway) as connection:
+            connection.sendall(
+                b"%s %s HTTP/1.0\r\nHost: localhost\r\n%s\r\n" % (method, path, keeps)
+            )
+            again, _, rest = all_of(connection).partition(b"\r\n\r\n")
+        assert again.startswith(b"HTTP/1.1 ")
+        assert b"transfer-encoding" not in again.lower()
+        rest = rest.removeprefix(b": waiting\n")
+        assert rest == {b"/healthz": b'{"status":"ok"}', b"/readyz": b""}.get(path, stream)
+
+
 @pytest.mark.parametrize(
     ("begin", "more"),
     [

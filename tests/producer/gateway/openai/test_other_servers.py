@@ -19,6 +19,7 @@ from tests.roles import as_role
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {}}}
 FIND: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {}}}
+WEB_SEARCH: dict[str, Any] = {"type": "web_search", "name": "web_search"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_ANY_VALUE: dict[str, Any] = {
     "user": "a",
@@ -93,6 +94,7 @@ def test_the_log_names_each_of_them_once(calls: httpx2.Client) -> None:
         ("tool_choice", {"type": "allowed_tools"}),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [FIND]}),
+        ("tools", [LOOK, WEB_SEARCH]),
         ("stream_options", {"x": True}),
         ("reasoning_depth", "low"),
     ],
@@ -103,6 +105,28 @@ def test_what_is_not_served_is_refused_by_name(http: httpx2.Client, field: str, 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
     assert "do you mean" not in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_tool_of_another_type_is_refused_wherever_tools_are_taken(
+    http: httpx2.Client, path: str
+) -> None:
+    """Also one that `tool_choice` does not show to the model."""
+    named = {"type": "function", "function": {"name": LOOK["function"]["name"]}}
+    choices = (
+        [{}]
+        if path == "/tokenize"
+        else [
+            {},
+            {"tool_choice": "none"},
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [named]}},
+        ]
+    )
+    for choice in choices:
+        body = {**CHAT, "tools": [LOOK, WEB_SEARCH], **choice}
+        error = http.post(path, json=body).json()["error"]
+        assert error["param"] == "tools"
+        assert "'web_search' is not served" in error["message"]
 
 
 def payload_of(http: httpx2.Client, worker: HandWorker, **fields: Any) -> dict[str, Any]:

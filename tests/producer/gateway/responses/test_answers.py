@@ -43,6 +43,21 @@ def test_a_response(letters: OpenAI) -> None:
     assert (got.usage.input_tokens, got.usage.output_tokens, got.usage.total_tokens) == (4, 7, 11)
 
 
+def test_a_stream_of_a_call_with_any_characters(letters_gateway: LiveGateway) -> None:
+    """Those that end a line for some readers are escaped, also in a stream that is read again."""
+    words = "é \U0001f98a a\x85b\u2028c\u2029d"
+    fields = {"input": "Once", "instructions": words, "metadata": {"of": words}}
+    with httpx2.Client(base_url=letters_gateway.url, timeout=30) as http:
+        first = http.post("/v1/responses", json={**fields, "max_output_tokens": 2, "stream": True})
+        again = http.get(first.headers["x-stream-url"])
+    assert first.text == again.text
+    events = [json.loads(it[6:]) for it in first.text.splitlines() if it.startswith("data: ")]
+    assert {it for it in first.text.splitlines() if it[:5] not in ("data:", "event")} == {""}
+    assert events[-1]["type"] == "response.incomplete"
+    told = [it["response"] for it in events if "response" in it]
+    assert {(it["instructions"], it["metadata"]["of"]) for it in told} == {(words, words)}
+
+
 def test_the_events_of_a_stream(letters: OpenAI) -> None:
     """In OpenAI's order. Each letter has a number, and so has each event without text."""
     events = list(

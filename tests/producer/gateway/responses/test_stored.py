@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
+from promptq.producer.gateway.answering.response_records import MOST_LINKS
 from tests.producer.gateway.api_keys import make_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.gateway.responses.asking import answered, client_of, in_background
@@ -116,6 +119,23 @@ def test_what_nobody_reads_is_kept_too(
         own_worker.redis.delete(KEYS.request(response_id), KEYS.tokens(response_id))
         assert client.responses.retrieve(response_id).output_text == "Half and half"
         assert not own_worker.redis.zcard(KEYS.unfinished_responses)
+
+
+def test_a_conversation_has_an_end(gateway: LiveGateway, own_worker: HandWorker) -> None:
+    """Its last response can be continued, and no more than these are read for a call."""
+    with client_of(gateway) as client:
+        first, _ = answered(client, own_worker, input="Go")
+        record = own_worker.redis.hgetall(KEYS.response(first.id))
+        ids = [first.id] + [f"resp_{number:032x}" for number in range(MOST_LINKS)]
+        for before, own in pairwise(ids):
+            call = {**json.loads(record[b"call"]), "previous_response_id": before}
+            own_worker.redis.hset(KEYS.response(own), mapping={**record, b"call": json.dumps(call)})
+        got, payload = answered(client, own_worker, input="?", previous_response_id=ids[-2])
+        assert len(payload["messages"]) == 2 * MOST_LINKS + 1
+        assert got.previous_response_id == ids[-2]
+        with pytest.raises(openai.BadRequestError, match=f"more than the {MOST_LINKS}") as refused:
+            client.responses.create(model="", input="?", previous_response_id=ids[-1])
+        assert refused.value.code == "conversation_too_long"
 
 
 def test_tenants_do_not_see_each_other(

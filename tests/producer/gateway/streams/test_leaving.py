@@ -60,8 +60,33 @@ def test_a_client_that_said_so_leaves_and_cancels_nothing(
             pass  # who reads on leaves as freely
         time.sleep(0.1)
         assert not is_cancelled(own_worker, claim.request_id)
-        assert http.delete(url).json()["cancelled"] is True
+        assert cancelled(http, url) == (True, "flagged")
         assert is_cancelled(own_worker, claim.request_id)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_cancel_reports_what_happened(
+    http: httpx2.Client, own_worker: HandWorker, n: int
+) -> None:
+    """An answer that had ended was not cancelled, whether its end is in the log or folded."""
+    with opened(http, own_worker, {**PROMPT, "n": n, "detach": True}) as (reading, claim):
+        url = reading.response.headers["X-Stream-Url"]
+        assert cancelled(http, url) == (True, "flagged"), "its worker ends it"
+        own_worker.finish(claim)  # the other one of two was cancelled as it waited
+        assert cancelled(http, url) == (False, "finished")
+    with opened(http, own_worker, {**PROMPT, "n": n}) as (reading, claim):
+        url = reading.response.headers["X-Stream-Url"]
+        own_worker.finish(claim, "All")
+        if n == 2:
+            assert cancelled(http, url) == (True, "cancelled"), "of the other one"
+        own_worker.fold_now(claim.request_id)
+        assert cancelled(http, url) == (False, "finished")
+        assert own_worker.queue.state(claim.request_id) == "completed"
+
+
+def cancelled(http: httpx2.Client, url: str) -> tuple[bool, str]:
+    told = http.delete(url).json()
+    return told["cancelled"], told["status"]
 
 
 def test_whoever_reads_on_cancels_too_unless_it_said_otherwise(

@@ -1,0 +1,95 @@
+"""JSON that may be many megabytes, read and written in small parts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from promptq.shared.runtime.turns import Work
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_AT_ONCE = 16
+"""Items of a list that are written at once."""
+
+
+def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
+    """The object that a JSON text is. `readers` make something of each item of its lists, by the
+    name of the list. Raises ValueError, RecursionError, and what a reader raises."""
+    decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
+    found: dict[str, Any] = {}
+    at, end = _after(text, 0, "{"), "}"
+    while (at := _skip(text, at)) < len(text) and text[at] != end:
+        if found:
+            at = _skip(text, _after(text, at, ","))
+        name, at = decode(text, at)
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is not the name of a member")
+        at = _skip(text, _after(text, at, ":"))
+        if not text.startswith("[", at):
+            found[name], at = decode(text, at)
+            continue
+        items: list[Any] = []
+        read = readers.get(name)
+        at = _skip(text, at + 1)
+        while not text.startswith("]", at):
+            if items:
+                at = _skip(text, _after(text, at, ","))
+            item, at = decode(text, at)
+            items.append(item if read is None else read(item))
+            at = _skip(text, at)
+            yield
+        found[name], at = items, at + 1
+    if _skip(text, _after(text, at, end)) != len(text):
+        raise ValueError("there is more than one value")
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()
+
+
+def _after(text: str, at: int, wanted: str) -> int:
+    at = _skip(text, at)
+    if not text.startswith(wanted, at):
+        raise ValueError(f"there is no {wanted!r} at character {at}")
+    return at + len(wanted)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def written(value: Any) -> Work[str]:
+    """The value as JSON in ASCII."""
+    parts: list[str] = []
+    yield from _write(value, parts.append)
+    return "".join(parts)
+
+
+def _write(value: Any, add: Callable[[str], object]) -> Work[None]:
+    if isinstance(value, dict):
+        before = "{"
+        for name, member in value.items():
+            add(f"{before}{quoted(name)}:")
+            yield from _write(member, add)
+            before = ","
+        add("}" if value else "{}")
+    elif isinstance(value, list) and len(value) > _AT_ONCE:
+        for begin in range(0, len(value), _AT_ONCE):
+            items = json.dumps(value[begin : begin + _AT_ONCE], separators=(",", ":"))
+            add(f"{',' if begin else '['}{items[1:-1]}")
+            yield
+        add("]")
+    elif isinstance(value, list):
+        before = "["
+        for member in value:
+            add(before)
+            yield from _write(member, add)
+            before = ","
+        add("]" if value else "[]")
+    else:
+        add(json.dumps(value))

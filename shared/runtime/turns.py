@@ -1,0 +1,64 @@
+"""Long work on an event loop, done in slices so that it delays nobody.
+
+Long work is written as a generator that yields, with nothing, after each small part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Work = Generator[None, None, T]
+
+SLICE_SECONDS = 0.001
+
+
+class Turns:
+    """All long work of one owner: in each round of the loop one slice of it is done."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def give_way(self) -> None:
+        """Wait for the next turn."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+    async def run(self, steps: Work[T]) -> T:
+        """Do the work, and return what it returns."""
+        slices = sliced(steps)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            await self.give_way()
+
+
+def sliced(steps: Work[T]) -> Work[T]:
+    """The work, with an interruption after each slice only."""
+    until = time.perf_counter() + SLICE_SECONDS
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        if time.perf_counter() > until:
+            yield
+            until = time.perf_counter() + SLICE_SECONDS
+
+
+def at_once(steps: Work[T]) -> T:
+    """Do all of the work now, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value

@@ -1,0 +1,115 @@
+"""Reads of large answers: they hold nobody up, and count towards their caller's rate."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from promptq.producer.gateway.app import create_app
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.events import TokenLogprob, TopLogprob
+from tests.producer.gateway.api_keys import bearer, make_key
+from tests.producer.gateway.living import LiveGateway
+from tests.producer.playing import HandWorker
+
+TOP = [TopLogprob(token_id=it, logprob=-it, token=f" word{it}") for it in range(20)]
+MANY = [TokenLogprob(token_id=1, logprob=-0.5, rank=1, top=TOP, token=" word1")] * 300
+"""Of one event. Five of them are 2 MB of an answer."""
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+async def answered_by(worker: HandWorker, calling: Awaitable[Any]) -> tuple[Any, Claim]:
+    """What comes of a call whose request the worker answers with many log-probabilities."""
+    call = asyncio.ensure_future(calling)
+    claim = await asyncio.to_thread(worker.queue.take)
+    assert claim is not None
+    worker.adopt(claim)
+    for _ in range(5):
+        worker.send(claim, "x" * len(MANY), logprobs=MANY)
+    worker.finish(claim)
+    return await call, claim
+
+
+async def largest_part(read: Awaitable[httpx2.Response]) -> float:
+    """The part of a read's CPU time that the event loop spent on its largest piece."""
+    reading = asyncio.ensure_future(read)
+    pieces, before = [], time.thread_time()
+    while not reading.done():
+        await asyncio.sleep(0)
+        now = time.thread_time()
+        pieces.append(now - before)
+        before = now
+    answer = await reading
+    assert answer.status_code == 200
+    assert len(answer.content) > 400_000
+    return max(pieces) / sum(pieces)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """A collection goes through all objects of the test process, which are many more."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_the_event_loop_reads_large_answers_in_small_pieces(
+    redis_url: str, own_worker: HandWorker
+) -> None:
+    """Whole and streamed, from the log, from the folded result, and from what is kept."""
+    app = create_app(GatewaySettings(redis_url=redis_url))
+    transport = httpx2.ASGITransport(app=app)
+    found: dict[str, float] = {}
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http,
+    ):
+        include = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+        response = {"input": "Hi", "background": True, **include}
+        made, _ = await answered_by(own_worker, http.post("/v1/responses", json=response))
+        address = f"/v1/responses/{made.json()['id']}"
+        for name in ("log", "kept"):
+            found[f"response, {name}"] = await largest_part(http.get(address))
+            stream = f"{address}?stream=true"
+            found[f"its stream, {name}"] = await largest_part(http.get(stream))
+        chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20}
+        text = {"prompt": "Hi", "logprobs": 20}
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+            keyed = {**body, "idempotency_key": path}
+            _, claim = await answered_by(own_worker, http.post(path, json=keyed))
+            stream = f"/v1/streams/{claim.request_id}"
+            for name in ("log", "folded"):
+                found[f"{path}, {name}"] = await largest_part(http.post(path, json=keyed))
+                found[f"its stream, {path}, {name}"] = await largest_part(http.get(stream))
+                own_worker.fold_now(claim.request_id)
+    assert max(found.values()) < 0.3, found
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/responses/resp_x", {}),
+        ("/v1/responses/resp_x/input_items", {}),
+        ("/v1/streams/cmpl-x", {}),
+        ("/v1/files", {}),
+        ("/v1/files/file-x/content", {}),
+        ("/v1/batches", {}),
+        ("/v1/completions", {"Last-Event-ID": "cmpl-x/0-0"}),
+    ],
+)
+def test_reads_are_counted(
+    gateway: LiveGateway, redis_url: str, path: str, headers: dict[str, str]
+) -> None:
+    secret = make_key(redis_url, "slow", requests_per_minute=1)
+    with httpx2.Client(base_url=gateway.url, headers=bearer(secret) | headers, timeout=30) as http:
+        ask = http.post if headers else http.get
+        assert ask(path).status_code in (200, 404)
+        assert ask(path).status_code == 429
