@@ -231,8 +231,9 @@ def answer(
     except InvalidRequestError as error:
         return {"error": {"message": str(error), "field": error.field}}, []
     except ApiError as error:
-        told = {"message": str(error), "status": error.status}
-        return {"error": {**told, "param": error.param, "code": error.code}}, []
+        told: dict[str, Any] = {"message": str(error), "status": error.status}
+        told |= {"param": error.param, "code": error.code, "unsupported": error.unsupported}
+        return {"error": told}, []
     new, payloads = [], []
     for item in prepared.new:
         looked_at = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
