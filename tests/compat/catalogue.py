@@ -118,7 +118,8 @@ PROGRAMS = {
             "llm-comply",
             ("measuring/llm_comply_formats.py",),
             ("llm-comply==0.5.0",),
-            "A suite of conformance tests",
+            "A suite of conformance tests. Images are not served, and a call without a model gets"
+            " that of the gateway's own queue.",
         ),
         Program(
             "inspect-ai",

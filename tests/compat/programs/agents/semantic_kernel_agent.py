@@ -69,7 +69,7 @@ async def _() -> str:
     pieces, wanted = [piece async for piece in stream], trying.chat()
     assert len(pieces) > 2, f"only {len(pieces)} pieces"
     same("text", "".join(map(str, pieces)), wanted.text)
-    [last] = [it for it in pieces if it.metadata.get("usage")]
+    [last] = [piece for piece in pieces if piece.metadata.get("usage")]
     same_usage(last, wanted)
     return f"{len(pieces)} pieces"
 
@@ -117,7 +117,7 @@ async def _() -> str:
 async def _() -> str:
     embedding = OpenAITextEmbedding(ai_model_id=trying.MODEL, async_client=client)
     vectors = await embedding.generate_embeddings(trying.TEXTS)
-    return trying.are_vectors([[*map(float, it)] for it in vectors])
+    return trying.are_vectors([[*map(float, vector)] for vector in vectors])
 
 
 @attempt("error: unknown model")

@@ -41,7 +41,7 @@ def try_api(api: str, kind: Any, limit: str) -> None:
         same("text", str(got).removesuffix("\n"), wanted.text)
         usage = got.metrics.accumulated_usage
         same("usage", (usage["inputTokens"], usage["outputTokens"]), wanted.usage)
-        return str(got)
+        return str(got).strip()
 
     @attempt(f"{api}: an agent's streamed answer")
     async def _() -> str:
@@ -55,7 +55,7 @@ def try_api(api: str, kind: Any, limit: str) -> None:
     def _() -> str:
         got = agent(most=trying.ENOUGH_TOKENS, tools=[paint])(trying.GREETING)
         assert str(got).strip()
-        return str(got)
+        return str(got).strip()
 
     @attempt(f"{api}: structured output of a class")
     def _() -> str:

@@ -38,7 +38,7 @@ await attempt("streamed message", async () => {
 await attempt("forced tool call, and its result in a second turn", async () => {
   const fields = { ...CALL, max_tokens: 200, tools: [TOOL] };
   const got = await client.messages.create({ ...fields, tool_choice: { type: "tool", name: "paint" } });
-  const [call] = got.content.filter((it) => it.type === "tool_use");
+  const [call] = got.content.filter((block) => block.type === "tool_use");
   isTale(call.input);
   const result = { type: "tool_result", tool_use_id: call.id, content: "painted" };
   const turns = [{ role: "assistant", content: got.content }, { role: "user", content: [result] }];

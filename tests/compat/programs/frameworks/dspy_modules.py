@@ -57,7 +57,7 @@ for kind in ("chat", "responses"):
 
 @attempt("completion")
 def _() -> str:
-    """It adds words of its own to the prompt."""
+    """It adds words to the prompt."""
     [got] = model(kind="text")(trying.PROMPT)
     same("text", got, trying.completion(f"{trying.PROMPT}\n\nBEGIN RESPONSE:").text)
     return str(got)
@@ -86,4 +86,4 @@ def _() -> str:
     embedder = dspy.Embedder(
         f"openai/{trying.MODEL}", caching=False, api_base=trying.URL, api_key=trying.KEY
     )
-    return trying.are_vectors([[*map(float, it)] for it in embedder(trying.TEXTS)])
+    return trying.are_vectors([[*map(float, vector)] for vector in embedder(trying.TEXTS)])

@@ -114,4 +114,4 @@ try_api(
 def _() -> str:
     embedder = OpenAIDocumentEmbedder(model=trying.MODEL, api_base_url=trying.URL, max_retries=0)
     found = embedder.run([Document(content=text) for text in trying.TEXTS])["documents"]
-    return trying.are_vectors([it.embedding for it in found])
+    return trying.are_vectors([document.embedding for document in found])

@@ -92,7 +92,7 @@ for api in ("chat", "responses"):
             return trying.says(error, *trying.UNKNOWN_SAYS)
         raise AssertionError(f"no error was raised: {got!r}")
 
-    @attempt(f"{api}: a prompt that is too long has a stop reason of its own")
+    @attempt(f"{api}: error: prompt too long, as stop_reason")
     async def _(is_response: bool = is_response) -> str:
         got = await model(is_response).generate(trying.LONG)
         same("stop_reason", got.stop_reason, "model_length")

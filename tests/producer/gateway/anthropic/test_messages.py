@@ -92,10 +92,11 @@ def test_members_that_have_no_meaning_here(gateway: LiveGateway, own_worker: Han
 
         whole = json.loads(post(stream=False))
         lines = post(stream=True).splitlines()
-    events = [json.loads(it.removeprefix("data: ")) for it in lines if it.startswith("data: ")]
-    blocks = [it["content_block"] for it in events if it["type"] == "content_block_start"]
-    [start] = [it["message"] for it in events if it["type"] == "message_start"]
-    [last] = [it for it in events if it["type"] == "message_delta"]
+    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    events = [json.loads(frame) for frame in frames]
+    blocks = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+    [start] = [each["message"] for each in events if each["type"] == "message_start"]
+    [last] = [each for each in events if each["type"] == "message_delta"]
     for _, text, call in (whole["content"], blocks):
         assert (text["citations"], call["caller"]) == (None, {"type": "direct"})
     for message in (whole, start, last["delta"]):

@@ -114,11 +114,17 @@ def test_the_object_is_that_of_open_responses(gateway: LiveGateway, own_worker: 
         active = http.get(path).json()
         own_worker.send(claim, "Hi", FinishReason.STOP, stats=stats)
         lines = http.get(path, params={"stream": True}).text.splitlines()
-        events = [json.loads(it.removeprefix("data: ")) for it in lines if it.startswith("data: ")]
-        told = [it["response"] for it in events if "response" in it]
-        assert told[-1] == http.get(path).json()
-    assert [it["status"] for it in told] == ["queued", "queued", "in_progress", "completed"]
-    for each in (active, *told):
+        frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        events = [json.loads(frame) for frame in frames]
+        sent = [event["response"] for event in events if "response" in event]
+        assert sent[-1] == http.get(path).json()
+    assert [response["status"] for response in sent] == [
+        "queued",
+        "queued",
+        "in_progress",
+        "completed",
+    ]
+    for each in (active, *sent):
         ended = each["created_at"] + 3 if each["status"] == "completed" else None
         assert each["completed_at"] == ended
         assert (each["presence_penalty"], each["frequency_penalty"]) == (0, 0)
@@ -361,13 +367,13 @@ def test_the_tokens_of_a_conversation(stories: OpenAI) -> None:
     assert (counted.object, counted.input_tokens) == (
         "response.input_tokens", got.usage.input_tokens,
     )  # fmt: skip
-    for wrong, told in (
+    for wrong, message in (
         ({"input": "A tale. " * 8000}, "^Error code: 400 .*maximum context length"),
         ({"extra_body": {"max_output_tokens": 3}}, "max_output_tokens: is not a field"),
         ({"extra_body": {"text": {"format": "xml"}}}, r"text\.format: 'xml' is not one of"),
         ({"extra_body": {"messages": []}}, "messages: .* use input"),
     ):
-        with pytest.raises(openai.BadRequestError, match=told):
+        with pytest.raises(openai.BadRequestError, match=message):
             stories.responses.input_tokens.count(**{**fields, **wrong})
 
 
