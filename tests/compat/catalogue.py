@@ -46,7 +46,16 @@ PROGRAMS = {
             "OpenAI's for Node",
         ),
         Program(
-            "anthropic", ("clients/anthropic_python.py",), ("anthropic==2.14.0",), "Anthropic's"
+            "anthropic",
+            ("clients/anthropic_python.py", "clients/anthropic_runner.py"),
+            ("anthropic==2.14.0",),
+            "Anthropic's for Python",
+        ),
+        Program(
+            "anthropic-node",
+            ("clients/anthropic_node.mjs",),
+            ("@anthropic-ai/sdk@1.14.0", "zod@4.6.7"),
+            "Anthropic's for Node",
         ),
         Program("curl", ("clients/curl_command.py", "clients/curl_paths.py"), ()),
         Program(
@@ -78,6 +87,24 @@ PROGRAMS = {
             ("frameworks/llama_index_like.py",),
             ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
         ),
+        Program("dspy", ("frameworks/dspy_modules.py",), ("dspy[numpy]==3.4.1",)),
+        Program("haystack", ("frameworks/haystack_components.py",), ("haystack-ai==3.4.1",)),
+        Program("mirascope", ("frameworks/mirascope_calls.py",), ("mirascope[openai]==2.8.2",)),
+        Program("outlines", ("frameworks/outlines_types.py",), ("outlines[openai]==1.3.3",)),
+        Program(
+            "guidance", ("frameworks/guidance_vllm.py",), ("guidance==0.3.1", "openai==3.57.0")
+        ),
+        Program("magentic", ("frameworks/magentic_prompts.py",), ("magentic==0.41.1",)),
+        Program(
+            "semantic-kernel", ("agents/semantic_kernel_agent.py",), ("semantic-kernel==1.45.0",)
+        ),
+        Program(
+            "autogen",
+            ("agents/autogen_agents.py",),
+            ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+        ),
+        Program("agno", ("agents/agno_agent.py",), ("agno==3.1.10", "openai==3.57.0")),
+        Program("strands", ("agents/strands_agent.py",), ("strands-agents[openai]==1.62.0",)),
         Program("smolagents", ("agents/smolagents_server.py",), ("smolagents[openai]==1.26.0",)),
         Program("openai-agents", ("agents/openai_agents_sdk.py",), ("openai-agents==0.24.0",)),
         Program("llm", ("tools/llm_command.py",), ("llm==0.36",), "Simon Willison's command"),
@@ -86,6 +113,18 @@ PROGRAMS = {
             ("tools/rq_dashboard_pages.py",),
             ("rq-dashboard==0.9.0", "six==1.17.0"),
             "It needs six, and does not say so.",
+        ),
+        Program(
+            "llm-comply",
+            ("measuring/llm_comply_formats.py",),
+            ("llm-comply==0.5.0",),
+            "A suite of conformance tests. Images are not served, and a call without a model gets"
+            " that of the gateway's own queue.",
+        ),
+        Program(
+            "inspect-ai",
+            ("measuring/inspect_ai_tasks.py",),
+            ("inspect-ai==0.3.285", "openai==3.57.0"),
         ),
         Program("aiperf", ("measuring/aiperf_profile.py",), ("aiperf==0.13.0",)),
         Program("guidellm", ("measuring/guidellm_benchmark.py",), ("guidellm==0.8.1",)),

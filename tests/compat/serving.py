@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +34,7 @@ class Served:
 @contextmanager
 def served(python: Path, folder: Path) -> Iterator[Served]:
     """A gateway with a worker, jobs, an API key and an alias, all in `folder`, until the end."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    stranger = Stranger(python, folder, "promptq", cache=cache)
+    stranger = Stranger(python, folder, "promptq")
     stranger.environment["PROMPTQ_HTTP_CORS_ORIGINS"] = '["*"]'
     with running(stranger) as url:
         key = json.loads(stranger.run("promptq", "keys", "create", "compat", "--json"))["key"]

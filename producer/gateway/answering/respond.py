@@ -48,6 +48,7 @@ from promptq.shared.runtime.logs import bind
 
 _NAMES = {
     "response": NAMES_OF_RESPONSES,
+    "input_count": NAMES_OF_RESPONSES,
     "message": NAMES_OF_MESSAGES,
     "count": NAMES_OF_MESSAGES,
 }

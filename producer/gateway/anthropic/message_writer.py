@@ -27,6 +27,9 @@ _DELTAS: dict[Kind, tuple[str, str]] = {
     "call": ("input_json_delta", "partial_json"),
 }
 """The type of a block's delta, and the member that has its text."""
+_NO_DETAILS = '"stop_details":null,"container":null'
+_NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"inference_geo":null'
+"""Members of Anthropic's objects that clients expect and that have no meaning here."""
 _NO_MARK = "\0"
 """A letter of no mark, nor white space: what might have become a mark before it has not."""
 _BROKEN = "INVALID_JSON"
@@ -87,7 +90,7 @@ class MessageWriter:
             told = "end_turn" if stop is None else "stop_sequence"
         sequence, usage = to_json(stop).decode(), _usage(event.usage or Usage(), self._num_given)
         self.whole = self._message(",".join(self._blocks), f'"{told}"', sequence, usage)
-        delta = f'"delta":{{"stop_reason":"{told}","stop_sequence":{sequence}}}'
+        delta = f'"delta":{{"stop_reason":"{told}","stop_sequence":{sequence},{_NO_DETAILS}}}'
         self._frame("message_delta", f'{delta},"usage":{usage}')
         self._frame("message_stop", "")
 
@@ -126,7 +129,8 @@ class MessageWriter:
         return (
             f'{{"id":{quoted(self._completion.id)},"type":"message","role":"assistant"'
             f',"model":{quoted(self._completion.model)},"content":[{blocks}]'
-            f',"stop_reason":{stop_reason},"stop_sequence":{stop_sequence},"usage":{usage}}}'
+            f',"stop_reason":{stop_reason},"stop_sequence":{stop_sequence},{_NO_DETAILS}'
+            f',"usage":{usage}}}'
         )
 
     def _frame(self, kind: str, members: str) -> None:
@@ -195,10 +199,10 @@ class _Block:
         match self.kind:
             case "call":
                 head = f'{{"type":"tool_use","id":"{self._called}","name":{quoted(self._name)}'
-                return f'{head},"input":{given}}}'
+                return f'{head},"input":{given},"caller":{{"type":"direct"}}}}'
             case "reasoning":
                 return f'{{"type":"thinking","thinking":{quoted(text)},"signature":""}}'
-        return f'{{"type":"text","text":{quoted(text)}}}'
+        return f'{{"type":"text","text":{quoted(text)},"citations":null}}'
 
 
 def _input_of(arguments: str) -> str:
@@ -219,13 +223,14 @@ def _failure_of(event: TokenEvent) -> ApiError | None:
 
 def _usage(usage: Usage, num_given: int) -> str:
     """As Anthropic counts: cached tokens apart, and what the call gave of the output as input."""
-    details = ""
+    details = "null"
     if usage.reasoning_tokens is not None:
-        details = f',"output_tokens_details":{{"thinking_tokens":{usage.reasoning_tokens}}}'
+        details = f'{{"thinking_tokens":{usage.reasoning_tokens}}}'
     return (
         f'{{"input_tokens":{max(0, usage.prompt_tokens + num_given - usage.cached_tokens)}'
         f',"cache_creation_input_tokens":0,"cache_read_input_tokens":{usage.cached_tokens}'
-        f',"output_tokens":{max(0, usage.completion_tokens - num_given)}{details}}}'
+        f',"output_tokens":{max(0, usage.completion_tokens - num_given)}'
+        f',"output_tokens_details":{details},{_NO_USAGE}}}'
     )
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from promptq.producer.gateway.anthropic.field_names import NAMES
 from promptq.producer.gateway.anthropic.input_messages import chat_of
 from promptq.producer.gateway.anthropic.tool_fields import payload_tools
+from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.request_bodies import (
     BodyOptions,
     CompletionCall,
@@ -23,6 +24,8 @@ from promptq.shared.protocol.request import Objects, Texts
 
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that ask for what a message does not have."""
+_UNSUPPORTED = ("thread", "context_management")
+"""Fields that Anthropic's tool runners send. After this error they go on without `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 _LONGEST_EFFORT = 100
@@ -100,12 +103,23 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
-    """Set the fields of a payload that make up the chat. Gives what the answer begins with."""
+    """Set the fields of a payload that make up the chat. Returns what the answer begins with.
+
+    Raises InvalidRequestError, ApiError.
+    """
     for name in NAMES:
         if name in fields:
             raise InvalidRequestError(
                 f"{name}: is not a field of this endpoint; use {NAMES[name]}", field=name
             )
+    if unsupported := [name for name in _UNSUPPORTED if name in fields]:
+        raise ApiError(
+            400,
+            f"{', '.join(unsupported)}: not served; send the whole conversation instead",
+            param=unsupported[0],
+            code="thread_unsupported_request",
+            unsupported=unsupported,
+        )
     for name in _WITHOUT_ANSWER:
         refuse(name, fields)
     fields["messages"], prefill = chat_of(options.messages, options.system)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -112,7 +112,9 @@ class MessagesErrorObject(BaseModel):
 
     type: str
     message: str
-    details: dict[str, str] | None = Field(description="`error_code` is a word for programs")
+    details: dict[str, str | list[str]] | None = Field(
+        description="`error_code` is a word for programs; `unsupported` names fields"
+    )
 
 
 class MessagesErrorAnswer(BaseModel):
@@ -123,7 +125,10 @@ class MessagesErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs."""
+    """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs.
+
+    `unsupported` are fields of Anthropic's API that are not served.
+    """
 
     def __init__(
         self,
@@ -133,10 +138,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        unsupported: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.unsupported = unsupported
         self.code = code or ("invalid_request" if status == 400 else None)
         self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
 
@@ -152,7 +159,11 @@ class ApiError(Exception):
         """The error object of /v1/messages."""
         kind = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _TYPES_OF_MESSAGES.get(self.status, kind)
-        details = None if self.code is None else {"error_code": self.code}
+        details: dict[str, object] | None = None
+        if self.code is not None:
+            details = {"error_code": self.code}
+            if self.unsupported:
+                details["unsupported"] = self.unsupported
         error = {"type": kind, "message": str(self), "details": details}
         return {"type": "error", "error": error}
 

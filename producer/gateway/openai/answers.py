@@ -57,7 +57,8 @@ def _choice(
     if completion.is_chat:
         request_id = completion.request_ids[index]
         read = read_whole(result.text, style, completion.asked, request_id)
-        message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": read.content}
+        message |= {"refusal": None, "annotations": []}
         if read.reasoning:
             message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
         if completion.asked.is_forced or read.calls:

@@ -156,7 +156,7 @@ class CompletionCall:
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
     """How vectors are written, for a call that asks for them; None: it asks for text."""
-    form: Literal["", "embeddings", "response", "message", "count"] = ""
+    form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
 
     @property
     def num_choices(self) -> int:

@@ -33,6 +33,7 @@ class FieldsWithoutEffect(BaseModel):
     spaces_between_special_tokens: bool | None = None
     early_stopping: bool | str | None = None
     length_penalty: float | None = None
+    guided_decoding_backend: str | None = None
 
 
 class FixedFields(BaseModel):
@@ -68,6 +69,11 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{name}: is the former name of {instead}; send {instead}", field=name
             )
+    newer = fields.get("structured_outputs")
+    for kind, value in newer.items() if isinstance(newer, dict) else ():
+        former = f"guided_{kind}"
+        if former in fields and fields[former] == value:  # some clients send both names
+            del fields[former]
     asked = [name for name in ("response_format", *_FORMS) if name in fields]
     if len(asked) > 1:
         raise InvalidRequestError(f"{asked[1]}: cannot be combined with {asked[0]}", field=asked[1])

@@ -7,13 +7,15 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
-from promptq.shared.protocol.events import ErrorInfo, TokenEvent, TokenLogprob, Usage
+from promptq.shared.protocol.events import ErrorInfo, Stats, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work
 
 _FEW = 64
+
+_MOST_MS = 1e12
 
 
 class Piece(BaseModel):
@@ -33,6 +35,8 @@ class Ending(BaseModel):
     finish_reason: FinishReason
     error: ErrorInfo | None = None
     usage: Usage = Usage()
+    took_ms: float = 0.0
+    """Time between the enqueuing and the end."""
 
 
 class EndedOutput(BaseModel):
@@ -89,8 +93,13 @@ def ending_of(event: TokenEvent) -> Ending:
     """What the last event of a request says."""
     if event.finish_reason is None:
         raise ValueError("the event is not the last one")
+    stats = event.stats or Stats()
+    took_ms = stats.queue_ms + stats.prompt_ms + stats.generation_ms
     return Ending(
-        finish_reason=event.finish_reason, error=event.error, usage=event.usage or Usage()
+        finish_reason=event.finish_reason,
+        error=event.error,
+        usage=event.usage or Usage(),
+        took_ms=took_ms if 0 <= took_ms < _MOST_MS else 0.0,  # a stranger may have written it
     )
 
 

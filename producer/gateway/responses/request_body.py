@@ -11,6 +11,7 @@ from pydantic_core import from_json, to_json
 
 from promptq.producer.gateway.openai.reading.model_text import needed_of
 from promptq.producer.gateway.openai.request_bodies import (
+    BodyOptions,
     CompletionCall,
     GeneratingOptions,
     StreamOptions,
@@ -37,12 +38,14 @@ _OTHER_INCLUDES = (
 )
 """What `include` may name without effect: items of which there are none here."""
 
+_UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
+"""Members of a tool that an answer repeats as null if the call has none."""
 _LONGEST_EFFORT = 100
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 
-class ResponseOptions(GeneratingOptions):
-    """The fields of /v1/responses."""
+class InputOptions(BodyOptions):
+    """The fields of /v1/responses/input_tokens."""
 
     input: str | list[Any] = Field(description="a text, or a list of items")
     instructions: str | None = Field(
@@ -57,15 +60,20 @@ class ResponseOptions(GeneratingOptions):
     text: dict[str, Any] | None = Field(
         None, description='{"format": ...}: text, json_object or json_schema'
     )
+    reasoning: dict[str, Any] | None = Field(
+        None, description="`effort` becomes the template's variable `reasoning_effort`"
+    )
+    truncation: Literal["disabled"] | None = Field(None, description="`disabled`")
+
+
+class ResponseOptions(InputOptions, GeneratingOptions):
+    """The fields of /v1/responses."""
+
     max_output_tokens: int | None = Field(None, ge=1)
     include: list[str] | None = Field(None, description=f"`{LOGPROBS}`")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="so many likeliest tokens of each; needs `include`"
     )
-    reasoning: dict[str, Any] | None = Field(
-        None, description="`effort` becomes the template's variable `reasoning_effort`"
-    )
-    truncation: Literal["disabled"] | None = Field(None, description="`disabled`")
     store: bool = Field(True, description="keep it, so that it can be read and continued later")
     background: bool = Field(False, description="answer at once, and go on without the client")
     stream_options: StreamOptions | None = Field(
@@ -108,32 +116,13 @@ def read_response(
     None and the call continues one, InvalidRequestError naming the field that is wrong.
     """
     options, fields = read_options(ResponseOptions, body, headers)
-    for name, other in NAMES.items():
-        if name in fields:
-            raise InvalidRequestError(
-                f"{name}: is not a field of this endpoint; use {other}", field=name
-            )
-    for name in ("embed", "prompt_logprobs", "tokenize"):
-        refuse(name, fields)
     _check_options(options)
-    unique = response_id.removeprefix("resp_")
-    own = read_items(options.input, unique)
-    if options.previous_response_id and history is None:
-        raise HistoryNeededError(options.previous_response_id)
-    earlier = [from_json(line) for line in (history or b"").splitlines()]
-    messages = messages_of([*earlier, *own])
-    if options.instructions:
-        messages.insert(0, {"role": "system", "content": options.instructions})
-    fields["messages"] = messages
-    tools, tool_choice = payload_tools(options.tools, options.tool_choice)
+    own = _set_chat(options, fields, response_id, history)
     with_logprobs = LOGPROBS in (options.include or ())
     own_fields = {
-        "tools": tools or None,
-        "tool_choice": tool_choice,
         "response_format": payload_format(options.text),
         "max_tokens": options.max_output_tokens,
         "logprobs": (options.top_logprobs or 0) if with_logprobs else None,
-        "chat_template_kwargs": _template_variables(options, fields),
     }
     fields |= {name: value for name, value in own_fields.items() if value is not None}
     completion = CompletionCall(
@@ -161,6 +150,51 @@ def read_response(
     return completion, AskedResponse(call, lines)
 
 
+def read_input_count(
+    body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
+) -> CompletionCall:
+    """The call that counts the tokens of a conversation. Raises as `read_response` does."""
+    options, fields = read_options(InputOptions, body, headers)
+    payload_format(options.text)
+    _set_chat(options, fields, response_id, history)
+    return CompletionCall(
+        is_chat=True,
+        fields={**fields, "tokenize": True},
+        prompts=[None],
+        wait_for_worker=options.wait_for_worker,
+        body_bytes=len(body) + len(history or b""),
+        form="input_count",
+    )
+
+
+def _set_chat(
+    options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
+) -> list[dict[str, Any]]:
+    """Set the fields of a payload that make up the chat. Returns the call's own items."""
+    for name, other in NAMES.items():
+        if name in fields:
+            raise InvalidRequestError(
+                f"{name}: is not a field of this endpoint; use {other}", field=name
+            )
+    for name in ("embed", "prompt_logprobs", "tokenize"):
+        refuse(name, fields)
+    own = read_items(options.input, response_id.removeprefix("resp_"))
+    if options.previous_response_id and history is None:
+        raise HistoryNeededError(options.previous_response_id)
+    earlier = [from_json(line) for line in (history or b"").splitlines()]
+    fields["messages"] = messages_of([*earlier, *own])
+    if options.instructions:
+        fields["messages"].insert(0, {"role": "system", "content": options.instructions})
+    tools, tool_choice = payload_tools(options.tools, options.tool_choice)
+    own_fields = {
+        "tools": tools or None,
+        "tool_choice": tool_choice,
+        "chat_template_kwargs": _template_variables(options, fields),
+    }
+    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    return own
+
+
 def check_history(num_bytes: int) -> None:
     """Raises InvalidRequestError if a conversation is longer than a payload may be."""
     if num_bytes > MAX_PAYLOAD_BYTES:
@@ -183,38 +217,40 @@ def _check_options(options: ResponseOptions) -> None:
         )
     if options.background and not options.store:
         raise InvalidRequestError("background: needs store: true", field="background")
+
+
+def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     for name in options.reasoning or ():
         if name not in _REASONING:
             raise InvalidRequestError(
                 f"reasoning: {name[:80]!r} is not one of {', '.join(_REASONING)}", field="reasoning"
             )
     effort = (options.reasoning or {}).get("effort")
-    if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
+    given = fields.get("chat_template_kwargs")
+    if effort is None:
+        return None
+    if not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
         raise InvalidRequestError(
             f"reasoning.effort: must be a text of 1 to {_LONGEST_EFFORT} characters",
             field="reasoning.effort",
         )
-
-
-def _template_variables(
-    options: ResponseOptions, fields: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    effort = (options.reasoning or {}).get("effort")
-    given = fields.get("chat_template_kwargs")
-    if effort is None:
-        return None
     variables: dict[str, Any] = with_effort(effort, {} if given is None else given)
     return variables
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
     """The members of the response object that repeat what was asked for."""
+    described = (options.text or {}).get("format") or {"type": "text"}
+    if described["type"] == "json_schema":
+        described = {"description": None, "strict": True, **described}
     told = {
+        "frequency_penalty": fields.get("frequency_penalty", 0.0),
         "instructions": options.instructions,
         "max_output_tokens": options.max_output_tokens,
         "max_tool_calls": options.max_tool_calls,
         "metadata": fields.get("metadata") or {},
         "parallel_tool_calls": options.parallel_tool_calls,
+        "presence_penalty": fields.get("presence_penalty", 0.0),
         "previous_response_id": options.previous_response_id,
         "prompt_cache_key": options.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **(options.reasoning or {})},
@@ -222,9 +258,9 @@ def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
         "service_tier": "default",
         "store": options.store,
         "temperature": fields.get("temperature", 1.0),
-        "text": {"format": {"type": "text"}, **(options.text or {})},
+        "text": {**(options.text or {}), "format": described},
         "tool_choice": options.tool_choice or "auto",
-        "tools": options.tools or [],
+        "tools": [{**_UNSET_OF_TOOL, **tool} for tool in options.tools or ()],
         "top_logprobs": options.top_logprobs or 0,
         "top_p": fields.get("top_p", 1.0),
         "truncation": "disabled",

@@ -51,7 +51,11 @@ class ResponseCall:
     @property
     def created(self) -> int:
         """Unix seconds. They come from the id, so they are the same each time it is read."""
-        return (UUID(self.unique).int >> 80) // 1000
+        return self._created_ms // 1000
+
+    @property
+    def _created_ms(self) -> int:
+        return UUID(self.unique).int >> 80
 
     @property
     def url(self) -> str:
@@ -67,11 +71,17 @@ class ResponseCall:
         usage: Usage | None = None,
         error: dict[str, Any] | None = None,
         incomplete: str | None = None,
+        took_ms: float = 0.0,
     ) -> str:
-        """OpenAI's response object as JSON. `output` are items as JSON."""
+        """OpenAI's response object as JSON. `output` are items as JSON.
+
+        `took_ms` is the time between its creation and its end.
+        """
+        completed = str(int(self._created_ms + took_ms) // 1000)
         reason = f'{{"reason":{quoted(incomplete)}}}' if incomplete else "null"
         return (
             f'{{"id":{quoted(self.id)},"object":"response","created_at":{self.created}'
+            f',"completed_at":{completed if status == "completed" else "null"}'
             f',"status":"{status}","background":{"true" if self.background else "false"}'
             f',"error":{to_json(error).decode()},"incomplete_details":{reason}'
             f',"model":{quoted(self.model or model)},"output":[{",".join(output)}]'

@@ -113,6 +113,7 @@ class ResponseWriter:
             usage=ending.usage,
             error=told,
             incomplete=incomplete,
+            took_ms=ending.took_ms,
         )
         name = _LAST_EVENTS.get(status, "response.incomplete")
         self._tell(name, f'"response":{self.whole}')

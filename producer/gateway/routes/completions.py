@@ -30,7 +30,10 @@ from promptq.producer.gateway.openai.request_bodies import (
     BodyOptions,
     ChatOptions,
     CompletionOptions,
+    GeneratingOptions,
 )
+from promptq.producer.gateway.responses.field_names import NAMES as NAMES_OF_RESPONSES
+from promptq.producer.gateway.responses.request_body import InputOptions
 from promptq.shared.protocol.request import OutputPrefix, Request, SamplingParams
 
 router = APIRouter(
@@ -69,14 +72,14 @@ def _body_schema(kind: type[BodyOptions]) -> dict[str, Any]:
     hidden = {"messages", "prompt", "trace_context", "embed", "tokenize"}
     if kind is not ChatOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
-    if kind is EmbeddingOptions:
+    if not issubclass(kind, GeneratingOptions):
         hidden |= {*SamplingParams.model_fields, "resume", "output_prefix"}
     if kind is CompletionOptions:
         fields["max_tokens"]["description"] = f"default: {DEFAULT_MAX_TOKENS}"
     if issubclass(kind, CountOptions):
         hidden |= {*NAMES_OF_MESSAGES, "logprobs", "prompt_logprobs"}
-        if "max_tokens" not in kind.model_fields:
-            hidden |= {*SamplingParams.model_fields, "resume"}
+    if issubclass(kind, InputOptions):
+        hidden |= {*NAMES_OF_RESPONSES, "prompt_logprobs"}
     rest = {name: value for name, value in fields.items() if name not in hidden}
     properties = {**rest, **own["properties"]}
     required = own.get("required", [])

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from promptq.producer.gateway.answering.event_stream import EventStream, FramesInTurns
-from promptq.producer.gateway.answering.reading.call_reader import ThisCallReader
+from promptq.producer.gateway.answering.reading.call_reader import (
+    CallReader,
+    Endpoint,
+    ThisCallReader,
+)
 from promptq.producer.gateway.answering.respond import Prepared
 from promptq.producer.gateway.answering.respond_response import (
     JSON,
     AnsweredResponse,
     respond_response,
 )
+from promptq.producer.gateway.answering.respond_tokens import told_tokens
 from promptq.producer.gateway.answering.response_records import ResponseRecords
-from promptq.producer.gateway.context.access import ThisCaller, needs
+from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
-from promptq.producer.gateway.context.gateway import ThisGateway
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
+from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.responses.input_items import id_of
-from promptq.producer.gateway.responses.request_body import ResponseOptions
+from promptq.producer.gateway.responses.request_body import InputOptions, ResponseOptions
+from promptq.producer.gateway.responses.response_call import is_response_id
 from promptq.producer.gateway.responses.response_writer import ResponseWriter, frames_of
 from promptq.producer.gateway.routes.completions import operation
 from promptq.shared.runtime.logs import bind
@@ -68,6 +78,47 @@ async def create_response(
     records: TheseRecords,
 ) -> Response:
     """Answer a conversation: whole, with `stream` as it is generated, or in the background."""
+    async with _prepared(request, gateway, caller, call_reader, records, "responses") as prepared:
+        return await respond_response(request, gateway, caller, *prepared)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    openapi_extra=operation(InputOptions),
+    responses=described(408, 409, 413, 429, 500),
+)
+async def count_input_tokens(
+    request: HttpRequest,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    call_reader: ThisCallReader,
+    records: TheseRecords,
+) -> dict[str, object]:
+    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
+    endpoint: Endpoint = "input_counts"
+    async with _prepared(request, gateway, caller, call_reader, records, endpoint) as prepared:
+        result, _ = await told_tokens(request, gateway, caller, *prepared)
+    return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
+
+
+@router.post("/v1/responses/{name}", include_in_schema=False)
+async def refuse_other_calls(name: str) -> None:
+    """Answer 404 to a name that is no id, such as `compact`: OpenAI has more calls."""
+    if is_response_id(name):
+        raise HTTPException(405, headers={"Allow": "GET, DELETE"})
+    raise HTTPException(404)
+
+
+@asynccontextmanager
+async def _prepared(
+    request: HttpRequest,
+    gateway: Gateway,
+    caller: Caller,
+    call_reader: CallReader,
+    records: ResponseRecords,
+    endpoint: Endpoint,
+) -> AsyncIterator[tuple[Prepared, Hold]]:
+    """The call and the hold on its body, which ends with the block."""
     await admit_call(gateway, caller)
     with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
@@ -81,11 +132,10 @@ async def create_response(
 
         aliases = await gateway.queues.aliases()
         prepared = await call_reader.prepare(
-            "responses", body, request.headers, caller, aliases, history_of
+            endpoint, body, request.headers, caller, aliases, history_of
         )
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new) + _num_kept(prepared))
-        prepared = replace(prepared, taken=1)
-        return await respond_response(request, gateway, caller, prepared, hold)
+        yield replace(prepared, taken=1), hold
 
 
 @router.get(

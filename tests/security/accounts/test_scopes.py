@@ -27,6 +27,7 @@ CALLS = {
         ("POST", "/v1/streams/x/fork"), ("DELETE", "/v1/streams/x"),
         ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
         ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x"),
+        ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/responses/x/cancel"), ("GET", "/v1/responses/x/input_items"),
         ("POST", "/v1/embeddings"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ],

@@ -37,6 +37,7 @@ from promptq.producer.gateway.openai.request_bodies import HEADERS, CompletionCa
 from promptq.producer.gateway.responses.request_body import (
     AskedResponse,
     HistoryNeededError,
+    read_input_count,
     read_response,
 )
 from promptq.producer.gateway.responses.response_call import ResponseCall, new_response_id
@@ -61,8 +62,10 @@ gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables that find the interpreter and this package. Others may hold passwords."""
 
-Endpoint = Literal["completions", "chats", "embeddings", "responses", "messages", "counts"]
-"""What a call may be one of. Counts are those of a message's tokens."""
+Endpoint = Literal[
+    "completions", "chats", "embeddings", "responses", "input_counts", "messages", "counts"
+]
+"""What a call may be one of. Counts are those of a message's tokens, or of a response's input."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
@@ -88,6 +91,8 @@ class _Reading:
         """Raises InvalidRequestError, HistoryNeededError."""
         if self.endpoint == "responses":
             return read_response(body, self.headers, self.new_id, history)
+        if self.endpoint == "input_counts":
+            return read_input_count(body, self.headers, self.new_id, history), None
         if self.endpoint == "embeddings":
             return read_embedding_call(body, self.headers), None
         if self.endpoint == "messages":
@@ -226,8 +231,9 @@ def answer(
     except InvalidRequestError as error:
         return {"error": {"message": str(error), "field": error.field}}, []
     except ApiError as error:
-        told = {"message": str(error), "status": error.status}
-        return {"error": {**told, "param": error.param, "code": error.code}}, []
+        told: dict[str, Any] = {"message": str(error), "status": error.status}
+        told |= {"param": error.param, "code": error.code, "unsupported": error.unsupported}
+        return {"error": told}, []
     new, payloads = [], []
     for item in prepared.new:
         looked_at = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
@@ -245,7 +251,7 @@ def answer(
 
 def _new_id(endpoint: Endpoint) -> str:
     match endpoint:
-        case "responses":
+        case "responses" | "input_counts":
             return new_response_id()
         case "embeddings":
             return new_embedding_id()

@@ -81,3 +81,11 @@ def _() -> str:
     )
     is_tale(got.output_parsed)
     return got.output_text
+
+
+@attempt("count of a response's input tokens")
+def _() -> str:
+    fields = {name: RESPONSE[name] for name in ("model", "instructions", "input")}
+    count = client.responses.input_tokens.count(**fields).input_tokens
+    same("tokens", count, trying.chat().usage[0])
+    return str(count)

@@ -211,6 +211,49 @@ def test_what_is_refused(http: httpx2.Client, fields: dict[str, Any], told: str)
     assert body["error"]["message"].startswith(told)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages?beta=true", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thread": {"type": "create"}},
+        {"context_management": {"edits": []}},
+        {"context_management": {}, "thread": {"type": "continue"}},
+    ],
+)
+def test_a_thread_is_refused_so_that_clients_go_on(
+    http: httpx2.Client, path: str, size: int, fields: dict[str, Any]
+) -> None:
+    """Also when another process reads the body."""
+    call = {"messages": [{"role": "user", "content": "x" * size}], **fields}
+    if "count" not in path:
+        call["max_tokens"] = 1
+    answer = http.post(path, json=call)
+    details = answer.json()["error"]["details"]
+    assert answer.status_code == 400
+    assert details["error_code"] == "thread_unsupported_request"
+    assert sorted(details["unsupported"]) == sorted(fields)
+
+
+def test_the_tool_runner_goes_on_without_a_thread(stories_gateway: LiveGateway) -> None:
+    heroes: list[str] = []
+
+    @anthropic.beta_tool
+    def paint(hero: str) -> str:
+        """Paint a hero."""
+        heroes.append(hero)
+        return "painted"
+
+    for stream in (False, True):
+        with client_of(stories_gateway) as client:
+            fields: Any = {**FIELDS, "tool_choice": {"type": "any"}, "stream": stream}
+            runner: Any = client.beta.messages.tool_runner(
+                **fields, tools=[paint], max_iterations=2
+            )
+            assert runner.until_done().stop_reason == "tool_use"
+    assert len(heroes) == 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_worker_refuses(stories_gateway: LiveGateway, stream: bool) -> None:
     """By the name that the field has here, and with a status, as nothing was sent before."""

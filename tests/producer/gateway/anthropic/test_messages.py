@@ -75,6 +75,38 @@ def test_the_events_of_a_stream(gateway: LiveGateway, own_worker: HandWorker) ->
     assert message.usage.output_tokens == len(THOUGHT + CALL)
 
 
+def test_members_that_have_no_meaning_here(gateway: LiveGateway, own_worker: HandWorker) -> None:
+    """They are there, as in Anthropic's API: in whole answers and in the events of a stream."""
+    tell_style(own_worker)
+    with httpx2.Client(base_url=gateway.url, timeout=30) as http:
+
+        def post(stream: bool) -> str:
+            body = {**FIELDS, "tools": [TOOL], "stream": stream}
+            found, _ = worked(
+                own_worker,
+                lambda: http.post("/v1/messages", json=body),
+                lambda claim: own_worker.finish(claim, THOUGHT + CALL),
+            )
+            text: str = found.text
+            return text
+
+        whole = json.loads(post(stream=False))
+        lines = post(stream=True).splitlines()
+    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    events = [json.loads(frame) for frame in frames]
+    blocks = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+    [start] = [each["message"] for each in events if each["type"] == "message_start"]
+    [last] = [each for each in events if each["type"] == "message_delta"]
+    for _, text, call in (whole["content"], blocks):
+        assert (text["citations"], call["caller"]) == (None, {"type": "direct"})
+    for message in (whole, start, last["delta"]):
+        assert (message["stop_details"], message["container"]) == (None, None)
+    absent = {"cache_creation", "inference_geo", "server_tool_use", "service_tier"}
+    for each in (whole["usage"], start["usage"], last["usage"]):
+        nulls = {name for name, value in each.items() if value is None}
+        assert nulls == {*absent, "output_tokens_details"}
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_whole_message_says_the_same_as_its_stream(
     gateway: LiveGateway, own_worker: HandWorker, size: int
@@ -90,7 +122,7 @@ def test_a_whole_message_says_the_same_as_its_stream(
     calls = [it for it in whole.content if it.type == "tool_use"]
     assert len({it.id for it in calls}) == 2
     assert all(it.id.startswith("toolu_") for it in calls)
-    blocks = [it.model_dump(exclude={"id"}, exclude_none=True) for it in whole.content]
+    blocks = [it.model_dump(exclude={"id", "caller"}, exclude_none=True) for it in whole.content]
     assert blocks == [
         {"type": "thinking", "thinking": "Hm, hm.", "signature": ""},
         {"type": "text", "text": "Look: "},
@@ -98,7 +130,7 @@ def test_a_whole_message_says_the_same_as_its_stream(
         {"type": "text", "text": "and"},
         {"type": "tool_use", "name": "paint", "input": {}},
     ]
-    exclude: Any = {"id", "parsed_output"}
+    exclude: Any = {"id", "parsed_output", "caller"}
     assert blocks == [it.model_dump(exclude=exclude, exclude_none=True) for it in
                       put_together.content]  # fmt: skip
 
@@ -190,7 +222,7 @@ def test_a_prefill_is_given_and_not_shown(
         ],
     }.get(prefill, [{"type": "tool_use", "name": "paint", "input": {"colour": "red"}}])
     for message in (whole, put_together):
-        exclude: Any = {"id", "parsed_output"}
+        exclude: Any = {"id", "parsed_output", "caller"}
         blocks = [it.model_dump(exclude=exclude, exclude_none=True) for it in message.content]
         assert blocks == told
         assert message.usage.output_tokens == len(own)

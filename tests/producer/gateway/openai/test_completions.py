@@ -58,7 +58,7 @@ def test_a_chat(letters: OpenAI) -> None:
     )
     [choice] = got.choices
     assert (choice.message.role, choice.message.content) == ("assistant", text_of(3, 7))
-    assert choice.message.tool_calls is None
+    assert (choice.message.tool_calls, choice.message.annotations) == (None, [])
     assert choice.finish_reason == "length"
     assert got.object == "chat.completion"
 

@@ -33,6 +33,7 @@ OF_ANY_VALUE: dict[str, Any] = {
     "spaces_between_special_tokens": False,
     "early_stopping": True,
     "length_penalty": 2.0,
+    "guided_decoding_backend": "guidance",
 }
 OF_ONE_VALUE: dict[str, Any] = {
     "add_generation_prompt": True,
@@ -158,12 +159,22 @@ def test_vllms_names_of_a_schema(
         ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
         ({"structured_outputs": {"choice": ["a"]}}, {"type": "choice", "choice": ["a"]}),
         ({"guided_choice": ["a"]}, {"type": "choice", "choice": ["a"]}),
+        (
+            {"structured_outputs": {"regex": "a+", "json": None}, "guided_regex": "a+"},
+            {"type": "regex", "regex": "a+"},
+        ),
     ],
 )
 def test_vllms_names_of_other_forms(
     http: httpx2.Client, own_worker: HandWorker, fields: dict[str, Any], asked: dict[str, Any]
 ) -> None:
     assert payload_of(http, own_worker, **fields)["response_format"] == asked
+
+
+def test_two_forms_that_differ(http: httpx2.Client) -> None:
+    body = {**CHAT, "structured_outputs": {"regex": "a"}, "guided_regex": "b"}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["message"] == "guided_regex: cannot be combined with structured_outputs"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

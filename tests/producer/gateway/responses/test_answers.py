@@ -12,6 +12,8 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
+from promptq.producer.gateway.responses.ended_output import ending_of
+from promptq.shared.protocol.events import Stats, TokenEvent
 from promptq.shared.protocol.request import FinishReason, Request
 from tests.model_free_worker import text_of
 from tests.producer.gateway.living import LiveGateway
@@ -101,6 +103,7 @@ def test_what_was_asked_for_is_told_again(gateway: LiveGateway, own_worker: Hand
             client, own_worker, input="Go", instructions="Be brief.", temperature=0.5, top_p=0.9,
             metadata={"a": "b"}, tools=[TOOL], tool_choice="none", max_output_tokens=8,
             reasoning={"effort": "low"}, user="me", parallel_tool_calls=False,
+            extra_body={"presence_penalty": 0.5},
         )  # fmt: skip
         assert (got.status, got.output_text, got.error) == ("completed", "Hi", None)
         assert (got.instructions, got.temperature, got.top_p) == ("Be brief.", 0.5, 0.9)
@@ -108,7 +111,47 @@ def test_what_was_asked_for_is_told_again(gateway: LiveGateway, own_worker: Hand
         assert [it.model_dump(exclude_none=True) for it in got.tools] == [TOOL]
         assert got.reasoning is not None
         assert (got.reasoning.effort, got.user, got.parallel_tool_calls) == ("low", "me", False)
+        assert (got.presence_penalty, got.frequency_penalty) == (0.5, 0)
         assert (got.store, got.background, got.previous_response_id) == (True, False, None)
+
+
+def test_the_object_is_that_of_open_responses(gateway: LiveGateway, own_worker: HandWorker) -> None:
+    """Its members are in all events that have it, and in what is read later."""
+    schema: Any = {"type": "json_schema", "name": "tale", "schema": TOOL["parameters"]}
+    bare: Any = {"type": "function", "name": "go"}
+    stats = Stats(queue_ms=1000, prompt_ms=500, generation_ms=1500)
+    with (
+        client_of(gateway) as client,
+        in_background(client, own_worker, tools=[bare], text={"format": schema}) as (own_id, claim),
+        httpx2.Client(base_url=gateway.url, timeout=30) as http,
+    ):
+        path = f"/v1/responses/{own_id}"
+        active = http.get(path).json()
+        own_worker.send(claim, "Hi", FinishReason.STOP, stats=stats)
+        lines = http.get(path, params={"stream": True}).text.splitlines()
+        frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        events = [json.loads(frame) for frame in frames]
+        sent = [event["response"] for event in events if "response" in event]
+        assert sent[-1] == http.get(path).json()
+    assert [response["status"] for response in sent] == [
+        "queued",
+        "queued",
+        "in_progress",
+        "completed",
+    ]
+    for each in (active, *sent):
+        ended = each["created_at"] + 3 if each["status"] == "completed" else None
+        assert each["completed_at"] == ended
+        assert (each["presence_penalty"], each["frequency_penalty"]) == (0, 0)
+        assert each["tools"] == [{**bare, "description": None, "parameters": None, "strict": None}]
+        assert each["text"]["format"] == {**schema, "description": None, "strict": True}
+
+
+@pytest.mark.parametrize("took_ms", [float("nan"), float("inf"), -5e9, 1e300])
+def test_a_time_that_a_stranger_wrote(took_ms: float) -> None:
+    stats = Stats(queue_ms=took_ms)
+    event = TokenEvent(index=0, token_ids=[], text="", finish_reason=FinishReason.STOP, stats=stats)
+    assert ending_of(event).took_ms == 0
 
 
 def test_every_field_becomes_that_of_a_payload(
@@ -318,6 +361,35 @@ def test_what_is_refused(
     assert (answer.status_code, error["param"]) == (400, param)
     assert error["message"].startswith(param)
     assert told in error["message"]
+
+
+@pytest.mark.parametrize("name", ["compact", "input_tokenz", "resp_x"])
+def test_calls_that_are_not_served(http: httpx2.Client, name: str) -> None:
+    answer = http.post(f"/v1/responses/{name}", json={"input": "Go"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "path_not_found")
+    answer = http.post(f"/v1/responses/resp_{'0' * 32}")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, DELETE")
+
+
+def test_the_tokens_of_a_conversation(stories: OpenAI) -> None:
+    """The worker counts as many as it computes, with those of the response before."""
+    fields: Any = {"model": "", "instructions": "Be brief.", "tools": [TOOL]}
+    first = stories.responses.create(**fields, input="Hello", max_output_tokens=3)
+    fields |= {"input": "A tale.", "previous_response_id": first.id}
+    counted = stories.responses.input_tokens.count(**fields)
+    got = stories.responses.create(**fields, max_output_tokens=3)
+    assert got.usage is not None
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens", got.usage.input_tokens,
+    )  # fmt: skip
+    for wrong, message in (
+        ({"input": "A tale. " * 8000}, "^Error code: 400 .*maximum context length"),
+        ({"extra_body": {"max_output_tokens": 3}}, "max_output_tokens: is not a field"),
+        ({"extra_body": {"text": {"format": "xml"}}}, r"text\.format: 'xml' is not one of"),
+        ({"extra_body": {"messages": []}}, "messages: .* use input"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            stories.responses.input_tokens.count(**{**fields, **wrong})
 
 
 @pytest.mark.parametrize("stream", [False, True])
