@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from redis.exceptions import RedisError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +23,7 @@ from promptq.producer.gateway.http.connection_limits import PIECES, Unfinished
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 
 _COMMENT = b": waiting\n"
@@ -98,8 +100,12 @@ class EventStream(Response):
                 frames = self._streamed.frames(self._served, out)
                 try:
                     await self._stream(frames, request_ids)
-                except (ApiError, PromptqError) as error:
-                    told = as_api_error(error) if isinstance(error, PromptqError) else error
+                except ClientLeftError:
+                    raise
+                except Exception as error:  # whatever it is, the client must hear of it
+                    if not isinstance(error, ApiError | PromptqError | RedisError):
+                        get_logger().exception("a stream failed", request_ids=request_ids)
+                    told = error if isinstance(error, ApiError) else as_api_error(error)
                     # If one answer failed, nobody reads the others. But if the gateway failed, such
                     # as with a server that is away, the client may come back for all of them.
                     if told is error and len(request_ids) > 1:
