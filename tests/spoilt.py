@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from promptq.shared.protocol.keys import ALIASES, QUEUES
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
+
 SPOILT: dict[str, bytes] = {
     "empty": b"",
     "a word": b"x",
@@ -64,3 +68,30 @@ def make_of_type(client: Any, key: str, kind: str) -> None:
 
 
 TYPES = ("string", "list", "set", "zset", "hash", "stream")
+
+
+def spoil_queue(client: Any, queue: RequestQueue, value: bytes) -> None:
+    """Write the value wherever a role of the queue may write one, beside what is well."""
+    keys, name = queue.keys, value[:300]
+    fields = ("history", "last_event", "result", "state", "attempt", "priority", "enqueued_at")
+    spoilt = {"payload": '{"prompt":"a"}', **dict.fromkeys(fields, value)}
+    client.hset(keys.request("spoilt"), mapping=spoilt)
+    client.hset(keys.request("grave"), mapping={**spoilt, "state": "dead"})
+    client.zadd(keys.dead, {"grave": 1, "well": 2, name: 3})
+    client.hset(keys.request("well"), mapping={"payload": '{"prompt":"a"}', "state": "dead"})
+    client.zadd(keys.workers, {"spoilt": 2**52, name: 2**52})
+    numbers = ("step_ms", "max_model_len", "num_running", "max_num_seqs", "state", "untold")
+    client.hset(keys.worker("spoilt"), mapping=dict.fromkeys(numbers, value) | {"worker_id": "x"})
+    client.hset(keys.slots("well"), mapping={"told_at": value, "slots": value})
+    now = queue.run(lookups.server_time_ms())
+    rates = ("waiting", "priorities", "tokens_per_second", "worker_tokens_per_second", "running")
+    client.xadd(keys.statistics, {"waiting": 5}, id=f"{now - 9000}-0")
+    client.xadd(keys.statistics, dict.fromkeys(rates, value), id=f"{now - 8000}-0")
+    opened = dict.fromkeys(("generated_tokens", "ttft:5", "queue:3", "claiming", "waiting"), value)
+    client.hset(keys.prefix + "statistics:open", mapping={**opened, "bucket": now - 6000})
+    client.sadd(QUEUES, name)
+    client.hset(ALIASES, name, value)
+    client.hset(keys.api_keys, mapping={"f" * 64: value, "e" * 64: '{"name":"well"}'})
+    settings = ("model", "fingerprint", "tool_call_style", "paused", "pubsub", "aging_ms")
+    client.hset(keys.config, mapping=dict.fromkeys(settings, value))
+    client.hset(keys.model, mapping=dict.fromkeys((*settings, "standby_until"), value))

@@ -12,7 +12,6 @@ from promptq.producer.admin import api_keys, dead_letters, overview, queue_views
 from promptq.producer.admin.queue_stats import stats
 from promptq.shared.errors import RequestNotFoundError, SpoiltRecordError
 from promptq.shared.protocol.events import Result, TokenEvent
-from promptq.shared.protocol.keys import ALIASES, QUEUES
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts, statistics
@@ -20,7 +19,7 @@ from promptq.shared.queue.call import Call, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, readable
 from tests.requests import put
-from tests.spoilt import SPOILT, TYPES, make_of_type
+from tests.spoilt import SPOILT, TYPES, make_of_type, spoil_queue
 
 WELL = WorkerStats(worker_id="well", model="m", max_num_seqs=4)
 
@@ -78,39 +77,12 @@ def test_no_value_breaks_a_type_of_the_protocol(kind: str) -> None:
     assert OutputStyle.from_json(value) is None
 
 
-def _spoil(client: Any, queue: RequestQueue, value: bytes) -> None:
-    """Write the value wherever a role of the queue may write one, beside what is well."""
-    keys, name = queue.keys, value[:300]
-    fields = ("history", "last_event", "result", "state", "attempt", "priority", "enqueued_at")
-    spoilt = {"payload": '{"prompt":"a"}', **dict.fromkeys(fields, value)}
-    client.hset(keys.request("spoilt"), mapping=spoilt)
-    client.hset(keys.request("grave"), mapping={**spoilt, "state": "dead"})
-    client.zadd(keys.dead, {"grave": 1, "well": 2, name: 3})
-    client.hset(keys.request("well"), mapping={"payload": '{"prompt":"a"}', "state": "dead"})
-    client.zadd(keys.workers, {"spoilt": 2**52, name: 2**52})
-    numbers = ("step_ms", "max_model_len", "num_running", "max_num_seqs", "state", "untold")
-    client.hset(keys.worker("spoilt"), mapping=dict.fromkeys(numbers, value) | {"worker_id": "x"})
-    client.hset(keys.slots("well"), mapping={"told_at": value, "slots": value})
-    now = queue.run(lookups.server_time_ms())
-    rates = ("waiting", "priorities", "tokens_per_second", "worker_tokens_per_second", "running")
-    client.xadd(keys.statistics, {"waiting": 5}, id=f"{now - 9000}-0")
-    client.xadd(keys.statistics, dict.fromkeys(rates, value), id=f"{now - 8000}-0")
-    opened = dict.fromkeys(("generated_tokens", "ttft:5", "queue:3", "claiming", "waiting"), value)
-    client.hset(keys.prefix + "statistics:open", mapping={**opened, "bucket": now - 6000})
-    client.sadd(QUEUES, name)
-    client.hset(ALIASES, name, value)
-    client.hset(keys.api_keys, mapping={"f" * 64: value, "e" * 64: '{"name":"well"}'})
-    settings = ("model", "fingerprint", "tool_call_style", "paused", "pubsub", "aging_ms")
-    client.hset(keys.config, mapping=dict.fromkeys(settings, value))
-    client.hset(keys.model, mapping=dict.fromkeys((*settings, "standby_until"), value))
-
-
 @pytest.mark.parametrize("kind", SPOILT)
 def test_whoever_looks_at_a_queue_sees_the_rest_of_it(
     client: Any, queue: RequestQueue, kind: str
 ) -> None:
     """Heartbeats, statistics, scaling, models, keys, dead letters: what is spoilt hides nothing."""
-    _spoil(client, queue, SPOILT[kind])
+    spoil_queue(client, queue, SPOILT[kind])
     put(queue, "waits")
 
     def look(operation: Any) -> Any:
