@@ -6,6 +6,7 @@ PromptqError
 │   ├── RedisUnavailableError     nothing answers there
 │   ├── RedisAuthError            it answers, but not to these credentials
 │   └── RedisTooOldError          it answers, but lacks what the scripts need
+├── SpoiltRecordError             a record is not as the protocol says; names its key
 ├── ModelError                    the model side
 │   ├── ModelNotFoundError        no loadable causal language model there
 │   ├── UnsupportedModelError     a family that the engine would serve wrongly
@@ -47,6 +48,10 @@ class RedisAuthError(RedisSideError):
 
 class RedisTooOldError(RedisSideError):
     """The server is older than Redis 7 or Valkey 8."""
+
+
+class SpoiltRecordError(PromptqError):
+    """A record in Redis is not as the protocol says. Anybody who may write there may spoil one."""
 
 
 class ModelError(PromptqError):

@@ -19,6 +19,7 @@ import pytest
 import redis
 import redis.asyncio
 
+from promptq.shared.queue import spoilt
 from tests.processes import hear_signals
 from tests.roles import (
     AsyncQueueClient,
@@ -61,6 +62,12 @@ def redis_url(embedded_url: str) -> Iterator[str]:
     """
     with _emptied(embedded_url):
         yield as_role("producer", embedded_url)
+
+
+@pytest.fixture
+def fresh_log() -> None:
+    """No spoilt record was logged before, so none is left out of the log for that."""
+    spoilt._told_in.cache_clear()
 
 
 @pytest.fixture(params=SERVERS)

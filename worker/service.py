@@ -13,10 +13,12 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import NoPermissionError, RedisError
 
+from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import directory, lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
@@ -258,18 +260,17 @@ class Worker:
     async def _compare_lengths(self) -> None:
         """Warn if another worker has another length limit, as streams may move to it."""
         keys, own = self._queue.keys, self.engine.limits.max_model_len
-        with suppress(ValueError):  # what a stranger wrote there must not stop a start
-            for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
-                other = await self._queue.run(lookups.worker_stats(keys, worker_id))
-                if other is not None and other.max_model_len not in (0, own):
-                    self._log.warning(
-                        "another worker of the queue has another length limit, so streams that move"
-                        " between them may be cut short; give all workers the same --max-model-len",
-                        max_model_len=own,
-                        other_max_model_len=other.max_model_len,
-                        other_worker_id=worker_id,
-                    )
-                    return
+        for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
+            other = await self._queue.run(lookups.worker_stats(keys, worker_id))
+            if other is not None and other.max_model_len not in (0, own):
+                self._log.warning(
+                    "another worker of the queue has another length limit, so streams that move"
+                    " between them may be cut short; give all workers the same --max-model-len",
+                    max_model_len=own,
+                    other_max_model_len=other.max_model_len,
+                    other_worker_id=worker_id,
+                )
+                return
 
     async def _listen(self, control: AsyncIterator[Message]) -> None:
         async for kind, name in control:
@@ -296,6 +297,8 @@ class Worker:
             await action()
         except (RedisError, OSError) as error:
             self._log.warning("Redis does not answer", error=str(error))
+        except SpoiltRecordError as error:
+            note(error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))

@@ -19,6 +19,7 @@ from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.protocol.request import MAX_PRIORITY, invalid_request
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation, text_map
+from promptq.shared.queue.spoilt import readable
 
 SCOPES = ("completions", "files", "batches", "models")
 """The groups of calls: completions with their streams, files, batches, the list of models."""
@@ -130,12 +131,13 @@ def create_api_key(
 def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
     """The gateway's keys, sorted by name."""
     found, used = yield [
-        Call("", ["HGETALL", key], text_map) for key in (keys.api_keys, keys.api_keys_used)
+        Call("", ["HGETALL", keys.api_keys], text_map),
+        Call("", ["HGETALL", keys.api_keys_used], text_map, dict),
     ]
     return sorted(
         (
-            _read(value).model_copy(update={"last_used_at": whole(used.get(hashed))})
-            for hashed, value in found.items()
+            key.model_copy(update={"last_used_at": whole(used.get(hashed))})
+            for hashed, key in _read_all(keys, found)
         ),
         key=lambda key: key.name,
     )
@@ -144,7 +146,7 @@ def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
 def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
     """Make a key invalid from now on. Raises RequestNotFoundError."""
     found = yield Call("", ["HGETALL", keys.api_keys], text_map)
-    named = {hashed: key for hashed, value in found.items() if (key := _read(value)).name == name}
+    named = {hashed: key for hashed, key in _read_all(keys, found) if key.name == name}
     if not named:
         raise RequestNotFoundError(f"there is no key {name!r}")
     # Two keys may have one name, if they were made at the same moment.
@@ -158,6 +160,7 @@ def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
         "",
         ["HGET", keys.api_keys, hash_of(secret)],
         lambda reply: None if reply is None else _read(reply),
+        lambda: None,
     )
 
 
@@ -169,6 +172,11 @@ def note_use(keys: Keys, secret: str, now_ms: int) -> Call[int]:
 def count(keys: Keys) -> Call[int]:
     """How many keys there are."""
     return Call("", ["HLEN", keys.api_keys], int)
+
+
+def _read_all(keys: Keys, found: dict[str, str]) -> list[tuple[str, ApiKey]]:
+    """Hash and key of each entry."""
+    return readable(keys.api_keys, found.items(), lambda entry: (entry[0], _read(entry[1])))
 
 
 def _read(value: str | bytes) -> ApiKey:

@@ -9,6 +9,7 @@ from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Operation
+from promptq.shared.queue.spoilt import readable
 
 _RECORDS = 100
 """The most that are read in one round trip, as each may be large."""
@@ -48,7 +49,8 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
     for start in range(0, len(ids), _RECORDS):
         page = ids[start : start + _RECORDS]
         records = yield [lookups.record(keys, request_id) for request_id in page]
-        found += [it for it in map(_dead_letter, page, records) if it is not None]
+        letters = readable(keys.dead, zip(page, records, strict=True), lambda it: _dead_letter(*it))
+        found += [letter for letter in letters if letter is not None]
     return found
 
 
@@ -57,13 +59,14 @@ def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))
+    error, index = last.get("error"), last.get("index")
     return DeadLetter(
         request_id=request_id,
         buried_at=whole(record.get("finished_at")),
         crashes=whole(record.get("crashes")),
         attempts=whole(record.get("attempt")),
-        message=(last.get("error") or {}).get("message", ""),
+        message=str(error.get("message", "")) if isinstance(error, dict) else "",
         payload=record.get("payload", ""),
-        num_tokens=last.get("index", 0),
+        num_tokens=index if isinstance(index, int) else 0,
         history=ended_attempts(record.get("history")),
     )

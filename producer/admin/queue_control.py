@@ -60,6 +60,6 @@ def _with_priority(payload: bytes, priority: int) -> str:
         fields = json.loads(payload)
         changed = json.dumps({**fields, "priority": priority}, ensure_ascii=False)
         changed.encode()
-    except (ValueError, TypeError) as error:  # no worker could read it either
+    except (ValueError, TypeError, RecursionError) as error:  # no worker could read it either
         raise InvalidRequestError(f"payload: is no JSON object: {error}", field="payload") from None
     return changed

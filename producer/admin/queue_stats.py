@@ -33,10 +33,9 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     """What the queue holds and how its workers do."""
     (model, standby_until), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
-        Call("", ["HMGET", keys.config, "model", "paused"], list),
+        Call("", ["HMGET", keys.config, "model", "paused"], list, lambda: [None] * 2),
         lookups.count(keys),
-        *(Call("", ["ZCARD", key], int) for key in (keys.delayed, keys.leases)),
-        Call("", ["ZCARD", keys.dead], int, int),
+        *(Call("", ["ZCARD", key], int, int) for key in (keys.delayed, keys.leases, keys.dead)),
         lookups.server_time_ms(),
     ]
     worker_ids = yield lookups.live_worker_ids(keys, now_ms)

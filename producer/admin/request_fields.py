@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+
+from promptq.shared.queue.spoilt import readable
 
 
 class EndedAttempt(BaseModel):
@@ -34,17 +36,13 @@ def json_object(text: str | bytes | None) -> dict[str, Any]:
 def ended_attempts(text: str | None) -> list[EndedAttempt]:
     """The attempts in the field `history`, the oldest first."""
     items = _parsed(text)
-    found = []
-    for item in items if isinstance(items, list) else []:
-        try:
-            found.append(EndedAttempt.model_validate(item))
-        except ValidationError:
-            continue
-    return found
+    return readable(
+        "history", items if isinstance(items, list) else [], EndedAttempt.model_validate
+    )
 
 
 def _parsed(text: str | bytes | None) -> Any:
     try:
         return json.loads(text or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -23,7 +23,7 @@ from promptq.producer.batch_store.input_file import BrokenLineError, LineReader,
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
 from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError
-from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.events import ErrorInfo, Result, Usage
 from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
@@ -246,34 +246,20 @@ class BatchRun:
     async def _collect(self) -> int:
         """Write down lines that have ended. Gives how many."""
         asked = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
-        states = await self._ask("state", asked)
-        final = []
-        for (item, new), state in zip(asked, states, strict=True):
-            if state is not None and RequestState(state.decode()).is_final:
-                final.append((item, new))
+        stands = await self._of_all(asked, _stand)
+        for (item, new), (state, result) in zip(asked, stands, strict=True):
+            if result is not None:
+                item.results[new.request_id] = result
             # The server has lost it, or it has expired.
             is_lost = state is None and self._ending is None
             if is_lost and not await self._enqueue(item, [new]):
                 self._in_flight.pop(item.line.number, None)
-        results = await self._ask("result", final)
-        for (item, new), result in zip(final, results, strict=True):
-            if result is not None:
-                item.results[new.request_id] = Result.model_validate_json(result)
         ended = [item for item in self._in_flight.values() if not item.open_requests]
         for item in ended:
             await self._write(item)
             del self._in_flight[item.line.number]
             self._written += [(item, new) for new in item.requests]
         return len(ended)
-
-    async def _ask(self, name: str, asked: Sequence[Asked]) -> list[bytes | None]:
-        """Read one field of many requests' hashes."""
-
-        def field(queue: AsyncRequestQueue, new: NewRequest) -> Call[bytes | None]:
-            key = queue.keys.request(new.request_id)
-            return Call("", ["HGET", key, name], lambda reply: reply)
-
-        return await self._of_all(asked, field)
 
     async def _of_all(
         self,
@@ -352,9 +338,12 @@ class BatchRun:
             await asyncio.sleep(_FIRST_WAIT_SECONDS * 5)
 
     async def _unfinished(self, requests: list[Asked]) -> list[Asked]:
-        states = await self._ask("state", requests)
-        pairs = zip(requests, states, strict=True)
-        return [asked for asked, it in pairs if it and not RequestState(it.decode()).is_final]
+        stands = await self._of_all(requests, _stand)
+        return [
+            asked
+            for asked, (state, _) in zip(requests, stands, strict=True)
+            if state is not None and not state.is_final
+        ]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call while the server is away or refuses it. All calls here may be repeated.
@@ -379,6 +368,31 @@ class BatchRun:
 async def _num_waiting(queue: AsyncRequestQueue) -> int:
     delayed = Call("", ["ZCARD", queue.keys.delayed], int)
     return sum(await queue.run([delayed, lookups.count(queue.keys)]))
+
+
+def _stand(
+    queue: AsyncRequestQueue, new: NewRequest
+) -> Call[tuple[RequestState | None, Result | None]]:
+    """The state of a request, None if it is unknown; and its result, once it has ended.
+
+    If a stranger spoilt the record, the request has failed.
+    """
+
+    def parse(reply: list[bytes | None]) -> tuple[RequestState | None, Result | None]:
+        state = None if reply[0] is None else lookups.state_of(reply[0])
+        is_over = state is not None and state.is_final
+        return state, Result.model_validate_json(reply[1] or b"") if is_over else None
+
+    key = queue.keys.request(new.request_id)
+    failed = Result(
+        text="",
+        token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        usage=Usage(),
+        error=ErrorInfo(type="spoilt_record", message="its record in the queue was spoilt"),
+    )
+    reading = ["HMGET", key, "state", "result"]
+    return Call("", reading, parse, lambda: (RequestState.FAILED, failed))
 
 
 def _shorten(queue: AsyncRequestQueue, new: NewRequest) -> Call[int]:

@@ -19,11 +19,13 @@ from typing import Any, TypeVar
 import redis
 from pydantic import BaseModel, ValidationError
 
-from promptq.shared.errors import RequestNotFoundError, StreamChangedError
-from promptq.shared.protocol.events import TokenEvent, TokenLogprob
+from promptq.shared.errors import RequestNotFoundError, SpoiltRecordError, StreamChangedError
+from promptq.shared.protocol.events import StoredTokenId, TokenEvent, TokenLogprob
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call, is_wrong_type
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.spoilt import is_wrong_type
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work, sliced
 
@@ -127,8 +129,8 @@ def follow(
     borders of the text are lost with the log. A user who may not read requests' records gets what
     log and channel say, and waits if there is no log.
 
-    Raises RequestNotFoundError, StreamChangedError, TimeoutError after `timeout` seconds, and what
-    redis-py raises when the server stays away.
+    Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
+    seconds, and what redis-py raises when the server stays away.
     """
     return _Stream(keys, request_id, from_index, silence, timeout, clock).steps()
 
@@ -137,26 +139,29 @@ class _Folded(BaseModel):
     """What the log held, as the record's `result` keeps it."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[StoredTokenId]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prompt_texts: list[str] | None = None
 
 
-def _folded_in(result: bytes) -> Work[_Folded]:
-    """Raises ValueError."""
+def _folded_in(result: bytes) -> Work[_Folded | None]:
+    """None for a result that is not one: anybody may write into a record."""
     readers = dict.fromkeys(("logprobs", "prompt_logprobs"), _logprob_of)
-    return _Folded.model_validate((yield from object_in(result.decode(), readers)))
+    try:
+        return _Folded.model_validate((yield from object_in(result.decode(), readers)))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _logprob_of(item: Any) -> TokenLogprob | None:
     return None if item is None else TokenLogprob.model_validate(item)
 
 
-_Ending = tuple[bool, TokenEvent | None, bytes | None]
-"""Whether there is a state, the last event, and the result, which may be large."""
+_Ending = tuple[RequestState | None, TokenEvent | None, bytes | None]
+"""The state, the last event, and the result, which may be large."""
 
-_NOTHING: _Ending = (False, None, None)
+_NOTHING: _Ending = (None, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
 
 
@@ -227,7 +232,8 @@ class _Stream:
             record = yield from self._read_record()
             if record is not None and record[2] is not None:
                 result = yield from self._in_turns(_folded_in(record[2]))
-                self._check(0, result.token_ids)
+                if result is not None:
+                    self._check(0, result.token_ids)
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
@@ -289,19 +295,26 @@ class _Stream:
         record = yield from self._read_record()
         if record is None:
             return  # only the log and the channel can be read
-        has_state, last_event, result = record
-        over = last_event is not None and result is not None
-        if not over and (has_state or (yield from self._is_known())):
+        state, last_event, folded = record[0], record[1], None
+        if last_event is not None and record[2] is not None:
+            folded = yield from self._in_turns(_folded_in(record[2]))
+        over = folded is not None
+        is_spoilt = not over and state is not None and state.is_final
+        if not over and not is_spoilt and (state is not None or (yield from self._is_known())):
             return  # it waits or runs, and there is nothing new
         # It may have ended between the reads.
         if (yield from self._read_log()):
             return
-        if last_event is None or result is None:
+        if is_spoilt:
+            raise SpoiltRecordError(
+                f"request {self._id!r}: a spoilt record: it has ended, and its fields last_event"
+                " and result do not say how"
+            )
+        if last_event is None or folded is None:
             raise RequestNotFoundError(
                 f"no request {self._id!r} is known; it was never enqueued in the queue"
                 f" {self._keys.queue!r}, or its record has expired"
             )
-        folded = yield from self._in_turns(_folded_in(result))
         self._check(0, folded.token_ids)
         yield self._delivered(self._rest(last_event, folded))
 
@@ -407,6 +420,12 @@ def _parse(event: bytes) -> TokenEvent | None:
         return None
 
 
+def _last(event: bytes) -> TokenEvent | None:
+    """The last event of a record, or None if that is not one."""
+    parsed = _parse(event)
+    return parsed if parsed is not None and parsed.is_last else None
+
+
 def _is_sharded(keys: Keys) -> Call[bool]:
     return Call("", ["HGET", keys.config, "pubsub"], lambda reply: reply == b"sharded")
 
@@ -422,13 +441,13 @@ def _is_there(score: Any) -> bool:
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
-    """Whether there is a state, the last event, and the result; not the payload, as it is large."""
+    """The state, the last event, and the result; not the payload, as it is large."""
 
     def parse(reply: list[Any]) -> _Ending:
         state, last_event, result = reply
         return (
-            state is not None,
-            TokenEvent.model_validate_json(last_event) if last_event else None,
+            None if state is None else lookups.state_of(state),
+            _last(last_event) if last_event else None,
             result or None,
         )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from promptq.producer.command_options import Queue, Redis, names_queue, open_client
-from promptq.shared.errors import RedisSideError
+from promptq.shared.errors import RedisSideError, SpoiltRecordError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,7 +141,7 @@ def _watch(console: Console, screen: _Screen) -> None:
                         screen.show_next()
                     try:
                         shown = screen.look(console.width, _HINT)
-                    except RedisSideError as error:
+                    except (RedisSideError, SpoiltRecordError) as error:
                         shown = Group(Text(str(error), style="bold red"), shown)
         except KeyboardInterrupt:
             return

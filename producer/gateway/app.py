@@ -42,7 +42,7 @@ from promptq.producer.gateway.routes import (
 from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.queue import scripts
-from promptq.shared.runtime.tasks import end
+from promptq.shared.runtime.tasks import end, kept_up
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
 
@@ -105,7 +105,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         _make_routes(app)
         beside = [
             asyncio.create_task(_look_at_server(app.state.gateway)),
-            asyncio.create_task(ResponseRecords(app.state.gateway).keep_all()),
+            asyncio.create_task(kept_up("responses", ResponseRecords(app.state.gateway).keep_all)),
         ]
         try:
             yield

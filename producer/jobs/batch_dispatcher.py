@@ -24,6 +24,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
 from promptq.shared.queue.call import Call, ids_of
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.spoilt import alone
 from promptq.shared.runtime.logs import get_logger
 
 _LEADER_MS = 5000
@@ -79,7 +80,8 @@ class Dispatcher:
         # Read again at last: a batch that nobody runs any more may just have ended.
         chosen = self._in_turn(ids & self._unfinished_batches(), num_free)
         for batch_id in chosen:
-            enqueue_batch(self._batches, self._keys.queue, batch_id)
+            with alone(f"batch {batch_id}"):
+                enqueue_batch(self._batches, self._keys.queue, batch_id)
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
@@ -129,7 +131,11 @@ class Dispatcher:
         """The batches whose runs may still get a lease. A run without one after the time of a lease
         counts as lost, whatever RQ believes about its worker."""
         now = self._clock()
-        since = {it: self._taken.get(it, now) for it in ids if is_taken(self._batches, it)}
+        since: dict[str, float] = {}
+        for batch_id in ids:
+            with alone(f"batch {batch_id}"):
+                if is_taken(self._batches, batch_id):
+                    since[batch_id] = self._taken.get(batch_id, now)
         self._taken = {it: at for it, at in since.items() if now - at < LEASE_MS / 1000}
         return set(self._taken)
 

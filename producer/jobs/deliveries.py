@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import redis
@@ -36,8 +35,9 @@ from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 from promptq.shared.protocol.keys import Keys, check_request_id, is_request_id
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call, ids_of, is_wrong_type, text_of
+from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.spoilt import alone, is_wrong_type, readable
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.cluster import client_of
 
@@ -74,12 +74,15 @@ class DeadWebhook(BaseModel):
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
     """Webhooks that were given up, the latest first. Entries of strangers are left out."""
     client = client_of(connection, keys)
-    found = []
-    for entry_id, fields in client.xrevrange(keys.webhooks_dead, count=limit):
-        with suppress(ValidationError, ValueError):
-            values = {name.decode(): value.decode() for name, value in fields.items()}
-            found.append(DeadWebhook(at=int(entry_id.split(b"-")[0]), **values))
-    return found
+    entries: list[Any] = []
+    with alone(keys.webhooks_dead):
+        entries = client.xrevrange(keys.webhooks_dead, count=limit)
+    return readable(keys.webhooks_dead, entries, _dead_of)
+
+
+def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
+    entry_id, fields = entry
+    return DeadWebhook.model_validate({**text_map(fields), "at": int(entry_id.split(b"-")[0])})
 
 
 class _Outcome(BaseModel):
@@ -113,12 +116,17 @@ class Deliveries:
 
     def go_on(self) -> None:
         """Note the results of calls, read which requests have ended, and call what is due."""
-        self._note()
-        if not self._is_known:
+        try:
+            self._note()
+            if not self._is_known:
+                self._read_all()
+            for _ in range(_PAGES):
+                if self._take_in() < _PAGE:
+                    break
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
             self._read_all()
-        for _ in range(_PAGES):
-            if self._take_in() < _PAGE:
-                break
         self._begin()
 
     def pause(self) -> None:
@@ -236,7 +244,8 @@ class Deliveries:
         try:
             if not self._redis.hexists(self._keys.webhooks_waiting, request_id):
                 return _Outcome(kind="over")
-            message = message_of(self._keys.queue, request_id, self._record_of(request_id))
+            record = self._queue.run(lookups.record(self._keys, request_id))
+            message = message_of(self._keys.queue, request_id, record)
             if message is None:
                 return _Outcome(kind="over")
             receiver = message.receiver
@@ -248,7 +257,8 @@ class Deliveries:
             return _Outcome(kind="undeliverable", reason=str(error), receiver=receiver)
         except (DeliveryError, ConfigurationError) as error:
             return _Outcome(kind="failed", reason=str(error), receiver=receiver)
-        except redis.RedisError:
+        except redis.RedisError as error:
+            self._is_known &= not is_wrong_type(error)
             return _Outcome(kind="away", receiver=receiver)
         except Exception as error:  # no message may keep others from being called
             item = self._waiting.get(request_id)
@@ -256,15 +266,6 @@ class Deliveries:
             log.error("webhook cannot be called", exc_info=error)
             return _Outcome(kind="failed", reason=type(error).__name__, receiver=receiver)
         return _Outcome(kind="over")
-
-    def _record_of(self, request_id: str) -> dict[str, str]:
-        """Raises UndeliverableError if the record is not a hash."""
-        try:
-            return self._queue.run(lookups.record(self._keys, request_id))
-        except redis.ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            raise UndeliverableError("its record is no hash") from None
 
     def _log_of(self, request_id: str, tenant: str) -> Any:
         webhook_id = webhook_id_of(self._keys.queue, request_id)
@@ -330,7 +331,7 @@ class Deliveries:
         args: list[str | bytes | int] = ["XADD", self._keys.webhooks_dead]
         args += ["MAXLEN", "~", _DEAD_KEPT, "*", "request_id", request_id, "tenant", tenant]
         args += ["attempts", attempts, "reason", reason[:_REASON_CHARACTERS]]
-        return Call("", args, bytes)
+        return Call("", args, bytes, bytes)
 
 
 def _tenant(reply: bytes | None) -> str:

@@ -13,7 +13,7 @@ import redis
 
 from promptq.producer.jobs.allowed_jobs import rq_queue_name
 from promptq.shared.protocol.keys import Keys, is_request_id
-from promptq.shared.queue.call import is_wrong_type
+from promptq.shared.queue.spoilt import is_wrong_type
 from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")

@@ -16,6 +16,7 @@ from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_queues import JsonCron, batch_queue, open_jobs_redis, upkeep_queue
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_redis
 
@@ -56,17 +57,23 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
 
 
 def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
-    """Take each step, even if another one fails. Gives whether all worked."""
+    """Take each step, even if another one fails. Returns whether all worked."""
     is_well = True
     for step in steps:
         try:
             step()
         except redis.RedisError as error:
             is_well = _is_away(error)
+        except Exception as error:  # the other steps serve other records
+            note(error, "a step of the jobs failed")
+            is_well = False
     return is_well
 
 
 def _is_away(error: redis.RedisError) -> bool:
-    """Log it, and give False."""
-    get_logger().warning("the server is away", reason=str(error))
+    """Log the error, and return False."""
+    if isinstance(error, redis.ResponseError):
+        note(error, "the server refused a step of the jobs")
+    else:
+        get_logger().warning("the server is away", reason=str(error))
     return False

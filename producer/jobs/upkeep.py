@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import redis
 
 from promptq.producer.admin.overview import keep_statistics
+from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.call import carry_out
+from promptq.shared.queue.call import carry_out, text_map, text_of
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.spoilt import alone, is_wrong_type, note, spoilt_record
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_redis
@@ -57,12 +61,30 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
     """Whether reaping has gone on for half a lease without a break."""
     client = client_of(connection, keys)
     seconds, microseconds = client.time()
-    now = seconds * 1000 + microseconds // 1000
-    seen, since = client.hmget(keys.upkeep, "seen", "since")
-    if seen is None or since is None or now - int(seen) > 1500 * REAP_SECONDS:
+    now: int = seconds * 1000 + microseconds // 1000
+    seen, since = _watched(client, keys)
+    if not since or now - seen > 1500 * REAP_SECONDS:
         since = now
-    client.hset(keys.upkeep, mapping={"seen": now, "since": int(since)})
-    return bool(now - int(since) >= lease_ms / 2)
+    client.hset(keys.upkeep, mapping={"seen": now, "since": since})
+    return now - since >= lease_ms / 2
+
+
+def _watched(client: Any, keys: Keys) -> tuple[int, int]:
+    """When the jobs reaped last, and since when without a break; 0 for what is not known."""
+    try:
+        seen, since = client.hmget(keys.upkeep, "seen", "since")
+    except redis.ResponseError as error:
+        _delete_if_spoilt(client, keys.upkeep, error)
+        return 0, 0
+    return whole(text_of(seen or b"")), whole(text_of(since or b""))
+
+
+def _delete_if_spoilt(client: Any, key: str, error: redis.ResponseError) -> None:
+    """Delete a key to which a stranger gave another type. Raises any other error."""
+    if not is_wrong_type(error):
+        raise error
+    note(spoilt_record(key, error))
+    client.delete(key)
 
 
 def sweep(queue: str) -> str:
@@ -94,14 +116,12 @@ def roll_up(queue: str) -> str:
     keys, count = Keys(queue), 0
     with open_redis(server_url(settings.redis_url)) as connection:
         client = client_of(connection, keys)
-        last = client.xrevrange(keys.statistics_minutes, count=1)
-        begin = _ms_of(last[0][0]) + _MINUTE_MS if last else 0
         seconds, _ = client.time()
         end = seconds * 1000 // _MINUTE_MS * _MINUTE_MS
+        begin = _next_minute(client, keys, end)
         minutes: dict[int, list[dict[str, str]]] = defaultdict(list)
-        for entry_id, fields in client.xrange(keys.statistics, begin, f"({end}-0"):
-            sample = {name.decode(): value.decode() for name, value in fields.items()}
-            minutes[_ms_of(entry_id) // _MINUTE_MS * _MINUTE_MS].append(sample)
+        for entry_id, fields in _samples(client, keys, begin, end):
+            minutes[_ms_of(entry_id) // _MINUTE_MS * _MINUTE_MS].append(text_map(fields))
         for minute, samples in sorted(minutes.items()):
             with suppress(redis.ResponseError):  # another process was first
                 client.xadd(
@@ -112,6 +132,28 @@ def roll_up(queue: str) -> str:
                 )
                 count += 1
     return f"{count} minutes"
+
+
+def _next_minute(client: Any, keys: Keys, end: int) -> int:
+    """The first minute without an entry. A stream that a stranger spoilt begins anew."""
+    key = keys.statistics_minutes
+    try:
+        last = client.xrevrange(key, count=1)
+    except redis.ResponseError as error:
+        _delete_if_spoilt(client, key, error)
+        last = []
+    begin = _ms_of(last[0][0]) + _MINUTE_MS if last else 0
+    if begin > end + _MINUTE_MS:  # no later entry could be added
+        note(spoilt_record(key, "its last entry is of the future"))
+        client.delete(key)
+        return 0
+    return begin
+
+
+def _samples(client: Any, keys: Keys, begin: int, end: int) -> list[Any]:
+    with alone(keys.statistics):
+        return [*client.xrange(keys.statistics, begin, f"({end}-0")]
+    return []
 
 
 def _ms_of(entry_id: bytes) -> int:
@@ -125,7 +167,8 @@ def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
         for name, text in sample.items():
             with suppress(ValueError):
                 number = float(text)
-                values[name].append(number)
+                if math.isfinite(number):
+                    values[name].append(number)
     found = {"samples": str(len(samples))}
     for name, numbers in values.items():
         if name == "finished":

@@ -98,7 +98,7 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
             "result": json.loads(record.get("result") or "null"),
         },
     }
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:

@@ -20,7 +20,7 @@ _quoted = json.encoder.encode_basestring
 """Gives a text as JSON, in C if Python has it. Characters beyond ASCII stay as they are."""
 
 
-_TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+StoredTokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _numbers(values: list[int]) -> str:
@@ -38,9 +38,12 @@ def _array(items: Sequence[BaseModel | None] | None) -> str:
 
 
 class _Wire(BaseModel):
-    """Base of what workers send. Unknown fields are ignored."""
+    """Base of what workers send. Unknown fields are ignored.
 
-    model_config = ConfigDict(extra="ignore")
+    JSON has no NaN and no infinity, and pydantic would write them as null.
+    """
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class TopLogprob(_Wire):
@@ -73,7 +76,7 @@ class _TellsPrompt(_Wire):
     has no log-probability, and null in its place. All texts together are the prompt.
     """
 
-    prompt_token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[StoredTokenId] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prompt_texts: list[str] | None = None
 
@@ -178,8 +181,8 @@ class ErrorInfo(_Wire):
 class TokenEvent(_TellsPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it."""
 
-    index: int
-    token_ids: list[_TokenId]
+    index: Annotated[int, Field(ge=0, lt=2**53)]
+    token_ids: list[StoredTokenId]
     text: str
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
@@ -224,7 +227,7 @@ class Result(_TellsPrompt):
     """A finished request: its events as one."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[StoredTokenId]
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason
     usage: Usage

@@ -80,7 +80,7 @@ class OutputStyle:
             given = json.loads(text)
             known = {it.name: given[it.name] for it in fields(cls) if it.name in given}
             style = cls(**known)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
         if not {"arguments_key", "before", "after"} <= known.keys():
             return None

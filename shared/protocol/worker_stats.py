@@ -15,7 +15,7 @@ SAMPLE_MS = 5000
 class _Observation(BaseModel):
     """Base of statistics. Unknown fields come from a newer version and are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class SlotState(StrEnum):

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from redis.exceptions import NoPermissionError, ResponseError
 
 from promptq.shared.protocol.keys import PREFIX, Keys
+from promptq.shared.queue.spoilt import UNREADABLE, is_wrong_type, note, spoilt_record
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -71,8 +72,8 @@ class Call(Generic[T_co]):
     script: str
     args: Sequence[str | bytes | int | memoryview]
     parse: Callable[[Any], T_co]
-    of_wrong_type: Callable[[], T_co] | None = None
-    """Gives the value for a key that a stranger gave another type. Without it, that is an error."""
+    of_spoilt: Callable[[], T_co] | None = None
+    """Returns the value for a key that a stranger spoilt. Without it, that is an error."""
     keys: Keys | None = None
     """The queue for which a script runs; None: that of whoever sends the call."""
 
@@ -83,18 +84,35 @@ class Call(Generic[T_co]):
             return first
         return (self.keys or sender).pending
 
+    @property
+    def name(self) -> str:
+        """Names for messages what it reads: a key and perhaps a field, or a script."""
+        if self.script:
+            return f"the script {self.script}"
+        shown = self.args[1 : 3 if self.args[0] == "HGET" else 2]
+        return " ".join(arg if isinstance(arg, str) else repr(arg) for arg in shown)
+
     def read(self, reply: Any) -> T_co:
         """The value of a reply. A reply that is an error is raised.
 
-        NoPermissionError is raised for a command in a script too, where servers have other words.
+        Raises SpoiltRecordError for a reply that is not as the protocol says. NoPermissionError is
+        raised for a command in a script too, where servers have other words.
         """
-        if self.of_wrong_type is not None and is_wrong_type(reply):
-            return self.of_wrong_type()
         if isinstance(reply, ResponseError) and str(reply).startswith(_NOT_PERMITTED_IN_SCRIPT):
             raise NoPermissionError(str(reply)) from reply
         if isinstance(reply, Exception):
-            raise reply
-        return self.parse(reply)
+            if self.of_spoilt is None or not is_wrong_type(reply):
+                raise reply
+            spoilt = spoilt_record(self.name, reply)
+        else:
+            try:
+                return self.parse(reply)
+            except UNREADABLE as error:
+                spoilt = spoilt_record(self.name, error)
+                if self.of_spoilt is None:
+                    raise spoilt from error
+        note(spoilt)
+        return self.of_spoilt()
 
 
 Operation = Generator[Any, Any, T]
@@ -133,7 +151,8 @@ def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
 
 
 def text_of(value: str | bytes | int) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """The value as text. Bytes that are not text are replaced."""
+    return _as_read(value) if isinstance(value, bytes) else str(value)
 
 
 def texts_of(values: Iterable[Any]) -> list[str]:
@@ -143,11 +162,6 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 def ids_of(values: Iterable[bytes]) -> list[str]:
     """The ids. Strangers may have written them, so bytes that are not text become surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
-
-
-def is_wrong_type(reply: object) -> bool:
-    """Whether the server says that a key has another type than the command needs."""
-    return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def text_map(reply: Any) -> dict[str, str]:

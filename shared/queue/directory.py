@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys
-from promptq.shared.queue.call import Call, text_map, texts_of
+from promptq.shared.queue.call import Call, ids_of, text_map
 
 
 def note_queue(queue: str) -> Call[int]:
@@ -23,7 +23,7 @@ def queue_names() -> Call[list[str]]:
     """The names, in order. What no queue may be called is left out, as a stranger wrote it."""
 
     def parse(found: list[bytes]) -> list[str]:
-        return sorted(name for name in texts_of(found) if _is_name(name))
+        return sorted(filter(_is_name, ids_of(found)))
 
     return Call("", ["SMEMBERS", QUEUES], parse, list)
 

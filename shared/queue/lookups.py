@@ -5,9 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ValidationError
-
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import Keys, is_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.call import Call, ids_of, text_map, text_of
@@ -20,7 +18,7 @@ def server_time_ms() -> Call[int]:
 
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
     """A request's hash as it is, all fields as text; empty if there is none."""
-    return Call("", ["HGETALL", keys.request(request_id)], text_map)
+    return Call("", ["HGETALL", keys.request(request_id)], text_map, dict)
 
 
 def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
@@ -33,22 +31,37 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
-        if current is not None:
-            with suppress(ValueError):  # a stranger wrote it, and the scripts ignore it too
-                return RequestState(text_of(current))
-        return RequestState.WAITING if payload is not None else None
+        if current is None and payload is None:
+            return None
+        return state_of(current or b"")
 
-    return Call("", ["HMGET", keys.request(request_id), "state", "payload"], parse)
+    reading = ["HMGET", keys.request(request_id), "state", "payload"]
+    return Call("", reading, parse, lambda: None)
+
+
+def state_of(field: str | bytes) -> RequestState:
+    """The state that a field names. What a stranger wrote there, the scripts ignore too."""
+    with suppress(ValueError):
+        return RequestState(text_of(field))
+    return RequestState.WAITING
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
     """Events of the replay log that end after `position` tokens, and the last event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
-        return [fields[b"event"] if isinstance(fields, dict) else fields[1] for _, fields in reply]
+        return [_event_in(fields) for _, fields in reply]
 
     # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
     return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
+
+
+def _event_in(fields: Any) -> bytes:
+    """The event of a log's entry; empty if it has none."""
+    if not isinstance(fields, dict):  # RESP2
+        fields = dict(zip(fields[::2], fields[1::2], strict=True))
+    event: bytes = fields.get(b"event", b"")
+    return event
 
 
 def contains(keys: Keys, request_id: str) -> Call[bool]:
@@ -72,8 +85,12 @@ def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids of dead letters, the latest first."""
-    return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], ids_of)
+    """Ids of dead letters, the latest first. What no request may be called is left out."""
+
+    def parse(reply: list[bytes]) -> list[str]:
+        return [request_id for request_id in ids_of(reply) if is_request_id(request_id)]
+
+    return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], parse, list)
 
 
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
@@ -84,7 +101,7 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
         found = []
         for worker_id in ids:
             with suppress(UnicodeDecodeError):
-                found.append(text_of(worker_id))
+                found.append(worker_id.decode())
         return found
 
     return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], parse, list)
@@ -101,9 +118,7 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
     """What a worker last reported; None if it is gone, or if something else wrote the key."""
 
     def parse(reply: Any) -> WorkerStats | None:
-        with suppress(ValidationError):
-            fields = text_map(reply)
-            return WorkerStats.model_validate(fields) if fields else None
-        return None
+        fields = text_map(reply)
+        return WorkerStats.model_validate(fields) if fields else None
 
     return Call("", ["HGETALL", keys.worker(worker_id)], parse, lambda: None)

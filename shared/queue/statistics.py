@@ -8,6 +8,7 @@ from typing import Any
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SLOTS, Sample, SlotStats
 from promptq.shared.queue.call import Call, text_map
+from promptq.shared.queue.spoilt import readable
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
@@ -17,7 +18,8 @@ def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
         told_at, batch = reply
         return int(told_at or 0), SLOTS.validate_json(batch or b"[]")
 
-    return Call("", ["HMGET", keys.slots(worker_id), "told_at", "slots"], parse)
+    reading = ["HMGET", keys.slots(worker_id), "told_at", "slots"]
+    return Call("", reading, parse, lambda: (0, []))
 
 
 @dataclass(slots=True)
@@ -46,15 +48,16 @@ def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sa
     """Samples from `since_ms` on, the oldest first; with `limit` the latest of them."""
 
     def parse(reply: list[Any]) -> list[Sample]:
-        found = [_sample_of(entry_id, fields) for entry_id, fields in reply]
+        found = readable(keys.statistics, reply, _sample_of)
         return found if limit is None else found[::-1]
 
     if limit is None:
-        return Call("", ["XRANGE", keys.statistics, since_ms, "+"], parse)
-    return Call("", ["XREVRANGE", keys.statistics, "+", since_ms, "COUNT", limit], parse)
+        return Call("", ["XRANGE", keys.statistics, since_ms, "+"], parse, list)
+    return Call("", ["XREVRANGE", keys.statistics, "+", since_ms, "COUNT", limit], parse, list)
 
 
-def _sample_of(entry_id: bytes, reply: Any) -> Sample:
+def _sample_of(entry: tuple[bytes, Any]) -> Sample:
+    entry_id, reply = entry
     return Sample.model_validate({**text_map(reply), "at": int(entry_id.split(b"-")[0])})
 
 

@@ -1,14 +1,20 @@
-"""Ends asyncio tasks for certain, and notices cancellations that redis-py would lose."""
+"""Ends asyncio tasks for certain, and begins them anew when they fail.
+
+It also notices cancellations that redis-py would lose.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection
+import logging
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _CANCEL_AGAIN_SECONDS = 1.0
+_ANEW_SECONDS = 5.0
+_log = logging.getLogger("promptq.tasks")  # a client has no other log
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
@@ -38,6 +44,16 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
             task.exception()  # it counts as seen
     if cancelled is not None:
         raise cancelled
+
+
+async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run background work until it returns. If it fails, log why, and begin it anew."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            _log.exception("the background task %r failed, and begins anew", name)
+        await asyncio.sleep(_ANEW_SECONDS)
 
 
 async def heeding_cancels(awaitable: Awaitable[T]) -> T:

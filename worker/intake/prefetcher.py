@@ -13,7 +13,7 @@ from threading import get_ident
 
 from redis.exceptions import RedisError
 
-from promptq.shared.errors import InvalidRequestError
+from promptq.shared.errors import InvalidRequestError, SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
@@ -142,7 +142,7 @@ class Prefetcher:
         while True:
             try:
                 claimed = await self._fill()
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, SpoiltRecordError) as error:
                 self._log.warning("claim failed, trying again", error=str(error))
                 claimed = 0
             if claimed == 0:

@@ -29,6 +29,15 @@ class ServerDescription:
     model_dir: str | None = None
     """Directory or hub name of the model's files, as the server was given it."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be used."""
+        if not isinstance(self.model, str) or not isinstance(self.model_dir, str | None):
+            raise ValueError(f"the model's name {self.model!r:.40} or its root is no text")
+        for name in ("max_model_len", "max_num_seqs", "kv_tokens", "block_size"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**53:
+                raise ValueError(f"{name} is {value!r:.40}")
+
 
 @dataclass(slots=True)
 class Chunk:

@@ -10,6 +10,10 @@ class ServerFaultError(Exception):
     """The server does not answer, or broke off: what it had is computed again."""
 
 
+class UnusableAnswerError(Exception):
+    """The server's answer to one request has values that no answer has, such as a NaN."""
+
+
 class OverloadedError(Exception):
     """The server takes no more for now. `seconds` says for how long, if the server does."""
 

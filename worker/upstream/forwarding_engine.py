@@ -32,6 +32,7 @@ from promptq.worker.upstream.faults import (
     OverloadedError,
     RefusedError,
     ServerFaultError,
+    UnusableAnswerError,
     malformed_as_fault,
 )
 from promptq.worker.upstream.outbox import Outbox
@@ -264,6 +265,8 @@ class ForwardingEngine:
             why = f"the server is overloaded: {error}"
             self._give_back(sequence, why, is_blameless=True, seconds=seconds)
             self._recover(str(error), seconds)
+        except UnusableAnswerError as error:
+            self._try_again(sequence, str(error))
         except ServerFaultError as error:
             self._give_back(sequence, str(error))
             self._recover(str(error))
@@ -301,13 +304,27 @@ class ForwardingEngine:
                 self._server, sequence.request, tuple(sequence.emitted), self._model
             )
             async with aclosing(chunks):
-                async for chunk in chunks:
+                while (chunk := await self._next_with_tokens(chunks)) is not None:
                     for token_id in chunk.token_ids:
                         if type(token_id) is not int or not 0 <= token_id < self.limits.vocab_size:
-                            raise ValueError(f"{token_id!r} is no token id")
+                            raise UnusableAnswerError(f"{token_id!r:.40} is no token id")
                     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
-                        raise ValueError("a log-probability is missing")
+                        raise UnusableAnswerError("a log-probability is missing")
                     yield chunk
+
+    async def _next_with_tokens(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
+        """The next chunk that has tokens or is the last one; None after the server's end.
+
+        Events and comments without a token are no life: some servers send them for ever.
+        """
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                async for chunk in chunks:
+                    if chunk.token_ids or chunk.finish_reason is not None:
+                        return chunk
+        except TimeoutError:
+            raise ServerFaultError(f"{self._url} sent no token for too long") from None
+        return None
 
     async def _put_chunk(self, sequence: _Sequence, chunk: Chunk) -> bool:
         """Pass on a chunk, and end the sequence at its first end token or at its length.
@@ -385,14 +402,26 @@ class ForwardingEngine:
         self._totals.num_processed += 1
         is_blamed = False
         if not is_blameless and sequence.slot is not None:
-            request_id = sequence.request.order[1]
-            if len(self._faults) > _MOST_REMEMBERED:
-                self._faults.clear()
-            self._faults[request_id] += 1
-            is_blamed = self._faults[request_id] > _BLAMELESS_FAULTS
+            is_blamed = self._note_fault(sequence.request.order[1]) > _BLAMELESS_FAULTS
         delay_ms = None if is_blamed or seconds is None else int(seconds * 1000)
         given_back = GivenBack(reason, is_blamed, delay_ms)
         self._outbox.put(SequenceOutput(sequence.sequence_id, [], given_back=given_back))
+
+    def _try_again(self, sequence: _Sequence, reason: str) -> None:
+        """Have a request go back to the queue whose answer is unusable, or end it after some."""
+        request_id = sequence.request.order[1]
+        if self._note_fault(request_id) <= _BLAMELESS_FAULTS:
+            self._give_back(sequence, reason, is_blameless=True)
+        elif sequence.sequence_id in self._sequences:
+            error = f"the inference server's answer cannot be used: {reason}"
+            self._put_end(sequence, FinishReason.ERROR, error=error)
+
+    def _note_fault(self, request_id: str) -> int:
+        """Count a fault of the server with a request. Returns how many there were."""
+        if len(self._faults) > _MOST_REMEMBERED:
+            self._faults.clear()
+        self._faults[request_id] += 1
+        return self._faults[request_id]
 
     # ------------------------------------------------------------ the server goes and comes back
 

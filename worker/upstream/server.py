@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -21,6 +20,9 @@ _CONNECT_SECONDS = 10.0
 _LONGEST_RETRY_AFTER = 60.0
 """A server may be well long before the time that it names."""
 _LONGEST_LINE = 2**20
+_MOST_BYTES = 2**24
+"""Of an answer that is no stream. What is asked for has less than a megabyte."""
+_MOST_BYTES_OF_ERROR = 2**16
 _MOST_SHOWN = 500
 _OVERLOADED = (429, 503)
 _DATA = b"data:"
@@ -38,7 +40,9 @@ class Server:
         """`idle_seconds` is how long a stream may bring nothing."""
         self.url = url
         self.idle_seconds = idle_seconds
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = {"Accept-Encoding": "identity"}  # a small answer may unpack to gigabytes
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
             headers=headers,
             # Each call has a connection of its own. Servers close one after some seconds without a
@@ -67,18 +71,23 @@ class Server:
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
         )
         with _as_faults(self.url):
-            async with self._session.post(self.url + path, json=body, timeout=timeout) as response:
+            async with self._session.post(
+                self.url + path, json=body, timeout=timeout, allow_redirects=False
+            ) as response:
                 await _check(response)
-                yield _events(response, self.idle_seconds)
+                yield _events(response)
 
     async def _call(self, method: str, path: str, seconds: float, **options: Any) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds)
         with _as_faults(self.url):
             async with self._session.request(
-                method, self.url + path, timeout=timeout, **options
+                method, self.url + path, timeout=timeout, allow_redirects=False, **options
             ) as response:
                 await _check(response)
-                text = await response.text(errors="replace")
+                read = await _read(response, _MOST_BYTES + 1)
+                if len(read) > _MOST_BYTES:
+                    raise ServerFaultError(f"{path}: its answer has more than {_MOST_BYTES} bytes")
+                text = read.decode("utf-8", "replace")
                 if response.content_type != "application/json":
                     return text
                 return read_json(text)
@@ -115,10 +124,31 @@ def read_json(text: str | bytes) -> Any:
         raise ServerFaultError(f"sent what is not JSON: {text[:_MOST_SHOWN]!r}") from error
 
 
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, or that many bytes of it. The rest is never read: each call has its connection."""
+    pieces, left = [], most
+    while left and (piece := await response.content.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
 async def _check(response: aiohttp.ClientResponse) -> None:
-    if response.status < 400:
+    """Raises an error for anything but an answer that can be read.
+
+    A redirect is not followed, as the prompt would go where the operator did not send it.
+    """
+    if 300 <= response.status < 400:
+        place = response.headers.get("Location", "nowhere")[:_MOST_SHOWN]
+        raise ServerFaultError(
+            f"it redirects {response.url.path} to {place}, which is not followed; give the address"
+            " of the inference server itself"
+        )
+    if response.status < 300:
+        if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ServerFaultError(f"it answers in the encoding {coding[:80]!r} unasked")
         return
-    text = await response.text(errors="replace")
+    text = (await _read(response, _MOST_BYTES_OF_ERROR)).decode("utf-8", "replace")
     with suppress(ValueError):
         text = message_of(from_json(text)) or text
     text = text[:_MOST_SHOWN]
@@ -145,12 +175,9 @@ def _seconds(retry_after: str | None) -> float | None:
     return max(0.0, min(seconds, _LONGEST_RETRY_AFTER)) if math.isfinite(seconds) else None
 
 
-async def _events(response: aiohttp.ClientResponse, idle_seconds: float) -> AsyncIterator[bytes]:
-    """The data of each event, until the end that the server tells of.
-
-    Comments, which some servers send to keep a connection open, do not count as life.
-    """
-    rest, last_data_at = b"", time.monotonic()
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each event, until the end that the server tells of."""
+    rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > _LONGEST_LINE:
@@ -162,6 +189,3 @@ async def _events(response: aiohttp.ClientResponse, idle_seconds: float) -> Asyn
             if data == DONE:
                 return
             yield data
-            last_data_at = time.monotonic()
-        if time.monotonic() - last_data_at > idle_seconds:
-            raise TimeoutError

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
+from redis.exceptions import RedisError
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -24,6 +25,7 @@ from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_a
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.json_lines import one_line
+from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
@@ -101,8 +103,12 @@ class EventStream(Response):
                 frames = self._streamed.frames(self._served, out)
                 try:
                     await self._stream(frames, request_ids)
-                except (ApiError, PromptqError) as error:
-                    told = as_api_error(error) if isinstance(error, PromptqError) else error
+                except ClientLeftError:
+                    raise
+                except Exception as error:  # whatever it is, the client must hear of it
+                    if not isinstance(error, ApiError | PromptqError | RedisError):
+                        get_logger().exception("a stream failed", request_ids=request_ids)
+                    told = error if isinstance(error, ApiError) else as_api_error(error)
                     # If one answer failed, nobody reads the others. But if the gateway failed, such
                     # as with a server that is away, the client may come back for all of them.
                     if told is error and len(request_ids) > 1:

@@ -19,15 +19,17 @@ from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.responses.ended_output import EndedOutput, not_kept
+from promptq.producer.gateway.responses.ended_output import EndedOutput, not_kept, spoilt
 from promptq.producer.gateway.responses.request_body import check_history
 from promptq.producer.gateway.responses.response_call import Status, not_known
 from promptq.producer.gateway.responses.response_writer import written
 from promptq.producer.gateway.responses.stored_responses import StoredResponse, StoredResponses
-from promptq.shared.errors import PromptqError, RequestNotFoundError
+from promptq.shared.errors import RedisSideError, RequestNotFoundError, SpoiltRecordError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
-from promptq.shared.queue.call import Call, text_of
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.lookups import state_of
+from promptq.shared.queue.spoilt import UNREADABLE, alone, note, spoilt_record
 from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
@@ -76,7 +78,8 @@ class ResponseRecords:
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
-            except (ValueError, RecursionError):  # a stranger wrote it
+            except UNREADABLE as error:  # a stranger wrote it
+                note(spoilt_record(f"response {stored.call.id!r}", error))
                 raise not_known(stored.call.id) from None
         served, response_id = await self.served(stored), stored.call.id
         state, _ = await self._state(served, response_id)
@@ -86,10 +89,15 @@ class ResponseRecords:
             return None
         events: list[TokenEvent] = []
         output = not_kept()
-        with suppress(RequestNotFoundError):
-            if state is not None:
+        if state is not None:
+            try:
                 await served.client.follow(response_id, events.append)
                 output = EndedOutput.of(events, *await model_and_style(served))
+            except RequestNotFoundError:
+                pass
+            except SpoiltRecordError as error:
+                note(error)
+                output = spoilt(error)
         await self.stored.end(stored, output)
         return output
 
@@ -153,14 +161,11 @@ class ResponseRecords:
     ) -> tuple[RequestState | None, bool]:
         """The state of its request, None if it is unknown; and whether somebody cancelled it."""
         key = served.queue.keys.request(response_id)
-        call = Call("", ["HMGET", key, "state", "cancelled"], list)
+        fields = ["HMGET", key, "state", "cancelled"]
+        reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)
         with explained(served.client.url):
-            state, cancelled = await served.queue.run(call)
-        if state is None:
-            return None, False
-        with suppress(ValueError):  # a stranger wrote it, and the scripts ignore it too
-            return RequestState(text_of(state)), cancelled is not None
-        return RequestState.WAITING, cancelled is not None
+            state, cancelled = await served.queue.run(reading)
+        return (None, False) if state is None else (state_of(state), cancelled is not None)
 
     async def keep_all(self) -> None:
         """Keep the output of responses that nobody reads, for ever."""
@@ -169,8 +174,10 @@ class ResponseRecords:
             try:
                 found = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
                 for stored in found:
-                    await self.output(stored)
-            except (RedisError, PromptqError, ApiError) as error:
+                    # ApiError: this gateway does not serve its queue, and another one may.
+                    with alone(f"response {stored.call.id}"), suppress(ApiError):
+                        await self.output(stored)
+            except (RedisError, RedisSideError) as error:
                 get_logger().debug("responses could not be looked at", error=str(error))
             if len(found) < _PAGE:
                 await asyncio.sleep(_LOOK_SECONDS)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.errors import RedisSideError
+from promptq.shared.queue.spoilt import alone
 from promptq.shared.runtime.logs import get_logger
 
 _TRY_SECONDS = 60.0
@@ -39,7 +40,8 @@ class BackgroundCancels:
         deadline = asyncio.get_running_loop().time() + _TRY_SECONDS
         while request_ids:
             try:
-                await client.cancel(request_ids[-1])
+                with alone(f"request {request_ids[-1]}"):
+                    await client.cancel(request_ids[-1])
                 request_ids.pop()
             except RedisSideError as error:
                 if asyncio.get_running_loop().time() > deadline:

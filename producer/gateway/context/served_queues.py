@@ -14,7 +14,7 @@ from promptq.producer.admin.queue_views import MOST_QUEUES, QueueView, not_serve
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.gateway.context.queue_watch import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.shared.errors import ModelNotServedError, RequestNotFoundError
+from promptq.shared.errors import ModelNotServedError, RequestNotFoundError, SpoiltRecordError
 from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys
 from promptq.shared.queue import directory
 from promptq.shared.queue.call import Call
@@ -238,9 +238,9 @@ class ServedQueues:
 
         On a Cluster each queue is on a node of its own, which may be away alone.
         """
-        if queue is self.own or not isinstance(error, RedisError):
+        if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
             raise error
-        if isinstance(error, ResponseError):
+        if isinstance(error, ResponseError | SpoiltRecordError):
             self._refuse(queue.name, error)
         else:
             self._away[queue.name] = error
@@ -252,7 +252,7 @@ class ServedQueues:
             if name in self._names or name in self._directory.names:
                 raise error
 
-    def _refuse(self, name: str, error: ResponseError) -> None:
+    def _refuse(self, name: str, error: Exception) -> None:
         if name not in self._refused:
             self._on_unreadable(name, str(error))
         self._refused[name] = time.monotonic() + _REFUSED_SECONDS

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.shared.errors import RedisSideError
-from promptq.shared.runtime.logs import get_logger
+from promptq.shared.queue.spoilt import note
+from promptq.shared.runtime.tasks import kept_up
 
 INTERVAL_SECONDS = 1.0
 
@@ -50,7 +51,7 @@ class Poller:
             if watched.version == 0:
                 await self._refresh(topic, watched)
             if self._task is None:
-                self._task = asyncio.create_task(self._run())
+                self._task = asyncio.create_task(kept_up("dashboard", self._run))
             while True:
                 async with watched.changed:
                     while watched.version == seen:
@@ -73,8 +74,8 @@ class Poller:
             latest = await self._read(topic)
         except (RedisSideError, ApiError):
             pass  # pages show that the queue cannot be reached, or is gone
-        except Exception:  # data of a stranger must not stop all pages
-            get_logger().exception("not read", topic=topic)
+        except Exception as error:  # data of a stranger must not stop all pages
+            note(error, " ".join(topic))
         async with watched.changed:
             watched.latest = latest
             watched.version += 1

@@ -97,14 +97,14 @@ class _Wanted:
     async def of_sets(self, start: int) -> FoundRequests:
         """A page of one sorted set, or of each tenant's waiting ids one after the other."""
         names = await self._set_names()
-        sizes = await self._queue.run([Call("", ["ZCARD", name], int) for name in names])
+        sizes = await self._queue.run([Call("", ["ZCARD", name], int, int) for name in names])
         total, at, left = sum(sizes), start, PAGE
         pages: list[Call[list[bytes]]] = []
         latest_first: list[str | bytes | int] = ["REV"] if self._state == "dead" else []
         for name, size in zip(names, sizes, strict=True):
             if at < size and left > 0:
                 asked: list[str | bytes | int] = ["ZRANGE", name, at, at + left - 1]
-                pages.append(Call("", asked + latest_first, list))
+                pages.append(Call("", asked + latest_first, list, list))
                 left -= min(left, size - at)
             at = max(0, at - size)
         ids = [it for page in await self._queue.run(pages) for it in page]
@@ -157,7 +157,8 @@ class _Wanted:
             return [by_state.get(self._state, self._keys.dead)]
         if self._tenant:
             return [self._keys.pending_of(self._tenant)]
-        tenants = await self._queue.run(Call("", ["SMEMBERS", self._keys.tenants_waiting], ids_of))
+        reading = ["SMEMBERS", self._keys.tenants_waiting]
+        tenants: list[str] = await self._queue.run(Call("", reading, ids_of, list))
         names = sorted(filter(is_tenant, tenants))
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 

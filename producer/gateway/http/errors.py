@@ -38,6 +38,7 @@ from promptq.shared.errors import (
     RedisSideError,
     RequestExistsError,
     RequestNotFoundError,
+    SpoiltRecordError,
 )
 from promptq.shared.runtime.logs import get_logger
 
@@ -70,7 +71,7 @@ _MEANINGS = {
     403: "more than the API key allows",
     404: "no model, stream, file or batch of this id, or it is another tenant's",
     408: "`deadline_ms` passed before the answer began",
-    409: "it was cancelled, or is over",
+    409: "it was cancelled, is over, or its record in Redis was spoilt",
     413: "the body is too large",
     429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
     500: "the worker failed with the request",
@@ -203,6 +204,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), param="model", code="model_not_found")
         case RequestExistsError():
             return ApiError(409, str(error), code="exists")
+        case SpoiltRecordError():
+            return ApiError(409, str(error), code="spoilt_record")
         case BatchOverError():
             return ApiError(409, str(error), code="batch_over")
         case FileQuotaError():  # not 429: it does not help to wait
@@ -222,7 +225,7 @@ def as_api_error(error: Exception) -> ApiError:
                 code="queue_unavailable",
                 headers={"Retry-After": "5"},
             )
-        case RedisSideError():
+        case RedisSideError() | RedisError():
             # Details about the server are for the log, not for callers.
             log_why_unavailable(error)
             return ApiError(
@@ -249,7 +252,7 @@ def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
         return RedisSideError(str(error))
 
 
-def log_why_unavailable(error: RedisSideError) -> None:
+def log_why_unavailable(error: RedisSideError | RedisError) -> None:
     """Log why calls get 503, but not for each of them."""
     if isinstance(error, RedisAuthError):
         _log_refusal(str(error))

@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
+from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.events import ErrorInfo, Stats, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
@@ -105,8 +106,15 @@ def ending_of(event: TokenEvent) -> Ending:
 
 def not_kept() -> EndedOutput:
     """The output of a response whose request the queue does not know any more."""
-    error = ErrorInfo(
-        type="not_kept", message="the queue forgot the output before a gateway could keep it"
-    )
+    return _none("not_kept", "the queue forgot the output before a gateway could keep it")
+
+
+def spoilt(error: SpoiltRecordError) -> EndedOutput:
+    """The output of a response whose request has a record that a stranger spoilt."""
+    return _none("spoilt_record", str(error))
+
+
+def _none(error_type: str, message: str) -> EndedOutput:
+    error = ErrorInfo(type=error_type, message=message)
     ending = Ending(finish_reason=FinishReason.ERROR, error=error)
     return EndedOutput(model="", pieces=[], ending=ending)

@@ -25,6 +25,7 @@ from promptq.producer.gateway.responses.response_call import ResponseCall
 from promptq.producer.gateway.responses.tool_fields import payload_format, payload_tools
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
+from promptq.shared.queue.spoilt import UNREADABLE
 
 LOGPROBS = "message.output_text.logprobs"
 _OTHER_INCLUDES = (
@@ -181,8 +182,14 @@ def _set_chat(
     own = read_items(options.input, response_id.removeprefix("resp_"))
     if options.previous_response_id and history is None:
         raise HistoryNeededError(options.previous_response_id)
-    earlier = [from_json(line) for line in (history or b"").splitlines()]
-    fields["messages"] = messages_of([*earlier, *own])
+    try:
+        earlier = [from_json(line) for line in (history or b"").splitlines()]
+        fields["messages"] = messages_of([*earlier, *own])
+    except UNREADABLE:  # its own items were checked
+        raise InvalidRequestError(
+            "previous_response_id: what is kept of the conversation is spoilt",
+            field="previous_response_id",
+        ) from None
     if options.instructions:
         fields["messages"].insert(0, {"role": "system", "content": options.instructions})
     tools, tool_choice = payload_tools(options.tools, options.tool_choice)

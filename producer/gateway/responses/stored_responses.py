@@ -13,8 +13,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.producer.gateway.responses.ended_output import EndedOutput
+from promptq.producer.gateway.responses.input_items import id_of
 from promptq.producer.gateway.responses.request_body import AskedResponse
 from promptq.producer.gateway.responses.response_call import (
     ResponseCall,
@@ -28,6 +31,7 @@ from promptq.shared.runtime.turns import Turns
 _OVERHEAD_BYTES = 500
 """What Redis takes for a record beside its longer fields, about."""
 _FIELDS = ("tenant", "queue", "call", "echo", "result")
+_CALLS = TypeAdapter(ResponseCall)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,7 @@ class StoredResponses:
     async def input_lines(self, stored: StoredResponse) -> list[bytes]:
         """The items of its own input, each as JSON."""
         key = self._keys.response(stored.call.id)
-        reading: Call[bytes | None] = Call("", ["HGET", key, "input"], lambda reply: reply)
-        return (await self._queue.run(reading) or b"").split(b"\n")
+        return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
 
     async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
         """Some responses without output at which nobody looked for so long, the oldest look first.
@@ -147,14 +150,20 @@ class StoredResponses:
         )
 
 
+def _lines(reply: bytes | None) -> list[bytes]:
+    """The items of an input. Raises an error for what no gateway wrote."""
+    lines = (reply or b"").split(b"\n")
+    for line in lines:
+        id_of(line).decode()
+        line.decode()
+    return lines
+
+
 def _record(response_id: str, reply: Any) -> StoredResponse | None:
-    """The record; None if there is none, or a stranger wrote it."""
-    try:
-        if None in reply[:-1]:
-            return None
-        tenant, queue, options, echo = (it.decode() for it in reply[:-1])
-        result = reply[-1]
-        call = ResponseCall(id=response_id, echo=echo, **json.loads(options))
-        return StoredResponse(call, tenant, queue, result)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    """The record; None if there is none."""
+    if None in reply[:-1]:
         return None
+    tenant, queue, options, echo = (field.decode() for field in reply[:-1])
+    call = _CALLS.validate_python({**json.loads(options), "id": response_id, "echo": echo})
+    _ = call.asked  # raises an error if a stranger wrote it
+    return StoredResponse(call, tenant, queue, reply[-1])

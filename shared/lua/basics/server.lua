@@ -38,6 +38,18 @@ function server.write_needs_no_memory()
   redis.call('ZREM', keys.leases, '')
 end
 
+-- Delete a key to which a stranger gave another type, so that its owner can write it anew.
+function server.reset_if_not(kind, key)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+
+-- The members of a sorted set; 0 if a stranger gave its key another type.
+function server.size(key)
+  local size = redis.pcall('ZCARD', key)
+  return type(size) == 'number' and size or 0
+end
+
 -- One command for many values, in pieces, because Lua's stack takes only some thousands at once. `call` is
 -- redis.call, or redis.pcall after the first writes, where a key of another type must not stop the rest.
 function server.for_all(call, command, key, values)

@@ -16,6 +16,9 @@ for at = 3, #ARGV, 2 do
   end
 end
 server.write_needs_no_memory()
+server.reset_if_not('hash', key)
+server.reset_if_not('hash', slots_key)
+server.reset_if_not('zset', workers)
 if ttl > 0 then
   redis.call('HSET', key, 'heartbeat_at', server.now_text, unpack(told))
   redis.call('PEXPIRE', key, ttl)

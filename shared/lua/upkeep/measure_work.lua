@@ -33,7 +33,7 @@ end
 if front == math.huge then front = nil end
 local num_workers, num_slots = work.claiming()
 local soon = server.due(keys.delayed, numbers.exact(server.now + tonumber(ARGV[1])), MAX_LOOKED_AT)
-local num_active = redis.call('ZCARD', keys.leases)
+local num_active = server.size(keys.leases)
 local reply = {
   num_waiting, num_active, work.most_running(), #soon, oldest_age(queues), num_workers,
   num_slots, numbers.precise(work.tokens_of_answer()), numbers.precise(work.tokens_of_worker()),

@@ -24,8 +24,9 @@ local function percentiles(fields, kind, shares)
   for name, num in pairs(fields) do
     local bin = string.match(name, '^' .. kind .. ':(%d+)$')
     if bin then
-      bins[#bins + 1] = {tonumber(bin), tonumber(num)}
-      total = total + tonumber(num)
+      num = numbers.whole(num, 0)
+      bins[#bins + 1] = {tonumber(bin), num}
+      total = total + num
     end
   end
   table.sort(bins, function(one, other) return one[1] < other[1] end)
@@ -63,7 +64,8 @@ local function counted()
   for priority, num in pairs(counts) do
     parts[#parts + 1] = string.format('"%d":%d', priority, num)
   end
-  local alive = redis.call('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
+  local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
+  if alive.err then alive = {} end
   for _, worker in ipairs(alive) do
     local told = redis.pcall('HGET', keys.prefix .. 'worker:' .. worker, 'num_running')
     running = running + (type(told) == 'string' and numbers.whole(told, 0) or 0)
@@ -77,7 +79,7 @@ end
 local function begin(bucket, now)
   redis.call('DEL', open)
   redis.call('HSET', open, 'bucket', bucket, 'waiting', now.waiting, 'priorities', now.priorities,
-    'delayed', redis.call('ZCARD', keys.delayed), 'active', redis.call('ZCARD', keys.leases),
+    'delayed', server.size(keys.delayed), 'active', server.size(keys.leases),
     'running', now.running, 'workers', #now.alive, 'claiming', now.claiming)
 end
 
@@ -87,12 +89,14 @@ local function add_times(kind, times)
     local bin = math.floor(math.log(math.max(1, tonumber(ms))) / BIN_WIDTH)
     bins[bin] = (bins[bin] or 0) + 1
   end
-  for bin, num in pairs(bins) do redis.call('HINCRBY', open, kind .. ':' .. bin, num) end
+  for bin, num in pairs(bins) do redis.pcall('HINCRBY', open, kind .. ':' .. bin, num) end
 end
 
 server.write_needs_no_memory()
 local bucket, written = numbers.exact(server.now - server.now % BUCKET_MS), 0
 local fields = read_open()
+server.reset_if_not('hash', open)
+server.reset_if_not('stream', stream)
 if fields.bucket ~= bucket then
   local now = counted()
   if numbers.whole(fields.bucket) and fields.workers then written = close(fields, now) end
@@ -100,7 +104,7 @@ if fields.bucket ~= bucket then
 end
 for nth, name in ipairs(WORDS) do
   local num = numbers.whole(ARGV[nth], 0)
-  if num > 0 then redis.call('HINCRBY', open, name, numbers.exact(num)) end
+  if num > 0 then redis.pcall('HINCRBY', open, name, numbers.exact(num)) end
 end
 add_times('ttft', ARGV[4])
 add_times('queue', ARGV[5])

@@ -38,20 +38,20 @@ if what == 'add' then
   if most_bytes > 0 and bytes + added > most_bytes then return {'full', 'bytes', bytes} end
   write()
   redis.call('ZADD', own, numbers.exact(server.now + ttl), id)
-  redis.call('ZADD', unfinished, server.now_text, id)
+  redis.pcall('ZADD', unfinished, server.now_text, id)
   count(id, added)
   for _, key in ipairs({record, own, sizes, unfinished}) do redis.call('PEXPIRE', key, ttl) end
   return {'ok'}
 elseif what == 'end' then
   server.write_needs_memory()
-  redis.call('ZREM', unfinished, id)
+  redis.pcall('ZREM', unfinished, id)
   if redis.call('EXISTS', record) == 0 or redis.call('HEXISTS', record, 'result') == 1 then return {'gone'} end
   write()
   count(id, added)
   return {'ok'}
 end
 server.write_needs_no_memory()
-redis.call('ZREM', unfinished, id)
+redis.pcall('ZREM', unfinished, id)
 local known = redis.call('DEL', record)
 uncount(id)
 return {known == 1 and 'ok' or 'gone'}

@@ -36,6 +36,7 @@ from tests.producer.batches.batches import (
 from tests.producer.dead_letters import crash_until_dead
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role, bring_in_roles
+from tests.spoilt import SPOILT
 from tests.waiting import async_until
 
 
@@ -417,3 +418,24 @@ async def test_characters_that_end_a_line_elsewhere_end_none_here(
     assert "é" in output.read_text(), "other characters are written as they are"
     [refused] = read_lines(errors_beside(output)).values()
     assert repr(ends) in refused["error"]["message"]
+
+
+async def test_lines_whose_records_are_spoilt_fail_alone(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
+) -> None:
+    """Whatever a stranger wrote in the place of a result; the others are answered."""
+    values = [*SPOILT.values(), None]
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(len(values) + 1)])
+    output = tmp_path / "out.jsonl"
+    running = asyncio.create_task(run_beside(source, output, redis_url, max_in_flight=100))
+    await async_until(lambda: own_worker.queue.count() == len(values) + 1)
+    for value in values:
+        claim = own_worker.take()
+        spoilt = {"state": "completed"} if value is None else {"state": "failed", "result": value}
+        own_worker.redis.hset(KEYS.request(claim.request_id), mapping=spoilt)
+    own_worker.finish(own_worker.take(), "Well")
+    outcome = await running
+    assert texts_in(output) == {f"id-{len(values)}": "Well"}
+    assert outcome.progress == BatchProgress(len(values) + 1, 1, len(values), 0)
+    errors = read_lines(errors_beside(output)).values()
+    assert {it["response"]["body"]["error"]["code"] for it in errors} == {"spoilt_record"}

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from promptq.producer.batch_store.input_file import new_batch_id
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.deliveries import Deliveries
+from promptq.producer.jobs.leader import _do_each
 from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis
 from promptq.producer.settings import JobsSettings
 from tests.producer.playing import KEYS, HandWorker
@@ -145,18 +146,40 @@ def test_what_strangers_wrote_of_a_batch_is_a_tenant_like_any(leader: Leader) ->
     assert leader.hand_out() == ids
 
 
-def test_lists_that_strangers_spoilt_count_as_empty(leader: Leader) -> None:
+def test_lists_that_strangers_spoilt_count_as_empty(
+    leader: Leader, caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
     """With one warning each; the rest of the jobs goes on."""
     spoilt = (KEYS.webhooks, KEYS.unfinished_batches)
     for key in spoilt:
         leader.server.set(key, "a")
-    with capture_logs() as logs:
-        for _ in range(3):
-            leader.deliveries.go_on()
-            assert leader.dispatcher.hand_out_batches() == 0
-    assert [entry["key"] for entry in logs] == [*spoilt]
+    for _ in range(3):
+        leader.deliveries.go_on()
+        assert leader.dispatcher.hand_out_batches() == 0
+    assert [message.split(": ")[0] for message in caplog.messages] == [*spoilt]
     leader.server.delete(*spoilt)
     leader.add_batch()
+
+
+def test_a_job_that_a_stranger_spoilt_keeps_no_batch_from_its_turn(leader: Leader) -> None:
+    spoilt, well = leader.make_batch("a"), leader.make_batch("b")
+    leader.server.set(f"rq:job:promptq-{spoilt}", "x")
+    assert well in leader.hand_out()
+
+
+def test_a_step_that_fails_keeps_no_other_step_from_its_work(
+    caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
+    """Whatever it raises; the log says so, and not each quarter of a second."""
+    done: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("a stranger's")
+
+    for _ in range(100):
+        assert not _do_each([fail, lambda: done.append("next")])
+    assert done == ["next"] * 100
+    assert caplog.messages == ["a step of the jobs failed: a stranger's"]
 
 
 def test_long_entries_are_cut_in_the_log(leader: Leader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.requests import put
 from tests.roles import as_role, bring_in_roles
+from tests.spoilt import SPOILT, TYPES, make_of_type
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +146,29 @@ def test_minutes_are_rolled_up(redis_url: str) -> None:
             ),
             (f"{minute - 60_000}-0".encode(), {b"samples": b"1", b"running": b"7"}),
         ]
+
+
+@pytest.mark.parametrize("kind", ["value", *TYPES])
+def test_spoilt_records_keep_no_upkeep_from_its_work(own_worker: HandWorker, kind: str) -> None:
+    """Whatever the jobs' own keys hold, what is late ends, and minutes are written again."""
+    server = own_worker.redis
+    minute = (server.time()[0] - 120) // 60 * 60_000
+    for value in SPOILT.values() if kind == "value" else [b""]:
+        server.flushall()
+        request_id = put(own_worker.queue, deadline_ms=1)
+        if kind == "value":
+            server.hset(KEYS.upkeep, mapping={"seen": value, "since": value})
+            server.xadd(KEYS.statistics, {"waiting": 5}, id=f"{minute}-0")
+            server.xadd(KEYS.statistics, {"waiting": value, value: value}, id=f"{minute}-1")
+            server.xadd(KEYS.statistics_minutes, {"waiting": value}, id=f"{2**63}-0")
+        else:
+            for key in (KEYS.upkeep, KEYS.statistics, KEYS.statistics_minutes):
+                make_of_type(server, key, kind)
+        upkeep.reap("default")
+        server.hset(KEYS.upkeep, mapping={"seen": server.time()[0] * 1000, "since": 1})
+        assert upkeep.reap("default").startswith("0 returned, 1 ended")
+        assert own_worker.queue.state(request_id) is RequestState.EXPIRED
+        upkeep.roll_up("default")
+        if kind == "value":
+            [(_, fields)] = server.xrange(KEYS.statistics_minutes)
+            assert math.isfinite(float(fields[b"waiting"]))

@@ -36,6 +36,7 @@ from tests.producer.playing import KEYS, HandWorker, Run
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
 from tests.roles import as_role
 from tests.servers import Server
+from tests.spoilt import SPOILT, TYPES, make_of_type
 
 
 @pytest.fixture
@@ -308,6 +309,45 @@ def test_strangers_keep_nobody_from_a_webhook(
     assert [at for at, _, _ in receiving.calls] == ["/ok"]
     assert server.zcard(KEYS.webhooks) == 0
     assert jobs.waiting() == {}
+
+
+@pytest.mark.parametrize("field", ["result", "finished_at", "payload", "state", "tenant"])
+def test_a_spoilt_record_keeps_no_other_webhook(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, field: str
+) -> None:
+    """And what is sent of one is JSON: it has no NaN."""
+    server = own_worker.redis
+    asking = {"payload": json.dumps({"prompt": "a", "webhook_url": receiving.url("/odd")})}
+    for number, value in enumerate(SPOILT.values()):
+        server.hset(KEYS.request(f"odd-{number}"), mapping={**asking, field: value})
+        server.zadd(KEYS.webhooks, {f"odd-{number}": number})
+    ask(own_worker.queue, "sound", receiving.url("/ok"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    assert "/ok" in [at for at, _, _ in receiving.calls]
+    for _, _, body in receiving.calls:
+        json.loads(body, parse_constant=pytest.fail)
+    assert jobs.waiting() == {}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_list_that_is_spoilt_while_it_is_worked_on_is_begun_anew(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, kind: str
+) -> None:
+    """That of dead webhooks and that of those that wait: what comes later is called."""
+    server = own_worker.redis
+    ask(own_worker.queue, "dies", receiving.url("/gone"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.deliveries.go_on()
+    for key in (KEYS.webhooks_waiting, KEYS.webhooks_dead):
+        make_of_type(server, key, kind)
+    jobs.work()
+    jobs.dead()
+    ask(own_worker.queue, "later", receiving.url("/ok"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    assert "/ok" in [at for at, _, _ in receiving.calls]
+    assert server.type(KEYS.webhooks_waiting) in (b"none", b"hash")
 
 
 def test_a_server_that_refuses_strikes_nothing_off(

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from promptq.worker.upstream.faults import OverloadedError, ServerFaultError
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import LEAST, EngineRequest, SequenceOutput
+from promptq.worker.upstream.dialect import ServerDescription
+from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.faults import OverloadedError, RefusedError, ServerFaultError
+from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from promptq.worker.upstream.server import Server
 from tests.servers import free_port
+from tests.stand_in_server.serving import limits_of
 
 
 @asynccontextmanager
@@ -93,15 +101,160 @@ def port_of(server: asyncio.Server) -> int:
     return port
 
 
-async def test_comments_do_not_keep_a_frozen_stream_alive() -> None:
+@pytest.mark.parametrize("status", [200, 302, 404, 500, 503])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_body_without_an_end_is_read_in_part(status: int, is_stream: bool) -> None:
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 2**16)
+            sent += 2**16
+
+    async with answering(endless) as server:
+        with pytest.raises((ServerFaultError, OverloadedError, RefusedError)) as raised:
+            await (read(server) if is_stream else server.get("/"))
+    assert len(str(raised.value)) < 1000
+    # What is on the way is in buffers of both sides, and of the system between them.
+    assert sent < 2**24 + 2**25
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_no_redirect_is_followed(status: int) -> None:
+    """Neither with a prompt nor with a question about the server; a sentence says where to."""
+    paths: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        return web.Response(status=status, headers={"Location": "/elsewhere"})
+
+    async with answering(elsewhere) as server:
+        for call in (read(server), server.get("/"), server.post("/", {"prompt": "secret"})):
+            with pytest.raises(ServerFaultError, match="redirects / to /elsewhere"):
+                await call
+    assert paths == ["/"] * 3
+
+
+async def test_nothing_is_unpacked() -> None:
+    """Some kilobytes may be gigabytes."""
+
+    async def packed(request: web.Request) -> web.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        body = gzip.compress(b"{" + b" " * 2**20 + b"}")
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return web.Response(body=body, headers=headers)
+
+    async with answering(packed) as server:
+        for call in (read(server), server.get("/")):
+            with pytest.raises(ServerFaultError, match="in the encoding 'gzip' unasked"):
+                await call
+
+
+@pytest.mark.parametrize(
+    "silence", [b": ping\n\n", b'data: {"choices": []}\n\n', b'data: {"choices": [%s]}\n\n']
+)
+@pytest.mark.parametrize("first", [True, False])
+async def test_what_brings_no_token_does_not_keep_a_stream_alive(
+    silence: bytes, first: bool
+) -> None:
+    """Comments, events without a choice, and choices without a token."""
+    choice = b'{"token_ids": [], "finish_reason": null}'
+    silence = silence.replace(b"%s", choice)
+
     async def frozen(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        await response.write(b"data: 1\n\n")
+        if first:
+            await response.write(
+                b'data: {"choices": [{"token_ids": [97], "finish_reason": null}]}\n\n'
+            )
         while True:
-            await response.write(b": ping\n\n")
+            await response.write(silence)
             await asyncio.sleep(0.02)
 
-    async with answering(frozen, idle_seconds=0.5) as server:
-        with pytest.raises(ServerFaultError, match="silent for too long"):
-            await read(server)
+    async with answering(frozen) as server:
+        engine = ForwardingEngine(server.url, None, VllmDialect(), limits_of(), "m", 0.3)
+        engine.start()
+        engine.add(EngineRequest(1, [97], SamplingParams(), 0, 10))
+        outputs: list[SequenceOutput] = []
+        while not outputs or outputs[-1].given_back is None:
+            outputs += [it for step in await engine.fetch() for it in step.outputs]
+        await engine.stop(1.0)
+    assert [it.token_ids for it in outputs] == [[97], []] if first else [[]]
+    assert outputs[-1].given_back is not None
+    assert "sent no token for too long" in outputs[-1].given_back.reason
+
+
+def logprobs_of(logprob: str, **members: str) -> str:
+    """The log-probabilities of one token."""
+    token_id, rank = members.get("token_id", "97"), members.get("rank", "1")
+    top = f'{{"token_id": {token_id}, "logprob": {logprob}, "rank": 1}}'
+    chosen = f'"token_id": {token_id}, "logprob": {logprob}, "rank": {rank}'
+    return f'{{"content": [{{{chosen}, "top_logprobs": [{top}]}}]}}'
+
+
+UNUSABLE = {
+    "a NaN": ("[97]", logprobs_of("NaN")),
+    "an infinity": ("[97]", logprobs_of("Infinity")),
+    "a null": ("[97]", logprobs_of("null")),
+    "a text": ("[97]", logprobs_of('"x"')),
+    "a number beyond floats": ("[97]", logprobs_of("1e999")),
+    "the log-probability of a text": ("[97]", logprobs_of("-1.0", token_id='"x"')),
+    "a rank that is no number": ("[97]", logprobs_of("-1.0", rank="[]")),
+    "none of a token": ("[97]", '{"content": []}'),
+    "a token that is a text": ('["a"]', "null"),
+    "tokens that are a text": ('"abc"', "null"),
+    "a token with a fraction": ("[97.0]", "null"),
+    "a truth": ("[true]", "null"),
+    "a negative token": ("[-1]", "null"),
+    "a token beyond the vocabulary": ("[99999]", "null"),
+    "a token beyond 64 bits": (f"[{'9' * 40}]", "null"),
+}
+
+
+@pytest.mark.parametrize("unusable", UNUSABLE)
+async def test_an_answer_with_unusable_values_fails_alone(unusable: str) -> None:
+    """It is tried again, as a server may err once; then it ends with a sentence. The server counts
+    as well all the time, so no other request waits."""
+    token_ids, logprobs = UNUSABLE[unusable]
+    choice = f'{{"token_ids": {token_ids}, "finish_reason": null, "logprobs": {logprobs}}}'
+    least = logprobs_of("-Infinity")
+    good = f'{{"token_ids": [97], "finish_reason": "length", "logprobs": {least}}}'
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        is_good = (await request.json())["token_ids"] == [98]
+        response = web.StreamResponse()
+        await response.prepare(request)
+        told = good if is_good else choice
+        await response.write(f'data: {{"choices": [{told}]}}\n\ndata: [DONE]\n\n'.encode())
+        return response
+
+    async with answering(answer) as server:
+        engine = ForwardingEngine(server.url, None, VllmDialect(), limits_of(), "m", 60.0)
+        engine.start()
+        ends: list[SequenceOutput] = []
+        for attempt in range(4):
+            prompt = [97] if attempt < 3 else [98]
+            engine.add(EngineRequest(attempt, prompt, SamplingParams(logprobs=1), 0, 1))
+            ends += [it for step in await engine.fetch() for it in step.outputs]
+            assert engine.is_accepting
+        await engine.stop(1.0)
+    assert all(it.given_back is not None and not it.given_back.is_blamed for it in ends[:2])
+    assert ends[2].finish_reason is FinishReason.ERROR
+    assert str(ends[2].error).startswith("the inference server's answer cannot be used: ")
+    assert ends[3].finish_reason is FinishReason.LENGTH
+    assert ends[3].logprobs is not None
+    assert ends[3].logprobs[0].logprob == LEAST
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_model_len": 0}, {"max_num_seqs": -1}, {"kv_tokens": 2**60}, {"model": [1]}]
+)
+def test_a_server_that_says_nonsense_of_itself_cannot_be_used(wrong: dict[str, Any]) -> None:
+    told: dict[str, Any] = {"software": "s", "model": "m", "max_model_len": 1024}
+    assert ServerDescription(**told).model == "m"
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ServerDescription(**{**told, **wrong})

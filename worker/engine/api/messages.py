@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+LEAST = -9999.0
+"""Used instead of minus infinity, which JSON does not have (the same value as in vLLM)."""
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""

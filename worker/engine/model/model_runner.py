@@ -17,7 +17,7 @@ import torch
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.shared.protocol.request import NEUTRAL
-from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
+from promptq.worker.engine.api.messages import LEAST, EngineAbilities, EngineRequest, PromptLogprobs
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
@@ -80,7 +80,6 @@ from promptq.worker.engine.model.trial_steps import (
     trial_batch,
 )
 from promptq.worker.engine.sampling.grammar_masks import Masks
-from promptq.worker.engine.sampling.logprobs import LEAST
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 LENGTH_WITHOUT_LIMIT = 8192

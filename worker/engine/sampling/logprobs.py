@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
+from promptq.worker.engine.api.messages import LEAST
 from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.sampling.draw import totals
@@ -21,10 +22,6 @@ class ChosenLogprobs(NamedTuple):
     rank: torch.Tensor  # [L], from 1
     top_ids: torch.Tensor  # [L, N], in descending order
     top_logprobs: torch.Tensor  # [L, N]
-
-
-LEAST = -9999.0
-"""Used instead of minus infinity, which JSON does not have (the same value as in vLLM)."""
 
 
 def report(
@@ -50,6 +47,11 @@ def report(
     )
 
 
+def _finite(logprob: float) -> float:
+    """The log-probability, or LEAST for what JSON does not have."""
+    return logprob if logprob > LEAST else LEAST  # also for NaN
+
+
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
     """Which rows of a step report, and how many of the likeliest tokens each reports."""
@@ -64,10 +66,10 @@ class RawLogprobs:
             self.rows, self.num_top, *columns, strict=True
         ):
             top = [
-                TopLogprob(token_id=token_id, logprob=max(each, LEAST))
+                TopLogprob(token_id=token_id, logprob=_finite(each))
                 for token_id, each in zip(ids[:num_top], logprobs[:num_top], strict=True)
             ]
             result[row] = TokenLogprob(
-                token_id=token_ids[row], logprob=logprob, rank=rank, top=top or None
+                token_id=token_ids[row], logprob=_finite(logprob), rank=rank, top=top or None
             )
         return result

@@ -5,18 +5,21 @@ Tried with vLLM 0.32.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
+
+from pydantic import ValidationError
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.settings import Settings
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import LEAST, EngineRequest
 from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
 from promptq.worker.upstream.dialects import server_abilities
-from promptq.worker.upstream.faults import RefusedError, ServerFaultError
+from promptq.worker.upstream.faults import RefusedError, ServerFaultError, UnusableAnswerError
 from promptq.worker.upstream.server import Server, message_of, read_json
 
 _GENERATE = "/inference/v1/generate"
@@ -63,7 +66,7 @@ class VllmDialect:
                 software=f"vLLM {version}",
                 model=model["id"],
                 max_model_len=int(model["max_model_len"]),
-                kv_tokens=_number(cache.get("kv_cache_size_tokens")),
+                kv_tokens=_number(cache.get("kv_cache_size_tokens")) or None,
                 block_size=_number(cache.get("block_size")) or 1,
                 model_dir=model.get("root"),
             )
@@ -169,16 +172,33 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
 
 
 def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
-    """The chosen token comes first, and then as many of the likeliest as there is room for."""
+    """The chosen token comes first, and then as many of the likeliest as there is room for.
+
+    Raises UnusableAnswerError for a value that is no log-probability, such as a NaN.
+    """
     ranked = sorted(item["top_logprobs"], key=lambda it: it["rank"])
-    top = [
-        TopLogprob(token_id=it["token_id"], logprob=it["logprob"])
-        for it in ranked
-        if it["rank"] <= num_top
-    ]
-    return TokenLogprob(
-        token_id=item["token_id"], logprob=item["logprob"], rank=item["rank"], top=top or None
-    )
+    try:
+        top = [
+            TopLogprob(token_id=it["token_id"], logprob=_floored(it["logprob"]))
+            for it in ranked
+            if it["rank"] <= num_top
+        ]
+        return TokenLogprob(
+            token_id=item["token_id"],
+            logprob=_floored(item["logprob"]),
+            rank=item["rank"],
+            top=top or None,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UnusableAnswerError(
+            f"{first['loc'][0]} {first['input']!r:.40} in its log-probabilities: {first['msg']}"
+        ) from None
+
+
+def _floored(logprob: Any) -> Any:
+    """LEAST for minus infinity, as vLLM's own API has it."""
+    return LEAST if logprob == -math.inf else logprob
 
 
 def _number(text: str | None) -> int | None:

