@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from reprlib import repr as shown
 from typing import Any
 
@@ -45,11 +46,12 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that may be called, and the JSON schema of its arguments."""
+    """A tool that may be called, and the JSON schema of its arguments. `place` is its path."""
 
     name: str
     parameters: dict[str, Any]
     strict: bool
+    place: str = "tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,10 @@ def wanted_output(
     if not tools:
         raise ValueError("tool_choice: needs tools, and there are none")
     if tool_choice == "required":
-        return ToolCallOutput(tuple(_tool_schema(tool) for tool in tools or ()))
+        return ToolCallOutput(tuple(starmap(_tool_schema, enumerate(tools))))
     name = _named_function(tool_choice)
-    for tool in tools or ():
-        schema = _tool_schema(tool)
+    for index, tool in enumerate(tools):
+        schema = _tool_schema(index, tool)
         if schema.name == name:
             return ToolCallOutput((schema,))
     raise ValueError(f"tool_choice: names the function {name!r}, which is not among the tools")
@@ -153,7 +155,7 @@ def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
     )
 
 
-def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
+def _tool_schema(index: int, tool: Mapping[str, Any]) -> ToolSchema:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise ValueError(
@@ -168,7 +170,8 @@ def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
         parameters = NO_ARGUMENTS
     elif not isinstance(parameters, dict):
         raise ValueError(f"tools: the parameters of {name!r} must be an object, a JSON schema")
-    return ToolSchema(name, parameters, _strict(function, f"tools: function {name!r}"))
+    strict = _strict(function, f"tools: function {name!r}")
+    return ToolSchema(name, parameters, strict, f"tools[{index}].function.parameters")
 
 
 def _strict(described: Mapping[str, Any], where: str) -> bool:

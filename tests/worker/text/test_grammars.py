@@ -149,10 +149,10 @@ def test_one_schema_is_compiled_once_and_its_states_are_apart(
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
-        ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced"),
+        ({"not": {"type": "string"}}, "not cannot be enforced"),
         ({"type": "strnig"}, "Invalid type: strnig"),
-        ({"$ref": "https://example.com/schema.json"}, "example.com/schema.json"),
+        ({"$ref": "https://example.com/schema.json"}, "refers to another document"),
         ({"$ref": "#/$defs/missing"}, "missing"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "pattern": "("}, "regex parse error"),
@@ -169,7 +169,8 @@ def test_a_refused_schema_is_an_error_with_the_reason(schema: dict[str, Any], re
     ):
         with pytest.raises(InvalidRequestError) as caught:
             compiled.start(wanted, frozenset({END}))
-        assert str(caught.value).startswith(f"{field}: the schema is refused: ")
+        assert str(caught.value).startswith(field)
+        assert "%json" not in str(caught.value)
         assert reason in str(caught.value)
         assert (caught.value.field, caught.value.error_type) == (field, "unsupported")
     compiled.start(JsonOutput({"type": "null"}, True), frozenset({END}))
