@@ -1,11 +1,12 @@
 """What a request wants its output to be: any text, JSON, text of a form, or the call of a tool.
 
 `response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API, to which the types
-`regex` and `choice` are added.
+`regex`, `choice` and `grammar` are added.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
@@ -45,6 +46,14 @@ class ChoiceOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarOutput:
+    """Text that a Lark grammar derives from its rule `start`."""
+
+    grammar: str
+    field: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
 class ToolSchema:
     """A tool that may be called, and the JSON schema of its arguments. `place` is its path."""
 
@@ -62,7 +71,7 @@ class ToolCallOutput:
     field: str = "tools"
 
 
-Output = JsonOutput | RegexOutput | ChoiceOutput | ToolCallOutput
+Output = JsonOutput | RegexOutput | ChoiceOutput | GrammarOutput | ToolCallOutput
 
 
 def wanted_output(
@@ -93,7 +102,7 @@ def wanted_output(
 
 def _text_output(
     response_format: Mapping[str, Any] | None,
-) -> JsonOutput | RegexOutput | ChoiceOutput | None:
+) -> JsonOutput | RegexOutput | ChoiceOutput | GrammarOutput | None:
     if response_format is None:
         return None
     kind = response_format.get("type")
@@ -111,6 +120,8 @@ def _text_output(
         if not isinstance(asked, str) or not asked:
             raise ValueError("response_format: regex must be a text with a regular expression")
         return RegexOutput(asked)
+    if kind == "grammar":
+        return _grammar_output(asked)
     if not (
         isinstance(asked, list)
         and 0 < len(asked) <= MAX_CHOICES
@@ -129,8 +140,23 @@ _TYPES = {
     "json_schema": "json_schema",
     "regex": "regex",
     "choice": "choice",
+    "grammar": "grammar",
 }
 """Types of a `response_format`, and the key that says more of each."""
+
+
+def _grammar_output(grammar: Any) -> GrammarOutput:
+    if not isinstance(grammar, str) or not grammar.strip():
+        raise ValueError("response_format: grammar must be a text with a grammar in Lark")
+    if _GBNF_RULE.search(grammar):
+        raise ValueError(
+            "response_format: the grammar is in GBNF or EBNF (`::=`), and Lark is wanted: its rules"
+            " are like `start: ...`"
+        )
+    return GrammarOutput(grammar)
+
+
+_GBNF_RULE = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 
 
 def _schema_output(described: Any) -> JsonOutput:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
     ChoiceOutput,
+    GrammarOutput,
     JsonOutput,
     Output,
     RegexOutput,
@@ -32,7 +33,11 @@ from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, re
 from promptq.worker.text.schemas.closed_schemas import closed
 from promptq.worker.text.schemas.fault_place import path, place_of_fault
 from promptq.worker.text.schemas.plain_schemas import plain
-from promptq.worker.text.schemas.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
+from promptq.worker.text.schemas.schema_patterns import (
+    MAX_COMBINED_PATTERNS,
+    num_combined_patterns,
+    num_patterns_of_lark,
+)
 from promptq.worker.text.schemas.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
@@ -120,13 +125,18 @@ class Grammars:
         return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
 
     def _text(self, wanted: Output) -> str:
-        for _, schema, _ in _placed_schemas(wanted):
-            if (count := num_combined_patterns(schema)) > MAX_COMBINED_PATTERNS:
-                raise _refusal(
-                    wanted.field,
-                    f"takes too long to compile: a schema that combines others (allOf, ...) may"
-                    f" have {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
-                )
+        if isinstance(wanted, GrammarOutput):
+            counts = [num_patterns_of_lark(wanted.grammar)]
+        else:
+            counts = [num_combined_patterns(schema) for _, schema, _ in _placed_schemas(wanted)]
+        if (count := max(counts, default=0)) > MAX_COMBINED_PATTERNS:
+            what = "grammar" if isinstance(wanted, GrammarOutput) else "schema"
+            how = "(&)" if isinstance(wanted, GrammarOutput) else "others (allOf, ...)"
+            raise _refusal(
+                wanted.field,
+                f"takes too long to compile: a {what} that combines {how} may have"
+                f" {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
+            )
         try:
             text = self._grammar_text(wanted)
         except ValueError as error:
@@ -139,6 +149,8 @@ class Grammars:
 
         if isinstance(wanted, JsonOutput):
             return _schema_grammar(wanted.schema, wanted.strict)
+        if isinstance(wanted, GrammarOutput):
+            return LLMatcher.grammar_from_lark(wanted.grammar)
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
             # The library drops a backslash that escapes nothing.
@@ -332,6 +344,8 @@ def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
 
 def _simplified(wanted: Output) -> Output:
     """The output with schemas that the library takes. Raises InvalidRequestError for long ones."""
+    if isinstance(wanted, GrammarOutput):
+        _check_length(len(wanted.grammar), wanted.field)
     for _, schema, _ in _placed_schemas(wanted):
         _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
     if isinstance(wanted, JsonOutput):
@@ -359,13 +373,20 @@ def _check_length(num_chars: int, field: str) -> None:
 
 def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
     """The message about an output that the library refuses. For a schema, it names the place."""
+    if isinstance(wanted, GrammarOutput):
+        if found := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
+            reason = f"line {found[1]}: {_reworded(found[2])}"
+        return f"{wanted.field}: the grammar is refused: {reason}"
     if isinstance(wanted, RegexOutput | ChoiceOutput):
         kind = "regex" if isinstance(wanted, RegexOutput) else "choice"
         return f"{wanted.field}: the {kind} is refused: {reason}"
     for place, schema, strict in _placed_schemas(wanted):
 
         def reason_of_schema(schema: dict[str, Any], strict: bool = strict) -> str:
-            return reason_against(_schema_grammar(schema, strict))
+            try:
+                return reason_against(_schema_grammar(schema, strict))
+            except ValueError as error:
+                return str(error)
 
         if found := reason_of_schema(schema):
             place += path(place_of_fault(schema, reason_of_schema))
