@@ -374,8 +374,8 @@ def _check_length(num_chars: int, field: str) -> None:
 def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
     """The message about an output that the library refuses. For a schema, it names the place."""
     if isinstance(wanted, GrammarOutput):
-        if found := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
-            reason = f"line {found[1]}: {_reworded(found[2])}"
+        if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
+            reason = f"line {listed[1]}: {_reworded(listed[2])}"
         return f"{wanted.field}: the grammar is refused: {reason}"
     if isinstance(wanted, RegexOutput | ChoiceOutput):
         kind = "regex" if isinstance(wanted, RegexOutput) else "choice"
