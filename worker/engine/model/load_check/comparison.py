@@ -205,9 +205,8 @@ def why_not_finite(model: PreTrainedModel) -> str:
         if weight.is_meta or bool(torch.isfinite(weight).all()):
             continue
         if bool(torch.isnan(weight).any()) or model.dtype != torch.float16:
-            return (
-                f"the weight {name} holds NaN or infinity; the files are damaged: fetch them again"
-            )
+            why = "holds NaN or infinity; its files are damaged, fetch them again"
+            return f"the weight {name} {why}"
         return f"the weight {name} is too large for {dtype}; use --dtype bfloat16 or float32"
     others = "float32" if model.dtype == torch.bfloat16 else "bfloat16 or float32"
     return f"its numbers overflow in {dtype}; use --dtype {others}"
