@@ -13,6 +13,7 @@ import click
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.model_queues import queues_of_models
+from promptq.shared.runtime.secrets import forget_secrets
 from promptq.shared.runtime.settings import Settings, flag_of, read_settings
 from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import without_password
@@ -82,6 +83,7 @@ def run(settings: Sequence[Settings]) -> None:
     elif not (first.trust_remote_code or is_gguf(first.model or "")):
         _leave_torch_out()
     configure_logs(first.log_level, first.log_format)
+    forget_secrets()  # before a file of a model is read, or a server started
     redis_url = first.redis_url or advertised()
     if redis_url is not None:
         _run(settings, redis_url)

@@ -63,10 +63,12 @@ def gateway(
     promptq gateway --queue chat --queue embed
     """
     from promptq.producer.settings import read_gateway_settings
+    from promptq.shared.runtime.secrets import forget_secrets
 
     settings = read_gateway_settings(
         http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queues=queue
     )
+    forget_secrets()
     run_gateway(settings)
 
 

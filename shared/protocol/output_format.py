@@ -1,13 +1,15 @@
 """What a request wants its output to be: any text, JSON, text of a form, or the call of a tool.
 
 `response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API, to which the types
-`regex` and `choice` are added.
+`regex`, `choice` and `grammar` are added.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from reprlib import repr as shown
 from typing import Any
 
@@ -46,12 +48,21 @@ class ChoiceOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarOutput:
+    """Text that a Lark grammar derives from its rule `start`."""
+
+    grammar: str
+    field: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that may be called, and the JSON schema of its arguments."""
+    """A tool that may be called, and the JSON schema of its arguments. `place` is its path."""
 
     name: str
     parameters: dict[str, Any]
     strict: bool
+    place: str = "tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ class ToolCallOutput:
     field: str = "tools"
 
 
-Output = JsonOutput | RegexOutput | ChoiceOutput | ToolCallOutput
+Output = JsonOutput | RegexOutput | ChoiceOutput | GrammarOutput | ToolCallOutput
 
 
 def wanted_output(
@@ -82,10 +93,10 @@ def wanted_output(
     if not tools:
         raise ValueError("tool_choice: needs tools, and there are none")
     if tool_choice == "required":
-        return ToolCallOutput(tuple(_tool_schema(tool) for tool in tools or ()))
+        return ToolCallOutput(tuple(starmap(_tool_schema, enumerate(tools))))
     name = _named_function(tool_choice)
-    for tool in tools or ():
-        schema = _tool_schema(tool)
+    for index, tool in enumerate(tools):
+        schema = _tool_schema(index, tool)
         if schema.name == name:
             return ToolCallOutput((schema,))
     raise ValueError(f"tool_choice: names the function {name!r}, which is not among the tools")
@@ -106,7 +117,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 def _text_output(
     response_format: Mapping[str, Any] | None,
-) -> JsonOutput | RegexOutput | ChoiceOutput | None:
+) -> JsonOutput | RegexOutput | ChoiceOutput | GrammarOutput | None:
     if response_format is None:
         return None
     kind = response_format.get("type")
@@ -124,6 +135,8 @@ def _text_output(
         if not isinstance(asked, str) or not asked:
             raise ValueError("response_format: regex must be a text with a regular expression")
         return RegexOutput(asked)
+    if kind == "grammar":
+        return _grammar_output(asked)
     if not (
         isinstance(asked, list)
         and 0 < len(asked) <= MAX_CHOICES
@@ -142,8 +155,23 @@ _TYPES = {
     "json_schema": "json_schema",
     "regex": "regex",
     "choice": "choice",
+    "grammar": "grammar",
 }
 """Types of a `response_format`, and the key that says more of each."""
+
+
+def _grammar_output(grammar: Any) -> GrammarOutput:
+    if not isinstance(grammar, str) or not grammar.strip():
+        raise ValueError("response_format: grammar must be a text with a grammar in Lark")
+    if _GBNF_RULE.search(grammar):
+        raise ValueError(
+            "response_format: the grammar is in GBNF or EBNF (`::=`), and Lark is wanted: its rules"
+            " are like `start: ...`"
+        )
+    return GrammarOutput(grammar)
+
+
+_GBNF_RULE = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 
 
 def _schema_output(described: Any) -> JsonOutput:
@@ -182,14 +210,15 @@ def _function_of(tool: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     return function, name
 
 
-def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
+def _tool_schema(index: int, tool: Mapping[str, Any]) -> ToolSchema:
     function, name = _function_of(tool)
     parameters = function.get("parameters")
     if parameters is None or parameters == {}:
         parameters = NO_ARGUMENTS
     elif not isinstance(parameters, dict):
         raise ValueError(f"tools: the parameters of {name!r} must be an object, a JSON schema")
-    return ToolSchema(name, parameters, _strict(function, f"tools: function {name!r}"))
+    strict = _strict(function, f"tools: function {name!r}")
+    return ToolSchema(name, parameters, strict, f"tools[{index}].function.parameters")
 
 
 def _strict(described: Mapping[str, Any], where: str) -> bool:

@@ -475,4 +475,4 @@ def test_what_leaves_nothing_to_say_is_the_fault_of_the_request(
     result = result_of(shipped, put(shipped, prompt="Once", max_tokens=20, **fields))
     assert result["finish_reason"] == "error"
     assert result["error"]["type"] == "unsupported", result["error"]
-    assert result["error"]["message"].startswith("response_format: "), result["error"]
+    assert result["error"]["message"].startswith("response_format"), result["error"]

@@ -5,6 +5,7 @@ This is a module of its own so that the process starts quickly.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 _SILENT = 0
 _MAX_REASON = 300
+_LISTING = re.compile(r"\n +\d+ \| ")
+"""The first line of a grammar that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """The library's message without the dump of its state, on one line."""
-    message = " ".join(matcher.get_error().split("<state>")[0].split())
+    """The library's message on one line, without the grammar and the dump of its state."""
+    message = _LISTING.split(matcher.get_error().split("<state>")[0])[0]
+    message = " ".join(message.split())
     return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."

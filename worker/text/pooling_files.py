@@ -28,7 +28,7 @@ def pooling_of(folder: Path) -> Pooling | None:
         return "last"
     try:
         modes = _modes(json.loads(file.read_bytes()))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"{file} does not say how vectors are pooled ({error}); name it with --pooling"
         ) from error

@@ -10,8 +10,9 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from hashlib import sha256
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
     ChoiceOutput,
+    GrammarOutput,
     JsonOutput,
     Output,
     RegexOutput,
@@ -29,7 +31,13 @@ from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import output_style
 from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
 from promptq.worker.text.schemas.closed_schemas import closed
-from promptq.worker.text.schemas.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
+from promptq.worker.text.schemas.fault_place import path, place_of_fault
+from promptq.worker.text.schemas.plain_schemas import plain
+from promptq.worker.text.schemas.schema_patterns import (
+    MAX_COMBINED_PATTERNS,
+    num_combined_patterns,
+    num_patterns_of_lark,
+)
 from promptq.worker.text.schemas.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
@@ -117,18 +125,22 @@ class Grammars:
         return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
 
     def _text(self, wanted: Output) -> str:
-        for schema in _schemas(wanted):
-            _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
-            if (count := num_combined_patterns(schema)) > MAX_COMBINED_PATTERNS:
-                raise _refusal(
-                    wanted.field,
-                    f"takes too long to compile: a schema that combines others (allOf, ...) may"
-                    f" have {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
-                )
+        if isinstance(wanted, GrammarOutput):
+            counts = [num_patterns_of_lark(wanted.grammar)]
+        else:
+            counts = [num_combined_patterns(schema) for _, schema, _ in _placed_schemas(wanted)]
+        if (count := max(counts, default=0)) > MAX_COMBINED_PATTERNS:
+            what = "grammar" if isinstance(wanted, GrammarOutput) else "schema"
+            how = "(&)" if isinstance(wanted, GrammarOutput) else "others (allOf, ...)"
+            raise _refusal(
+                wanted.field,
+                f"takes too long to compile: a {what} that combines {how} may have"
+                f" {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
+            )
         try:
             text = self._grammar_text(wanted)
         except ValueError as error:
-            raise _refusal(wanted.field, _refused(wanted, error)) from error
+            raise _error(wanted.field, _refused(wanted, str(error), lambda _: "")) from error
         _check_length(len(text), wanted.field)
         return text
 
@@ -136,9 +148,9 @@ class Grammars:
         from llguidance import LLMatcher
 
         if isinstance(wanted, JsonOutput):
-            return LLMatcher.grammar_from_json_schema(
-                closed(wanted.schema), overrides=cast("Any", _options(wanted.strict))
-            )
+            return _schema_grammar(wanted.schema, wanted.strict)
+        if isinstance(wanted, GrammarOutput):
+            return LLMatcher.grammar_from_lark(wanted.grammar)
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
             # The library drops a backslash that escapes nothing.
@@ -158,30 +170,40 @@ class Grammars:
                 self._known.move_to_end(key)
                 return known[0]
             if (refused := self._refused.get(key)) is not None:
-                raise _refusal(wanted.field, refused)
+                raise _error(wanted.field, refused)
         if only_known:
             raise NewGrammarError
+        wanted = _simplified(wanted)
         text = self._text(wanted)
         try:
-            error = self._vetter.vet(text) if self._vetter is not None else ""
+            reason = self._vetter.vet(text) if self._vetter is not None else ""
         except NotVettedError as too_much:
+            message = f"{wanted.field}: {too_much}"
             if not too_much.is_certain:
                 raise InvalidRequestError(
-                    f"{wanted.field}: {too_much}; send the request again",
+                    f"{message}; send the request again",
                     field=wanted.field,
                     error_type="internal_error",
                 ) from too_much
-            self._refuse(key, str(too_much))
-            raise _refusal(wanted.field, str(too_much)) from too_much
-        if not error:
-            matcher = masker.compile(text)
-            error = reason_of(matcher)
-        if error:
-            reason = _refused(wanted, error)
-            self._refuse(key, reason)
-            raise _refusal(wanted.field, reason)
-        self._remember(key, matcher, len(text))
-        return matcher
+        else:
+            if not reason:
+                matcher = masker.compile(text)
+                reason = reason_of(matcher)
+            if not reason:
+                self._remember(key, matcher, len(text))
+                return matcher
+            message = _refused(wanted, reason, partial(self._reason_against, masker))
+        self._refuse(key, message)
+        raise _error(wanted.field, message)
+
+    def _reason_against(self, masker: LLMasker, text: str) -> str:
+        """Why the library refuses a grammar; empty if it accepts it, or takes too long."""
+        if self._vetter is None:
+            return reason_of(masker.compile(text))
+        try:
+            return self._vetter.vet(text)
+        except NotVettedError:
+            return ""
 
     def _remember(self, key: bytes, matcher: LLMatcher, num_chars: int) -> None:
         with self._lock:
@@ -273,7 +295,7 @@ def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mappin
             head, tail = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": ', "}"
         before = _terms(style.opening + style.before + head, added_tokens)
         after = _terms(tail + style.after + style.closing, added_tokens)
-        schema = {**closed(tool.parameters), "x-guidance": _options(tool.strict)}
+        schema = {**tool.parameters, "x-guidance": _options(tool.strict)}
         calls.append(f"call_{index}")
         rules.append(f"call_{index}: {before} %json {json.dumps(schema)} {after}")
     return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
@@ -320,10 +342,27 @@ def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
     )
 
 
-def _schemas(wanted: Output) -> list[dict[str, Any]]:
+def _simplified(wanted: Output) -> Output:
+    """The output with schemas that the library takes. Raises InvalidRequestError for long ones."""
+    if isinstance(wanted, GrammarOutput):
+        _check_length(len(wanted.grammar), wanted.field)
+    for _, schema, _ in _placed_schemas(wanted):
+        _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
     if isinstance(wanted, JsonOutput):
-        return [wanted.schema]
-    return [tool.parameters for tool in wanted.tools] if isinstance(wanted, ToolCallOutput) else []
+        return replace(wanted, schema=closed(plain(wanted.schema)))
+    if isinstance(wanted, ToolCallOutput):
+        tools = [replace(it, parameters=closed(plain(it.parameters))) for it in wanted.tools]
+        return replace(wanted, tools=tuple(tools))
+    return wanted
+
+
+def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
+    """Each schema of an output, behind its path and before whether it is strict."""
+    if isinstance(wanted, JsonOutput):
+        return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
+    if isinstance(wanted, ToolCallOutput):
+        return [(tool.place, tool.parameters, tool.strict) for tool in wanted.tools]
+    return []
 
 
 def _check_length(num_chars: int, field: str) -> None:
@@ -332,9 +371,55 @@ def _check_length(num_chars: int, field: str) -> None:
         raise _refusal(field, reason)
 
 
-def _refused(wanted: Output, error: object) -> str:
-    forms = {RegexOutput: "regex", ChoiceOutput: "choice"}
-    return f"the {forms.get(type(wanted), 'schema')} is refused: {error}"
+def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
+    """The message about an output that the library refuses. For a schema, it names the place."""
+    if isinstance(wanted, GrammarOutput):
+        if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
+            reason = f"line {listed[1]}: {_reworded(listed[2])}"
+        return f"{wanted.field}: the grammar is refused: {reason}"
+    if isinstance(wanted, RegexOutput | ChoiceOutput):
+        kind = "regex" if isinstance(wanted, RegexOutput) else "choice"
+        return f"{wanted.field}: the {kind} is refused: {reason}"
+    for place, schema, strict in _placed_schemas(wanted):
+
+        def reason_of_schema(schema: dict[str, Any], strict: bool = strict) -> str:
+            try:
+                return reason_against(_schema_grammar(schema, strict))
+            except ValueError as error:
+                return str(error)
+
+        if found := reason_of_schema(schema):
+            place += path(place_of_fault(schema, reason_of_schema))
+            return f"{place}: {_reworded(found)}"
+    return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
+
+
+_NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, which ignores it'
+
+
+def _reworded(reason: str) -> str:
+    """The library's reason in the words of JSON schema."""
+    reason = reason.split("failed to compile JSON schema: ")[-1]
+    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
+        return f"{found[1].replace(chr(34), '')} {_NOT_ENFORCED}"
+    if found := re.fullmatch(r"Unknown format: (.*)", reason):
+        return f"the format {shown(found[1])} {_NOT_ENFORCED}"
+    if reason.startswith("oneOf constraints are not supported"):
+        return "one value may match two of these schemas; use anyOf, or let them exclude each other"
+    if reason.startswith(("NoExtension", "no text matches")):
+        return "no value matches it"
+    if reason.startswith(("lexer error: too many", "Parser Error: ")):
+        return "it is too complex"
+    if reason.startswith("Resource "):
+        return "this refers to another document; only references inside the schema are followed"
+    return reason
+
+
+def _schema_grammar(schema: dict[str, Any], strict: bool) -> str:
+    from llguidance import LLMatcher
+
+    options = cast("Any", _options(strict))
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
 def _options(strict: bool) -> dict[str, Any]:
@@ -342,4 +427,8 @@ def _options(strict: bool) -> dict[str, Any]:
 
 
 def _refusal(field: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {reason}", field=field, error_type="unsupported")
+    return _error(field, f"{field}: {reason}")
+
+
+def _error(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, field=field, error_type="unsupported")

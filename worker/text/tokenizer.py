@@ -6,11 +6,13 @@ import inspect
 import struct
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
 from promptq.worker.engine.checkpoints.location import library_arguments
+from promptq.worker.engine.checkpoints.safe_files import check_files
 from promptq.worker.text.detokenizer import Decode
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
@@ -119,6 +121,8 @@ class HuggingFaceTokenizer:
         from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS
 
         place, arguments = library_arguments(name_or_dir)
+        if Path(place).is_dir():
+            check_files(Path(place))
         of_gguf: Any = PreTrainedTokenizerFast
         loaded: Any
         try:

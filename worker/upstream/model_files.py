@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from promptq.shared.errors import ConfigurationError, ModelNotFoundError
@@ -29,11 +30,16 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
         return _read_gguf_facts(name_or_dir)
     from transformers import AutoConfig, GenerationConfig
 
+    from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
+
+    if Path(name_or_dir).is_dir():
+        name_or_dir = check_source(name_or_dir)
     try:
         config: Any = AutoConfig.from_pretrained(name_or_dir, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise ModelNotFoundError(f"{name_or_dir} has no usable configuration: {reason}") from error
+    except LOADING_ERRORS as error:
+        raise ModelNotFoundError(
+            f"{name_or_dir} has no usable configuration: {first_sentence(error)}"
+        ) from error
     text = config.get_text_config()
     places: list[Any] = [config, text]
     with suppress(OSError):  # a model need not have one

@@ -183,14 +183,15 @@ class ApiError(Exception):
 def named_as_asked(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
-    """An error's message, which begins with the name of a payload's field, and that field.
+    """An error's message, which begins with the path of a payload's field, and that field.
 
-    Both with the name that the field has at an endpoint.
+    Both with the names that an endpoint has for the field and for what is inside.
     """
-    name = names.get(field or "")
-    if name is None:
-        return message, field
-    return name + message.removeprefix(field or ""), name
+    place, separator, reason = message.partition(": ")
+    for inside in (name for name in names if "." in name):
+        place = place.replace(inside, names[inside], 1)
+    name = names.get(field or "", field)
+    return (name or "") + place.removeprefix(field or "") + separator + reason, name
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -87,7 +87,10 @@ def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}
-_FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
+_FORMS = (
+    "structured_outputs",
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 """Names of vLLM, the newer one first."""
 
 
@@ -100,11 +103,12 @@ def _format_of(name: str, given: Any) -> dict[str, Any]:
         if not (isinstance(given, dict) and len(given) == 1 and {*given} <= _KINDS):
             raise InvalidRequestError(
                 f'{name}: must be one of {{"json": SCHEMA}}, {{"regex": TEXT}},'
-                ' {"choice": [TEXT, ...]} and {"json_object": true}; other forms are not served',
+                ' {"choice": [TEXT, ...]}, {"grammar": LARK} and {"json_object": true}; other forms'
+                " are not served",
                 field=name,
             )
         [(kind, given)] = given.items()
-    if kind in ("regex", "choice"):
+    if kind in ("regex", "choice", "grammar"):
         asked = {"type": kind, kind: given}
         try:
             wanted_output(asked, None, None)
@@ -119,7 +123,7 @@ def _format_of(name: str, given: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}
 
 
-_KINDS = {"json", "json_object", "regex", "choice"}
+_KINDS = {"json", "json_object", "regex", "choice", "grammar"}
 
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:

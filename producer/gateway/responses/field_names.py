@@ -6,7 +6,9 @@ NAMES = {
     "messages": "input",
     "prompt": "input",
     "response_format": "text.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".parameters",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-"""By their names in a payload."""
+"""By their names in a payload. Names with a dot are inside of fields."""

@@ -40,6 +40,8 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(
             chat = [{"role": "user", "content": "Hello"}]
             call = await put(queue, messages=chat, tools=TOOLS, tool_choice="required")
             told = await put(queue, response_format={"type": "regex", "regex": r"[A-Z]{3}-\d/\d"})
+            lark = {"type": "grammar", "grammar": 'start: ("a" | NUMBER)~4\nNUMBER: /[0-9]/'}
+            derived = await put(queue, response_format=lark)
             chosen = await put(queue, response_format={"type": "choice", "choice": TEXTS})
             again = await put(queue, seed=50, response_format=json_schema(SCHEMAS["enum"]))
             for name, request_id in ids.items():
@@ -49,14 +51,17 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(
             error = (await finished(queue, refused))["error"]
             assert error["type"] == "unsupported"
             assert error["message"] == (
-                'response_format: the schema is refused: Unimplemented keys: ["not"]'
+                "response_format.json_schema.schema.not: not cannot be enforced; leave it out, or"
+                ' send "strict": false, which ignores it'
             )
             called = json.loads((await finished(queue, call))["text"])
             assert called["name"] in ("get_weather", "stop_all")
             jsonschema.validate(json.loads((await finished(queue, again))["text"]), SCHEMAS["enum"])
             assert re.fullmatch(r"[A-Z]{3}-\d/\d", (await finished(queue, told))["text"])
             assert (await finished(queue, chosen))["text"] in TEXTS
-    assert len(texts) == len(SCHEMAS) + 4, "each once, and the refused one"
+            assert re.fullmatch("[a0-9]{4}", (await finished(queue, derived))["text"])
+    compiled = [text for text in texts if '"not"' not in text]
+    assert len(compiled) == len(SCHEMAS) + 5, "each once, and the refused one without its fault"
 
 
 async def test_another_worker_goes_on_in_the_middle(redis_url: str) -> None:

@@ -10,6 +10,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
     NO_ARGUMENTS,
     ChoiceOutput,
+    GrammarOutput,
     JsonOutput,
     RegexOutput,
     ToolCallOutput,
@@ -50,11 +51,13 @@ def test_json() -> None:
         assert Request.parse(request.to_payload()).wanted_output == request.wanted_output
 
 
-def test_a_regex_and_a_choice() -> None:
+def test_a_regex_a_choice_and_a_grammar() -> None:
     asked = {"type": "regex", "regex": "a+"}
     assert build(response_format=asked).wanted_output == RegexOutput("a+")
     asked = {"type": "choice", "choice": ["a", "b"]}
     assert build(response_format=asked).wanted_output == ChoiceOutput(("a", "b"))
+    asked = {"type": "grammar", "grammar": 'start: "::="'}
+    assert build(response_format=asked).wanted_output == GrammarOutput('start: "::="')
 
 
 def test_calls_of_tools() -> None:
@@ -80,6 +83,10 @@ WRONG_TYPE = "tools: a tool of type"
         ({"response_format": {}}, "response_format: type None is not one of"),
         ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is not one of text"),
         ({"response_format": {"type": "text", "a": 1}}, "response_format: 'a' is not known"),
+        (
+            {"response_format": {"type": "grammar", "grammar": "root ::= x"}},
+            "response_format: the grammar is in GBNF or EBNF (`::=`), and Lark is wanted",
+        ),
         ({"response_format": {"type": "json_schema"}}, JSON + "must be an object"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},

@@ -69,10 +69,10 @@ def test_the_work_grows_with_the_schema_alone(monkeypatch: pytest.MonkeyPatch) -
         links = {f"d{n}": {"$ref": f"#/$defs/d{n - 1}"} for n in range(1, length)}
         schema = {"$defs": {"d0": A, **links}, "allOf": [{"$ref": f"#/$defs/d{length - 1}"}, B]}
         looked_at = []
-        children = closed_schemas._children
+        children = closed_schemas.children
         with monkeypatch.context() as patched:
             patched.setattr(
-                closed_schemas, "_children", lambda it: looked_at.append(1) or children(it)
+                closed_schemas, "children", lambda it: looked_at.append(1) or children(it)
             )
             assert closed(schema) == schema
         return len(looked_at)

@@ -9,7 +9,9 @@ LOADING_ERRORS = (
     OSError,
     ValueError,
     LookupError,
-    OverflowError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
     TypeError,
     AttributeError,
     ImportError,
@@ -21,5 +23,8 @@ LOADING_ERRORS = (
 
 def first_sentence(error: Exception) -> str:
     """The first sentence of the library's message. The others give advice."""
+    if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
+        kind = type(error).__name__
+        return f"its files have sizes that cannot be, or do not fit each other ({kind})"
     text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from promptq.shared.errors import ModelNotFoundError
 from promptq.shared.runtime.extras import require
+from promptq.worker.engine.checkpoints.safe_files import (
+    check_config,
+    check_files,
+    read_config,
+    shards_of,
+)
 
 _GGUF = ".gguf"
 
@@ -55,23 +60,27 @@ def _check_directory(directory: Path, name: str) -> None:
             f"{name}: has no *.safetensors weights; to serve its GGUF file, name that:"
             f" --model {files[0]}"
         )
+    check_files(directory)
     if not (directory / "config.json").is_file():
         raise ModelNotFoundError(f"{name}: has no config.json, so it is no model directory")
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise ModelNotFoundError(f"{name}: config.json is not JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ModelNotFoundError(f"{name}: config.json has no model_type")
+    check_config(name, read_config(directory / "config.json", name))
 
 
 def check_weights(source: str) -> None:
     """Refuse a directory without weights. For a hub name, the library reports that itself.
 
-    Raises ModelNotFoundError.
+    Raises ModelNotFoundError, and UnsupportedModelError for an index of other files.
     """
-    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    if not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
             f"{source}: has no *.safetensors weights, and no other format of a directory is"
             " supported"
         )
+    for name in shards_of(folder, source) or ():
+        if not (folder / name).is_file():
+            raise ModelNotFoundError(
+                f"{source}: {name}, which the index names, is missing; fetch the model again"
+            )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,6 +23,7 @@ from promptq.worker.engine.checkpoints.fp8 import FP8
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_weights
+from promptq.worker.engine.checkpoints.safe_files import check_config, shards_of
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.modules import FewBits
 
@@ -59,6 +60,7 @@ class ModelFolder:
         self.source = source
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
+        _check_index_of_hub(source)
         # The library would look for the tool that quantized the weights.
         settings = self.config.__dict__.pop("quantization_config", None)
         if settings and not isinstance(settings, dict):
@@ -151,23 +153,24 @@ class ModelFolder:
     def _files(self) -> list[Path]:
         """Those with weights, and no copies in another form beside them."""
         folder = self._folder()
-        index = folder / "model.safetensors.index.json"
-        if not index.exists():
+        names = shards_of(folder, self.source)
+        if names is None:
             return sorted(folder.glob("*.safetensors"))
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            return [folder / name for name in sorted(names)]
-        except LOADING_ERRORS as error:
-            raise UnsupportedModelError(
-                f"{self.source}: {index.name} does not say which files there are:"
-                f" {first_sentence(error)}"
-            ) from error
+        return [folder / name for name in names]
 
     def _folder(self) -> Path:
         here = Path(self.source)
         if here.is_dir():
             return here
         return Path(snapshot_download(self.source, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def _check_index_of_hub(name: str) -> None:
+    """Refuse an index that names other files than safetensors before the library fetches them."""
+    if Path(name).is_dir():
+        return
+    with suppress(OSError):  # there is none, or the library reports why it cannot be fetched
+        shards_of(Path(hf_hub_download(name, "model.safetensors.index.json")).parent, name)
 
 
 def _format(source: str, method: str, settings: Mapping[str, Any]) -> Format:
@@ -188,6 +191,8 @@ def _format(source: str, method: str, settings: Mapping[str, Any]) -> Format:
 
 def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
+        if not Path(source).is_dir():
+            check_config(source, PreTrainedConfig.get_config_dict(source)[0])
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code
         )

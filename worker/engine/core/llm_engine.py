@@ -368,7 +368,11 @@ class LLMEngine:
                 sequence.sequence_id, [], finish_reason=FinishReason.STOP, embedding=vector
             )
         else:
-            output = _failed(sequence, "its hidden states are no finite numbers")
+            output = _failed(
+                sequence,
+                "its hidden states are no finite numbers: they overflow in the model's dtype; try"
+                " bfloat16 or float32",
+            )
         output.timing = sequence.timing
         self._release(sequence)
         return [output]

@@ -26,7 +26,10 @@ from promptq.worker.engine.sampling.randomness import uniforms
 _ROWS_AT_ONCE = 64
 """Log-probabilities of prompts are reported from so many rows at once, as the work on each row
 takes a few times the memory of its logits."""
-_NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
+_NO_CHOICE = (
+    "the model's logits, or what the request allows, leave no token to choose; where the request"
+    " limits nothing, the logits overflow in the model's dtype: try bfloat16 or float32"
+)
 
 
 @dataclass(frozen=True, slots=True)

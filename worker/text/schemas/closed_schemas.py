@@ -49,13 +49,13 @@ def _parts(schema: dict[str, Any]) -> set[str]:
 def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(schema, dict):
         yield path, schema
-        for keys, child, _ in _children(schema):
-            yield from _by_path(child, _below(path, keys))
+        for keys, child, _ in children(schema):
+            yield from _by_path(child, below(path, keys))
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
     """The paths of what describes the same value as a schema: what it refers to, and branches."""
-    found = [_below(path, keys) for keys, _, is_branch in _children(schema) if is_branch]
+    found = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         found.append(unquote(reference).rstrip("/"))
     return found
@@ -65,8 +65,8 @@ def _closed(schema: Any, path: str, parts: set[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
-    for keys, child, _ in _children(schema):
-        value = _closed(child, _below(path, keys), parts)
+    for keys, child, _ in children(schema):
+        value = _closed(child, below(path, keys), parts)
         first, *rest = keys
         if not rest:
             result[first] = value
@@ -87,13 +87,13 @@ def _names_all(schema: dict[str, Any]) -> bool:
     )
 
 
-def _below(path: str, keys: tuple[Any, ...]) -> str:
+def below(path: str, keys: tuple[Any, ...]) -> str:
     """The path of a child as references write it."""
     escaped = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
     return "/".join((path, *escaped))
 
 
-def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     """Each schema inside of one: where it is, and whether it describes the same value."""
     for name in (*_SCHEMA, *_BRANCH):
         if isinstance(child := schema.get(name), dict):

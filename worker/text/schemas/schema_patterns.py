@@ -6,7 +6,10 @@ when a text reaches that point. So there is a limit that is checked before anyth
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 MAX_COMBINED_PATTERNS = 12
@@ -46,6 +49,21 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
                 combines = True
             combines = combines or _combines(item)
     return len(patterns) if combines else 0
+
+
+def num_patterns_of_lark(grammar: str) -> int:
+    """At most how many patterns one text may have to match by a Lark grammar, with its schemas."""
+    count = 0
+    for found in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError):  # no schema, so the library refuses it, or a text
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+            count += num_combined_patterns({"schema": schema})
+    num_intersections = _LARK_TEXT.sub("", grammar).count("&")
+    return count + (num_intersections + 1 if num_intersections else 0)
+
+
+_LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Texts, comments and regular expressions of a Lark grammar."""
 
 
 def _combines(schema: dict[str, Any]) -> bool:

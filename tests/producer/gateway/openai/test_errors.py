@@ -19,6 +19,9 @@ from openai import OpenAI
 
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
+from promptq.producer.gateway.anthropic.field_names import NAMES as NAMES_OF_MESSAGES
+from promptq.producer.gateway.http.errors import named_as_asked
+from promptq.producer.gateway.responses.field_names import NAMES as NAMES_OF_RESPONSES
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
@@ -450,3 +453,23 @@ def test_redis_that_takes_connections_and_says_nothing(redis_url: str) -> None:
             answer = http.post("/v1/completions", json={"prompt": "Hi"})
         assert answer.status_code == 200
         assert len(answer.json()["choices"][0]["text"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("names", "schema", "parameters"),
+    [
+        ({}, "response_format.json_schema.schema", "tools[1].function.parameters"),
+        (NAMES_OF_RESPONSES, "text.format.schema", "tools[1].parameters"),
+        (NAMES_OF_MESSAGES, "output_config.format.schema", "tools[1].input_schema"),
+    ],
+)
+def test_a_place_in_a_schema_has_the_names_of_the_endpoint(
+    names: dict[str, str], schema: str, parameters: str
+) -> None:
+    for field, sent, named in (
+        ("response_format", "response_format.json_schema.schema", schema),
+        ("tools", "tools[1].function.parameters", parameters),
+    ):
+        message, param = named_as_asked(names, f"{sent}.properties.x.not: no", field)
+        assert message == f"{named}.properties.x.not: no"
+        assert message.startswith(param or "-")

@@ -73,6 +73,9 @@ def test_the_log_names_each_of_them_once(calls: httpx2.Client) -> None:
     assert [line["field"] for line in logs if "field" in line] == ["verbosity"]
 
 
+LARK = 'start: "a" "::="'
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -83,6 +86,9 @@ def test_the_log_names_each_of_them_once(calls: httpx2.Client) -> None:
         ("functions", [{"name": "look"}]),
         ("function_call", "auto"),
         ("structured_outputs", {"grammar": "root ::= x"}),
+        ("structured_outputs", {"grammar": " "}),
+        ("guided_grammar", 'start: "a"\n<b> ::= "c"'),
+        ("guided_grammar", ["start"]),
         ("structured_outputs", {"json": 3}),
         ("structured_outputs", {}),
         ("structured_outputs", {"regex": "a", "choice": ["a"]}),
@@ -163,6 +169,8 @@ def test_vllms_names_of_a_schema(
             {"structured_outputs": {"regex": "a+", "json": None}, "guided_regex": "a+"},
             {"type": "regex", "regex": "a+"},
         ),
+        ({"structured_outputs": {"grammar": LARK}}, {"type": "grammar", "grammar": LARK}),
+        ({"guided_grammar": LARK}, {"type": "grammar", "grammar": LARK}),
     ],
 )
 def test_vllms_names_of_other_forms(

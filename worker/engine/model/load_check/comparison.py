@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from promptq.shared.errors import PromptqError, UnsupportedModelError
 from promptq.shared.protocol.request import NEUTRAL
@@ -195,6 +196,20 @@ class Difference:
     def is_tolerable(self) -> bool:
         # NaN compares as false, so it is not tolerable.
         return self.median <= self.tolerance and self.worst <= 10 * self.tolerance
+
+
+def why_not_finite(model: PreTrainedModel) -> str:
+    """Why logits are not numbers, and what to try."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    for name, weight in model.named_parameters():
+        if weight.is_meta or bool(torch.isfinite(weight).all()):
+            continue
+        if bool(torch.isnan(weight).any()) or model.dtype != torch.float16:
+            why = "holds NaN or infinity; its files are damaged, fetch them again"
+            return f"the weight {name} {why}"
+        return f"the weight {name} is too large for {dtype}; use --dtype bfloat16 or float32"
+    others = "float32" if model.dtype == torch.bfloat16 else "bfloat16 or float32"
+    return f"its numbers overflow in {dtype}; use --dtype {others}"
 
 
 class NotCompiledError(Exception):

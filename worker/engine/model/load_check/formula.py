@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from promptq.worker.engine.model.load_check.comparison import (
     compare,
     decoder_probes,
     probes_of,
+    why_not_finite,
 )
 from promptq.worker.engine.model.loading import LoadedModel
 
@@ -135,6 +137,10 @@ def _check(
         ) from error
     if not difference.is_tolerable:
         plain = differences[False]
+        if math.isnan(plain.median):
+            raise UnsupportedModelError(
+                f"{family}: logits are not numbers: {why_not_finite(model)}"
+            )
         raise UnsupportedModelError(
             f"{family}: requests in a packed step do not get the same logits as alone (they are "
             f"off by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,7 @@ from promptq.worker.engine.model.load_check.comparison import (
     difference_of,
     packed_logits,
     run_steps,
+    why_not_finite,
 )
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.model_length import model_length
@@ -82,6 +84,10 @@ def check_packed(
 def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> None:
     if difference.is_tolerable:
         return
+    if math.isnan(difference.median):
+        raise UnsupportedModelError(
+            f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
+        )
     by = f"{difference.median:.2g} of their spread in half of the rows"
     if what := asked or loaded.format:
         raise UnsupportedModelError(

@@ -1,0 +1,33 @@
+"""Takes secrets out of the environment of a process that has read its settings."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+
+from promptq.shared.runtime.settings import ENV_PREFIX
+
+_SECRETS = tuple(
+    f"{ENV_PREFIX}{name}"
+    for name in ("REDIS_URL", "UPSTREAM_KEY", "WEBHOOK_MASTER_SECRET", "WEBHOOK_SECRET")
+)
+
+
+def forget_secrets() -> None:
+    """Remove secrets from the environment, also from what `/proc/self/environ` shows.
+
+    That file shows the memory in which the process got its environment, and removing a variable
+    leaves its text there, so the text is overwritten. Processes that start later do not get them.
+    """
+    names = [name for name in _SECRETS if name in os.environ]
+    with suppress(ValueError, OSError):  # a C library without `environ`
+        entries = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+        index = 0
+        while (address := entries[index]) is not None:
+            variable, _, value = ctypes.string_at(address).partition(b"=")
+            if os.fsdecode(variable) in names:
+                ctypes.memset(address + len(variable) + 1, ord("-"), len(value))
+            index += 1
+    for name in names:
+        del os.environ[name]

@@ -1,0 +1,222 @@
+"""Models from strangers: files that lead elsewhere, pickles, absurd sizes, and damaged weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from promptq.shared.errors import ConfigurationError, ModelError
+from promptq.worker.engine.model.loading import LoadOptions, load_model
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.upstream.model_files import read_model_facts
+from tests.worker.engine.checkpoints.test_formats import FILES
+from tests.worker.engine.tiny_models import save_model
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(tmp_path_factory.mktemp("plain"), "llama", 1, vocab_size=2055)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "model"))
+
+
+def refusal(load: Callable[[], Any]) -> str:
+    with pytest.raises((ModelError, ConfigurationError)) as refused:
+        load()
+    said = str(refused.value)
+    assert "\n" not in said
+    return said
+
+
+def loads(folder: Path | str) -> list[Callable[[], Any]]:
+    return [
+        lambda: load_model(str(folder), device=CPU),
+        lambda: HuggingFaceTokenizer.load(str(folder)),
+        lambda: read_model_facts(str(folder)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "config.json"),
+        *("generation_config.json", "special_tokens_map.json", "model-2.safetensors", INDEX),
+        *("additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "vocab.txt"),
+    ],
+)
+def test_a_file_that_leads_out_of_the_folder_is_refused(name: str, folder: Path) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    outside = folder.parent / "outside"
+    outside.write_text("{}")
+    for target in ("/proc/self/environ", outside):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+        for load in loads(folder):
+            assert f"{name} leads out of the folder" in refusal(load)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for load in loads(folder):
+        assert f"{name} is not a regular file" in refusal(load)
+
+
+def test_a_folder_that_is_a_link_to_files_elsewhere_is_refused(folder: Path) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / "secret.jinja").write_text("secret")
+    (folder / "additional_chat_templates").symlink_to(other)
+    for load in loads(folder):
+        assert "secret.jinja leads out of the folder" in refusal(load)
+
+
+def test_links_inside_of_a_folder_and_of_the_hubs_cache_are_read(folder: Path) -> None:
+    cache = folder.parent / "models--owner--name"
+    snapshot = cache / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for file in folder.iterdir():
+        file.rename(cache / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (snapshot / "vocab.txt").symlink_to("tokenizer.json")
+    link = folder.parent / "link"
+    link.symlink_to(snapshot)
+    for place in (snapshot, link):
+        for load in loads(place):
+            load()
+
+
+class Unpickled:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("unpickled",))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "x.pt", "../x.safetensors", "/x.safetensors"]
+)
+def test_only_safetensors_of_the_folder_are_opened(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    if "/" not in name:
+        (folder / name).write_bytes(pickle.dumps(Unpickled()))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}})
+    )
+    said = refusal(loads(folder)[0])
+    assert said.endswith(f"names {name!r}, and only safetensors files beside it are read")
+    assert not (folder / "unpickled").exists()
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})
+    )
+    assert refusal(loads(folder)[0]) == (
+        f"{folder}: model-00002.safetensors, which the index names, is missing; fetch the model"
+        " again"
+    )
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_attention_heads": 0}, "sizes that cannot be"),
+        ({"num_hidden_layers": 20_000}, "has num_hidden_layers 20000, more than 2000"),
+        ({"num_hidden_layers": 2**31}, "has num_hidden_layers 2147483648, more than"),
+        ({"text_config": {"n_layer": 10**9}}, "has n_layer 1000000000, more than 2000"),
+        ({"num_local_experts": 10**6}, "has num_local_experts 1000000, more than 2000"),
+        ({"num_attention_heads": 7}, ""),
+        ({"num_key_value_heads": 3}, ""),
+        ({"hidden_size": "x"}, ""),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ""),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_named(
+    fields: dict[str, Any], expected: str, folder: Path
+) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    said = refusal(lambda: ModelRunner.load(str(folder), LoadOptions(device="cpu")))
+    assert expected in said
+    assert str(folder) in said or "llama" in said
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer_config.json", "tokenizer.json"])
+def test_deep_nesting_is_named(name: str, folder: Path) -> None:
+    (folder / name).write_text(NESTED)
+    load = loads(folder)[1 if "tokenizer" in name else 0]
+    assert str(folder) in refusal(load)
+
+
+def test_a_gguf_file_of_endless_layers_is_refused(tmp_path: Path) -> None:
+    content = (FILES / "qwen3-q8_0.gguf").read_bytes()
+    at = content.index(b"qwen3.block_count") + len(b"qwen3.block_count") + 4
+    file = tmp_path / "endless.gguf"
+    file.write_bytes(content[:at] + (2**31).to_bytes(4, "little") + content[at + 4 :])
+    assert "its block_count is 2147483648, more than its" in refusal(loads(file)[0])
+
+
+def test_damaged_settings_are_refused_or_harmless(folder: Path, seed: int) -> None:
+    """Whatever the values are: nothing but a refusal of one sentence ends a load."""
+    draw = random.Random(seed)
+    values = [0, -1, 1.5, 10**12, 2**63, None, True, "", "x", [], {}, [0], {"a": 1}, float("nan")]
+    whole = json.loads((folder / "config.json").read_text())
+    said: list[str] = []
+    for _ in range(30):
+        config = {**whole}
+        for _ in range(draw.choice([1, 1, 2])):
+            config[draw.choice([*whole])] = draw.choice(values)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / INDEX).unlink(missing_ok=True)
+        if draw.random() < 0.3:
+            broken = draw.choice([{"weight_map": draw.choice(values)}, [], draw.choice(values)])
+            (folder / INDEX).write_text(json.dumps(broken))
+        try:
+            load_model(str(folder), device=CPU)
+        except (ModelError, ConfigurationError) as error:
+            said.append(str(error))
+    assert said
+    assert not [it for it in said if "\n" in it]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (float("nan"), "float32", "holds NaN or infinity; its files are damaged, fetch them again"),
+        (1e6, "float16", "is too large for float16; use --dtype bfloat16 or float32"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(
+    value: float, dtype: Any, expected: str, folder: Path
+) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name][0, 0] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    options = LoadOptions(device="cpu", dtype=dtype)
+    said = refusal(lambda: ModelRunner.load(str(folder), options))
+    assert said == f"llama: logits are not numbers: the weight {name} {expected}"

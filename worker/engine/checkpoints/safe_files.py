@@ -1,0 +1,105 @@
+"""Refuses the files of a model that lead out of its folder, and those whose sizes are absurd.
+
+A model may come from a stranger. A link to `/proc/self/environ` as a chat template would show the
+process' secrets to whoever sends a chat, and a FIFO would stop the start for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
+
+_READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
+"""Endings of the files that we or the library may read."""
+_FOLDERS = ("", "additional_chat_templates", "1_Pooling")
+_COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?)|block_count")
+MAX_PARTS = 2000
+"""The most layers, or experts of a layer, for which modules are made."""
+_INDEX = "model.safetensors.index.json"
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder with a file that leads out of it, or that is no regular file.
+
+    Files of the hub's cache are links to `blobs`, which is beside their `snapshots`.
+    Raises UnsupportedModelError.
+    """
+    home = folder.resolve()
+    homes = [home, Path(HF_HUB_CACHE).resolve()]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    for name in _FOLDERS:
+        place = folder / name
+        for file in sorted(place.iterdir()) if place.is_dir() else ():
+            if file.suffix not in _READ:
+                continue
+            target = file.resolve()
+            if not any(target.is_relative_to(it) for it in homes):
+                raise UnsupportedModelError(
+                    f"{folder}: {file.relative_to(folder)} leads out of the folder; put the file"
+                    " itself there"
+                )
+            if target.exists() and not target.is_file():
+                raise UnsupportedModelError(
+                    f"{folder}: {file.relative_to(folder)} is not a regular file"
+                )
+
+
+def check_config(source: str, config: Any) -> None:
+    """Refuse a `config.json` with so many parts that the library would hang or fill the memory."""
+    left = [config]
+    while left:
+        item = left.pop()
+        if isinstance(item, list):
+            left += item
+        elif isinstance(item, dict):
+            left += item.values()
+            for name, value in item.items():
+                if isinstance(value, int | float) and value > MAX_PARTS and _COUNTS.fullmatch(name):
+                    raise UnsupportedModelError(
+                        f"{source}: config.json has {name} {value}, more than {MAX_PARTS}"
+                    )
+
+
+def read_config(file: Path, source: str) -> dict[str, Any]:
+    """Returns the content of a `config.json`. Raises ModelNotFoundError."""
+    try:
+        config = json.loads(file.read_bytes())
+    except RecursionError as error:
+        raise ModelNotFoundError(f"{source}: {file.name} is nested too deeply") from error
+    except (ValueError, OSError) as error:
+        raise ModelNotFoundError(f"{source}: {file.name} is not JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelNotFoundError(f"{source}: {file.name} has no model_type")
+    return config
+
+
+def shards_of(folder: Path, source: str) -> list[str] | None:
+    """Returns the names of the files that the index of a folder names; None without an index.
+
+    Raises UnsupportedModelError for a name that is no safetensors file of the folder, because the
+    library would unpickle a `.bin`.
+    """
+    index = folder / _INDEX
+    if not index.exists():
+        return None
+    try:
+        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(
+            f"{source}: {_INDEX} does not say which files there are: {reason}"
+        ) from error
+    for name in sorted(names):
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise UnsupportedModelError(
+                f"{source}: {_INDEX} names {name[:100]!r}, and only safetensors files beside it are"
+                " read"
+            )
+    return sorted(names)
