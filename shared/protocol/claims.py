@@ -5,9 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
+
+
+class Holding(NamedTuple):
+    """What a tenant has at a worker at one priority: how many sequences run that may be preempted,
+    and their KV tokens. Both are 0 if it only holds others."""
+
+    priority: int
+    num_running: int
+    tokens: int
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +29,8 @@ class Room:
     tokens) of running sequences, which a more urgent request may preempt. `num_held` is how many
     requests it holds already: a suspect of earlier crashes goes only to a worker that holds none.
     `num_sharing` is how many workers share what waits: a claim takes no more than makes the share
-    of one, or else a small part.
+    of one, or else a small part. `held` is what tenants have here already: a tenant that is not in
+    it gets a request even if there is no room, if others have more than their share.
     """
 
     max_count: int
@@ -27,6 +39,7 @@ class Room:
     preemptible: Sequence[tuple[int, int]] = ()
     num_held: int = 0
     num_sharing: int = 1
+    held: Sequence[Holding] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,8 @@ class Claim:
     """If tenants share: the lowest score when it was given, then the time and order of that."""
     tenant: str = ""
     """The tenant in whose queue it waited, whatever its payload says; empty: no tenant."""
+    weight: float = 1.0
+    """The tenant's weight when it was given."""
     is_suspect: bool = False
     """Whether workers crashed while they held it, so that it must run alone."""
     num_logged: int = 0

@@ -96,7 +96,7 @@ def claim(
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
     args += [context.number, model.output_style.to_json() if model.output_style else ""]
-    args.append(room.num_sharing)
+    args += [room.num_sharing, " ".join(":".join(map(str, it)) for it in room.held)]
 
     def parse(reply: list[Any]) -> Claims:
         kind = text_of(reply[0])
@@ -138,6 +138,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
         num_logged=int(item[11]),
         turn=(float(item[12]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 12 else None,
         tenant=text_of(item[13]) if len(item) > 13 else "",
+        weight=float(item[14]) if len(item) > 14 else 1.0,
     )
 
 

@@ -319,9 +319,11 @@ async def test_log_probabilities_come_with_ranks_where_there_are_any(running: Ma
         assert all(it.top and it.top[0].token_id == it.token_id for it in logprobs)
 
 
+@pytest.mark.parametrize("fields", [{"priority": 0}, {"priority": 1, "tenant": "few"}])
 async def test_a_more_urgent_sequence_takes_a_place_where_that_is_promised(
-    running: MakesEngine,
+    running: MakesEngine, fields: dict[str, Any]
 ) -> None:
+    """So does one of a tenant of which none runs."""
     async with running() as engine:
         if not engine.abilities.preemption:
             pytest.skip("it runs what it has begun")
@@ -329,7 +331,7 @@ async def test_a_more_urgent_sequence_takes_a_place_where_that_is_promised(
             greedy = {"temperature": 0.0}  # resumes exactly with every engine
             engine.add(sequence(sequence_id, FOR_EVER, priority=1, params=greedy))
         await until(engine, lambda outputs: {it.sequence_id for it in outputs} == {1, 2})
-        engine.add(sequence(3, 2, priority=0))
+        engine.add(sequence(3, 2, **fields))
         before = await until(engine, lambda outputs: any(it.finish_reason for it in outputs))
         assert [it.sequence_id for it in before if it.finish_reason] == [3]
         outputs = await ended(engine, 1, 2)

@@ -46,5 +46,6 @@ class ClaimPolicy:
             token_budget=limits.kv_tokens - leases.kv_need + saved,
             capacity=limits.max_model_len,
             preemptible=leases.preemptible,
+            held=leases.by_tenant,
             num_held=len(leases) + self._engine.num_aborting,
         )

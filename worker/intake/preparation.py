@@ -110,6 +110,7 @@ class Preparation:
                 order=claim.order,
                 cache_salt=request.cache_salt or "",
                 tenant=claim.tenant,
+                weight=claim.weight,
                 grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
                 pooling=pooling,
             ),

@@ -8,12 +8,14 @@ has no effect. An event that can only be a mistake raises RuntimeError.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
-from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.claims import Claim, Holding
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import RowStatus
+from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.prepared_request import PreparedRequest
@@ -73,6 +75,7 @@ class Leases:
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}
+        self._tenants = TenantCounts()  # of `_running`
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -140,11 +143,7 @@ class Leases:
 
     def feed(self) -> None:
         """Hand ready requests to the engine while it has places, and those that may preempt."""
-        while self.num_running < self.num_places or self._next_is_more_urgent():
-            lease = self.ready.first()
-            if lease is None:
-                self.ready.num_empty += 1
-                break
+        while (lease := self._next_to_run()) is not None:
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()
 
@@ -230,11 +229,39 @@ class Leases:
         """(priority, KV tokens) of each running request."""
         return [(it.prepared.priority, it.kv_need) for it in self._preemptible]
 
-    def _next_is_more_urgent(self) -> bool:
+    @property
+    def by_tenant(self) -> list[Holding]:
+        """What each tenant has at each priority."""
+        found = {(0, lease.claim.tenant): [0, 0] for lease in self}
+        for lease in self._preemptible:
+            counts = found.setdefault((lease.prepared.priority, lease.claim.tenant), [0, 0])
+            counts[0] += 1
+            counts[1] += lease.kv_need
+        return [
+            Holding(priority, num_running, tokens, tenant)
+            for (priority, tenant), (num_running, tokens) in found.items()
+        ]
+
+    def _next_to_run(self) -> Lease | None:
+        """The ready request that is to go to the engine now, if one is."""
         lease = self.ready.first()
-        return lease is not None and any(
+        if self.num_running < self.num_places:
+            self.ready.num_empty += lease is None
+            return lease
+        if lease is None or any(
             it.prepared.priority > lease.prepared.priority for it in self._preemptible
+        ):
+            return lease
+        if not (newcomers := self.ready.tenants.keys() - self._tenants.keys()):
+            return None
+        lease = self.ready.first_of(newcomers)
+        # The engine decides whether one of these has more than its share.
+        shares = Counter(
+            it.claim.tenant
+            for it in self._preemptible
+            if it.prepared.priority >= lease.prepared.priority
         )
+        return lease if max(shares.values(), default=0) > 1 else None
 
     @property
     def _preemptible(self) -> Iterator[Lease]:
@@ -254,12 +281,14 @@ class Leases:
             self.ready.remove(lease, is_handed_out=state is _RUNNING)
         elif before is _RUNNING:
             del self._running[lease.prepared.sequence_id]
+            self._tenants.remove(lease.claim.tenant)
             if not is_out:
                 self._engine.abort(lease.prepared.sequence_id)
         if state is _READY:
             self.ready.add(lease)
         elif state is _RUNNING:
             self._running[lease.prepared.sequence_id] = lease
+            self._tenants.add(lease.claim.tenant)
             self._engine.add(lease.prepared.engine_request)
         elif state is _RETURNING:
             self.some_return.set()

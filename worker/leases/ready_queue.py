@@ -6,7 +6,9 @@ import heapq
 import itertools
 import time
 from collections import deque
+from collections.abc import Set
 
+from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
@@ -26,6 +28,7 @@ class ReadyQueue:
         self.filled_seconds = 0.0
         """The number of ready requests, integrated over time."""
         self._started_at = self._changed_at = time.monotonic()
+        self.tenants = TenantCounts()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
         self._numbers = itertools.count()
@@ -40,13 +43,20 @@ class ReadyQueue:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
+    def first_of(self, tenants: Set[str]) -> Lease:
+        """The first request of these tenants. Raises ValueError if there is none."""
+        found = (lease for lease in self._since if lease.claim.tenant in tenants)
+        return min(found, key=lambda lease: lease.claim.order)
+
     def add(self, lease: Lease) -> None:
+        self.tenants.add(lease.claim.tenant)
         self._since[lease] = self._note_change()
         heapq.heappush(self._heap, (lease.claim.order, next(self._numbers), lease))
 
     def remove(self, lease: Lease, *, is_handed_out: bool) -> None:
         now = self._note_change()
         since = self._since.pop(lease)
+        self.tenants.remove(lease.claim.tenant)
         if is_handed_out:
             self.waited_seconds += now - since
             self.num_handed_out += 1

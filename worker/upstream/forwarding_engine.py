@@ -27,6 +27,7 @@ from promptq.worker.engine.api.messages import (
     SequenceTiming,
     StepOutput,
 )
+from promptq.worker.engine.core.shares import Shares
 from promptq.worker.upstream.dialect import Chunk, Dialect
 from promptq.worker.upstream.faults import (
     OverloadedError,
@@ -220,7 +221,8 @@ class ForwardingEngine:
         sequence.stream.add_done_callback(lambda _: self._leave(slot))
 
     def _preempt(self) -> None:
-        """Break off the least urgent stream that resumes exactly, for one that is more urgent."""
+        """Break off a stream that resumes exactly: the least urgent one for one that is more
+        urgent, or else one of a tenant beyond its share for one of a tenant that has none."""
         running = self._running_sequences()
         if len(running) + len(self._successors) < len(self._running):
             return  # a slot is about to be free anyway
@@ -228,7 +230,9 @@ class ForwardingEngine:
         able = [it for it in running if self.abilities.may_preempt(it.request.params)]
         victim = max(able, key=lambda it: (it.request.priority, it.request.order), default=None)
         if victim is None or victim.request.priority <= urgent.request.priority:
-            return
+            if (found := self._newcomer_and_victim(urgent.request.priority, able)) is None:
+                return
+            urgent, victim = found
         victim.timing.preemptions += 1
         victim.timing.preempted_at.append(time.monotonic())
         victim.is_told = False
@@ -240,6 +244,31 @@ class ForwardingEngine:
         victim.stream, victim.slot = None, None
         self._waiting = [victim if it is urgent else it for it in self._waiting]
         heapq.heapify(self._waiting)
+
+    def _newcomer_and_victim(
+        self, priority: int, able: list[_Sequence]
+    ) -> tuple[_Sequence, _Sequence] | None:
+        """The first waiting sequence of this priority whose tenant has no stream, and the last
+        stream of the tenant that has most. None if no tenant is beyond its share."""
+        running = [*self._running_sequences(), *self._successors.values()]
+        tenants = {it.request.tenant for it in running}
+        waiting = [it for it in self._waiting if it.request.priority == priority]
+        newcomer = min((it for it in waiting if it.request.tenant not in tenants), default=None)
+        if newcomer is None:
+            return None
+        request = newcomer.request
+        shares = Shares(self.limits.max_num_seqs, 1, ((it.request, 0) for it in running))
+        victim = max(
+            (
+                it
+                for it in able
+                if it.request.priority == priority
+                and shares.may_make_room(it.request, 0, request, 0)
+            ),
+            key=lambda it: (shares.of_tenant(it.request), it.request.order),
+            default=None,
+        )
+        return None if victim is None else (newcomer, victim)
 
     def _running_sequences(self) -> list[_Sequence]:
         """Those whose stream goes on, by slot."""

@@ -35,3 +35,9 @@ function keys.pending_of(tenant)
   tenant = keys.tenant_name(tenant)
   return tenant == '' and keys.pending or keys.pending .. ':' .. tenant
 end
+
+-- The key of the ids of a tenant that workers hold.
+function keys.running_of(tenant)
+  tenant = keys.tenant_name(tenant)
+  return prefix .. 'tenants:running' .. (tenant == '' and '' or ':' .. tenant)
+end

@@ -28,6 +28,7 @@ local function open(tenant, page)
   local queue = {
     tenant = tenant, key = keys.pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, services = {},
     num_gone = 0, -- how many requests this call takes out of it
+    is_left_out = false, -- whether this call takes nothing more of it
   }
   fair_share.step(queue)
   queues[#queues + 1] = queue
@@ -75,20 +76,22 @@ local function service_of(queue, key)
   return queue.services[key]
 end
 
+local function may_be_next(queue) return queue.id and not queue.is_left_out end
+
 -- The queue to look at next, and the lowest score of all if tenants share. The request with this score
 -- decides which priority is served. Among the tenants that wait at this priority, the one with the least
 -- service is next.
 function fair_share.next_queue()
-  if not fair_share.is_shared then return queues[1].id and queues[1] end
+  if not fair_share.is_shared then return may_be_next(queues[1]) and queues[1] end
   local first
   for _, queue in ipairs(queues) do
-    if queue.id and (not first or is_before(queue, first)) then first = queue end
+    if may_be_next(queue) and (not first or is_before(queue, first)) then first = queue end
   end
   if not first or #queues == 1 then return first, first and first.score end
   local level, best = fair_share.priority_at(first), first
   local key = tenants.counters_of(level)
   for _, queue in ipairs(queues) do
-    if queue.id and queue ~= best then
+    if may_be_next(queue) and queue ~= best then
       local less = service_of(queue, key) - service_of(best, key)
       if (less < 0 or less == 0 and is_before(queue, best)) and fair_share.priority_at(queue) == level then
         best = queue

@@ -63,6 +63,7 @@ end
 
 function requests.drop_holds(id, tenant)
   server.remove_later(keys.pending_of(tenant), id)
+  server.remove_later(keys.running_of(tenant), id)
   for i = 1, #HOLDS do server.remove_later(HOLDS[i], id) end
 end
 

@@ -90,6 +90,7 @@ function waiting.put_back(id, score, how, delay_ms)
   redis.call('HSET', keys.request(id), 'state', 'waiting')
   redis.call('HDEL', keys.request(id), 'fence', 'worker', 'alone')
   redis.call('ZREM', keys.leases, id)
+  server.remove_later(keys.running_of(fields.tenant), id)
   local waits = delay_ms and delay_ms > 0
     and redis.pcall('ZADD', keys.delayed, numbers.exact(server.now + delay_ms), id)
   if type(waits) == 'number' then

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting, ending, fair_share
+-- uses: keys, numbers, server, requests, waiting, ending, tenants, fair_share, running_limits
 -- Give a worker the requests it has room for, in queue order.
 -- ARGV  1 worker id           2 lease (ms)
 --       3 max count           4 token budget: KV tokens that are free
@@ -19,11 +19,14 @@
 --      17 how the model writes a tool call, as JSON; '' or left out: not given
 --      18 how many workers share what waits. The worker gets no more than its share, with what it holds
 --         (12); or else a small part, since the others may have no room. Left out: no share is kept for others
+--      19 what the worker holds, 'priority:sequences:tokens:tenant ...': by tenant and priority, how many
+--         sequences run that may be preempted, and their tokens. A tenant that is not in the list gets a request
+--         even from a full worker, if its share of what others run there suffices. Left out: it does not
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
---        log, turn, tenant}. Without tenants the last two are left out. `turn` is the lowest score when
---        this request was taken (its own if it is given once more), `tenant` the queue it was in
+--        log, turn, tenant, weight}. Without tenants the last three are left out. `turn` is the lowest score
+--        when this request was taken (its own if it is given once more), `tenant` the queue it was in
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
@@ -113,6 +116,25 @@ local function preemptible_for(priority)
   return found[1], found[2]
 end
 
+local holders, is_held_here = {}, {} -- what each tenant has at this worker, and whether it has anything
+for priority, num, tokens, tenant in string.gmatch(ARGV[19] or '', '(-?%d+):(%d+):(%d+):([%w_.%-]*)') do
+  holders[#holders + 1] = {tonumber(priority), tonumber(num), tonumber(tokens), tenant}
+  is_held_here[tenant] = true
+end
+
+-- Slots and tokens that a tenant with nothing at this worker may take from others: its share, by weight, of
+-- what it and each of them would have together. No request makes room for a less urgent one.
+local function share_of(tenant, priority)
+  local slots, tokens, weight = 0, 0, tenants.weight_of(tenant)
+  for _, holder in ipairs(holders) do
+    if holder[1] >= priority then
+      local share = weight / (weight + tenants.weight_of(holder[4]))
+      slots, tokens = slots + math.floor(holder[2] * share), tokens + holder[3] * share
+    end
+  end
+  return slots, tokens
+end
+
 -- 9 of 10 finished requests had no more output than this.
 local function measured_output()
   local counts = {}
@@ -167,7 +189,8 @@ local function reply_of(id, fields, cost, has_log, turn, tenant)
   return {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
     fields.enqueued_at, numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
     has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
-    has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant}
+    has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant,
+    turn and numbers.precise(tenants.weight_of(tenant))}
 end
 
 local function claim(queue, fields, cost, has_log, turn)
@@ -190,6 +213,8 @@ local function claim(queue, fields, cost, has_log, turn)
     if attempt == 1 then fair_share.charge(queue, level, prompt_tokens_of(fields)) end
     taken[id] = true
   end
+  running_limits.count(fair_share.is_shared and queue.tenant or fields.tenant, id)
+  is_held_here[queue.tenant] = true
   if fields.suspect then
     redis.call('HSET', keys.request(id), 'alone', 1)
     redis.call('SET', alone_key, id, 'PX', ALONE_MS)
@@ -203,6 +228,7 @@ waiting.promote_delayed()
 local output = measured_output()
 local claims, taken_tokens, passed_over = {}, 0, {}
 local examined, walking = 0, true -- nothing leaves a queue before the walk is over
+local is_full = false -- only tenants with nothing at this worker get something
 
 local function refuse(id, message)
   ending.finish_bare(id, 'error', 'invalid_request', message)
@@ -245,15 +271,20 @@ local function examine(queue, turn)
   local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
   local more_slots, more_tokens = preemptible_for(priority)
+  if fair_share.is_shared and not is_held_here[queue.tenant] then
+    local slots, tokens = share_of(queue.tenant, priority)
+    more_slots, more_tokens = math.max(more_slots, slots), math.max(more_tokens, tokens)
+  end
   if #claims >= max_count + more_slots then
-    walking = false
+    is_full, queue.is_left_out = true, true
     return true
   end
   local must_wait = fields.suspect and (num_held ~= 0 or #claims > 0)
   if must_wait or taken_tokens + cost > budget + more_tokens then
     local passed = numbers.whole(fields.passed, 0)
     passed_over[#passed_over + 1] = {id, passed}
-    if passed >= MAX_PASSES and not (must_wait and some_suspect_runs()) then walking = false end
+    if passed >= MAX_PASSES and not must_wait then is_full, queue.is_left_out = true, true end
+    if passed >= MAX_PASSES and must_wait and not some_suspect_runs() then walking = false end
     return true
   end
   if fields.suspect then walking = false end -- it runs alone
@@ -286,13 +317,17 @@ if num_sharing > 1 then
 end
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
   local queue, turn = fair_share.next_queue()
-  if not queue then break end
-  examined = examined + 1
-  if not examine(queue, turn) then
-    server.remove_later(queue.key, queue.id)
-    queue.num_gone = queue.num_gone + 1
+  if not queue or is_full and #holders == 0 then break end
+  if is_full and is_held_here[queue.tenant] or running_limits.is_reached(queue.tenant) then
+    queue.is_left_out = true
+  else
+    examined = examined + 1
+    if not examine(queue, turn) then
+      server.remove_later(queue.key, queue.id)
+      queue.num_gone = queue.num_gone + 1
+    end
+    fair_share.step(queue)
   end
-  fair_share.step(queue)
 end
 server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()

@@ -11,12 +11,12 @@ server.write_needs_no_memory()
 local returned, ended, dead, purged = waiting.promote_delayed(), 0, 0, 0
 
 for _, id in ipairs(server.due(keys.leases, server.now_text, limit)) do
-  local fields = requests.read(id, 'state', 'payload', 'cancelled', 'score')
+  local fields = requests.read(id, 'state', 'payload', 'cancelled', 'score', 'tenant')
   if not fields or not (fields.state or fields.payload) then
     ending.finish_bare(id, 'error', 'invalid_request', 'request: its hash was deleted while it ran')
     ended = ended + 1
   elseif requests.is_final(fields.state) then
-    redis.call('ZREM', keys.leases, id)
+    requests.drop_holds(id, fields.tenant)
   elseif fields.cancelled == '1' then
     ending.finish_bare(id, 'cancelled')
     ended = ended + 1

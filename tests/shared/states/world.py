@@ -160,6 +160,12 @@ class View:
         self.deadlines = sets.get("deadlines", {})
         self.dead = sets.get("dead", {})
         self.orphans = sets.get("orphans", {})
+        self.running = {
+            name.removeprefix("tenants:running").removeprefix(":"): {*members}
+            for name, members in sets.items()
+            if name.startswith("tenants:running")
+        }
+        """By tenant: what its limit of running requests counts."""
 
     def is_accepted(self, request_id: str) -> bool:
         return "payload" in self.hashes.get(request_id, {})

@@ -77,6 +77,16 @@ SMALL = {
         num_workers=1,
         priorities=(-1,),
     ),
+    "two requests of a tenant that may run one": World(
+        (
+            Spec("r1", 100, num_tokens=1, tenant="t1"),
+            Spec("r2", 200, num_tokens=1, tenant="t1"),
+        ),
+        frozenset({"produce", "claim", "publish", "expire", "reap", "release"}),
+        losses=1,
+        num_workers=1,
+        config=("max_running:t1", "1"),
+    ),
     "one request by plain commands with a deadline, put in again": World(
         (Spec("r1", 100, num_tokens=2, deadline_ms=1000, plain=True),),
         REQUIRED | {"again", "time", "tidy"},

@@ -187,6 +187,34 @@ def test_as_many_run_as_have_a_place_and_any_that_is_more_urgent(world: World) -
     assert world.leases.num_running == 6, "it is no more urgent than those that run"
 
 
+def test_one_of_each_tenant_without_any_runs_beside_those_that_have_a_place(world: World) -> None:
+    for n in range(6):
+        world.ready(f"r{n}", score=n)
+    few = [world.ready(f"few{n}", score=10 + n, tenant="few") for n in range(2)]
+    other = world.ready("other", score=9, tenant="other", priority=-1)
+    world.leases.feed()
+    assert [it.state for it in (other, *few)] == [RUNNING, RUNNING, READY]
+    assert (world.leases.num_running, len(world.leases.ready)) == (7, 2)
+    assert world.leases.by_tenant == [
+        (0, 5, 45, ""),
+        (0, 1, 9, "few"),
+        (0, 0, 0, "other"),
+        (-1, 1, 9, "other"),
+    ]
+
+
+def test_nobody_makes_room_who_has_one_or_is_more_urgent(world: World) -> None:
+    for n in range(5):
+        world.ready(f"r{n}", tenant=f"t{n}")
+    world.leases.feed()
+    assert world.running("few", tenant="few").state is READY
+    urgent = World()
+    for n in range(5):
+        urgent.ready(f"r{n}", priority=-1)
+    urgent.leases.feed()
+    assert urgent.running("few", tenant="few").state is READY
+
+
 def test_counts_what_it_holds(world: World) -> None:
     running = world.running("a", priority=3, cost=9)
     ready = world.ready("b", cost=2, prompt="four")

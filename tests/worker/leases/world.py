@@ -22,6 +22,7 @@ PREPARING, READY, RUNNING, ENDING, RETURNING, GONE = LeaseState
 def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
     """Of a payload with these fields, as far as they are not the claim's own."""
     own = {"request_id": "r", "fence": "2-x", "score": 5.0, "cost": 9, "is_suspect": False}
+    own["tenant"] = ""
     own.update({name: fields.pop(name) for name in own if name in fields})
     fields.setdefault("prompt", "four")
     return Claim(

@@ -61,6 +61,9 @@ class EngineRequest:
     tenant: str = ""
     """Only sequences of the same tenant share cached prefixes, unless all tenants share them."""
 
+    weight: float = 1.0
+    """The tenant's, by which it may have more of the slots and of the KV cache than others."""
+
     grammar: Grammar | None = None
     """What the output must match, in the state after `output_token_ids`. From now on only the
     engine uses it. This is the only field that is not plain data."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import MAX_ROWS
 from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from promptq.worker.engine.core.shares import Shares
 
 _MAX_LOGITS = 2**25
 """The most logits of a step from which log-probabilities of prompts are reported: 128 MiB in
@@ -54,6 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of prompts, when first scheduled
         self._waiting_by_urgency: list[Sequence] = []
+        self._tenants_waiting, self._tenants_running = TenantCounts(), TenantCounts()
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is reused first
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
         # it does not lead to a preemption at once.
@@ -66,6 +70,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         insort(self.waiting, sequence, key=_order)
         insort(self._waiting_by_urgency, sequence, key=_urgency)
+        self._tenants_waiting.add(sequence.request.tenant)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence for good. Its slot and blocks are free on return."""
@@ -95,6 +100,7 @@ class Scheduler:
         plan = self._new_plan(long_prompt_chunk)
         self._continue_running(plan, prompt_tokens)
         self._admit_urgent(plan)
+        self._admit_newcomers(plan)
         self._admit_in_order(plan)
         self._draft(plan)
         return Batch(list(plan.shares.values()))
@@ -115,21 +121,21 @@ class Scheduler:
         if not all(map(_is_free, shares.values())):
             return None
         plan = self._new_plan(long_prompt_chunk)
-        prefilling = []
+        prefilling: dict[Sequence, int] = {}
         for sequence in self.running:
             share = shares.get(sequence)
             start = (
                 sequence.num_computed_tokens if share is None else share.start + share.num_tokens
             )
             if start < sequence.num_tokens:
-                prefilling.append((sequence, start))
+                prefilling[sequence] = start
             elif start + 1 < sequence.max_num_tokens:
                 if not self.block_manager.extend(sequence, 1):
                     return None
                 plan.give(sequence, start)
         plan.limit_prompts(prompt_tokens)
-        for sequence, start in prefilling:
-            plan.give(sequence, start)
+        for sequence in self._in_turn([*prefilling]):
+            plan.give(sequence, prefilling[sequence])
         if not plan.shares or self._may_admit(plan):
             return None
         return Batch(list(plan.shares.values()))
@@ -170,6 +176,11 @@ class Scheduler:
             waits = plan.computes_next_block(most_urgent, prefix)
             if not waits and self._find_victims(most_urgent, prefix) is not None:
                 return True
+        for sequence in self._newcomers():
+            prefix = self.block_manager.find_prefix(sequence)
+            waits = plan.computes_next_block(sequence, prefix)
+            if not waits and self._find_room_for_newcomer(sequence, prefix) is not None:
+                return True
         for sequence in self.waiting[: max(0, self._num_places)]:
             if self._still_lacks_room(sequence, plan):
                 return False
@@ -185,20 +196,49 @@ class Scheduler:
 
     def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
         prefilling = []
-        for sequence in self.running:  # preemption only removes at the end of the list
+        for sequence in list(self.running):
+            if sequence.slot is None:
+                continue  # it has made room for one before it
             if sequence.num_uncomputed_tokens > 1:
                 prefilling.append(sequence)
                 continue
             while not self.block_manager.extend(sequence):
-                victim = self.running[-1]
+                victim = self._next_to_make_room()
                 self._preempt(victim, plan)
                 if victim is sequence:
                     break
             else:
                 plan.give(sequence)
         plan.limit_prompts(prompt_tokens)
-        for sequence in prefilling:
-            plan.give(sequence)
+        for sequence in self._in_turn(prefilling):
+            if sequence.slot is not None:
+                plan.give(sequence)
+
+    def _in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Running sequences in the order in which their prompts are computed: by priority, and the
+        first one of each tenant before the second of any."""
+        if len(self._tenants_running) < 2:
+            return sequences
+        numbers: Counter[tuple[int, str]] = Counter()
+
+        def turn(sequence: Sequence) -> tuple[int, int]:
+            priority, tenant = sequence.request.priority, sequence.request.tenant
+            numbers[priority, tenant] += 1
+            return priority, numbers[priority, tenant]
+
+        return sorted(sequences, key=turn)
+
+    def _next_to_make_room(self) -> Sequence:
+        """The running sequence that is preempted when memory is short: of the least urgent ones,
+        the last of the tenant that has most. It is never the first of all unless that is alone."""
+        last = self.running[-1]
+        if len(self._tenants_running) < 2:
+            return last
+        shares = self._shares()
+        lesser = takewhile(
+            lambda it: it.request.priority == last.request.priority, reversed(self.running[1:])
+        )
+        return max(lesser, key=lambda it: shares.of_tenant(it.request))
 
     def _admit_urgent(self, plan: _Plan) -> None:
         """Admit sequences that are more urgent than a running one, by preempting that one."""
@@ -215,6 +255,34 @@ class Scheduler:
             for victim in victims:
                 self._preempt(victim, plan)
             self._admit(sequence, prefix, plan)
+
+    def _admit_newcomers(self, plan: _Plan) -> None:
+        """Admit sequences of tenants of which none runs, at the cost of tenants that have more than
+        their share."""
+        for sequence in self._newcomers():
+            prefix = self.block_manager.find_prefix(sequence)
+            if plan.computes_next_block(sequence, prefix):
+                continue
+            victims = self._find_room_for_newcomer(sequence, prefix)
+            if victims is None:
+                continue
+            for victim in victims:
+                self._preempt(victim, plan)
+            self._admit(sequence, prefix, plan)
+
+    def _newcomers(self) -> list[Sequence]:
+        """The first waiting sequence of each tenant of which none runs, if none that waits is more
+        urgent. None if nothing runs: the queue's order decides then."""
+        tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
+        if not tenants or not self.running:
+            return []
+        found: list[Sequence] = []
+        priority = self._waiting_by_urgency[0].request.priority
+        for sequence in self.waiting:
+            if sequence.request.priority == priority and sequence.request.tenant in tenants:
+                tenants.remove(sequence.request.tenant)
+                found.append(sequence)
+        return found
 
     def _admit_in_order(self, plan: _Plan) -> None:
         position = 0  # also the number of places kept for sequences that wait for a prefix
@@ -266,6 +334,47 @@ class Scheduler:
                 return victims
         return None
 
+    def _find_room_for_newcomer(
+        self, sequence: Sequence, prefix: list[int]
+    ) -> list[Sequence] | None:
+        """Which sequences to preempt so that one fits of whose tenant none runs: the last ones of
+        the tenants that have most. None if it does not fit beside what is left to each of them."""
+        num_needed = self._num_needed(sequence, prefix, len(self.running))
+        if self._num_places > 0 and num_needed <= self.block_manager.num_free:
+            return []
+        if max(self._tenants_running.values()) < 2:
+            return None
+        makers = self._makers_of_room(sequence, num_needed)
+        victims: list[Sequence] = []
+        for victim, num_free in self.block_manager.num_free_after(makers, prefix):
+            victims.append(victim)
+            if self._num_places + len(victims) > 0 and num_needed <= num_free:
+                return victims
+        return None
+
+    def _makers_of_room(self, newcomer: Sequence, num_needed: int) -> Iterator[Sequence]:
+        """Sequences of tenants that have more than their share, each time the last one of the
+        tenant that has most."""
+        shares = self._shares()
+        by_tenant: dict[str, list[Sequence]] = {}
+        for sequence in self.running:
+            if sequence.request.priority >= newcomer.request.priority:
+                by_tenant.setdefault(sequence.request.tenant, []).append(sequence)
+        while by_tenant:
+            most = max(by_tenant.values(), key=lambda them: shares.of_tenant(them[-1].request))
+            request, num_blocks = most[-1].request, len(most[-1].block_table)
+            if shares.may_make_room(request, num_blocks, newcomer.request, num_needed):
+                shares.remove(request, num_blocks)
+                yield most.pop()
+            else:
+                most.clear()
+            if not most:
+                del by_tenant[request.tenant]
+
+    def _shares(self) -> Shares:
+        running = ((it.request, len(it.block_table)) for it in self.running)
+        return Shares(self.max_num_seqs, self.block_manager.num_blocks, running)
+
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether the free blocks hold a waiting sequence."""
         needed = self._num_needed(sequence, prefix, len(self.running))
@@ -304,6 +413,7 @@ class Scheduler:
         else:
             sequence.timing.resumed_at.append(time.monotonic())
         insort(self.running, sequence, key=_urgency)
+        self._tenants_running.add(sequence.request.tenant)
         plan.give(sequence)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
@@ -314,8 +424,10 @@ class Scheduler:
         if sequence.status is SequenceStatus.WAITING:
             _remove(self.waiting, sequence, _order)
             _remove(self._waiting_by_urgency, sequence, _urgency)
+            self._tenants_waiting.remove(sequence.request.tenant)
             return
         _remove(self.running, sequence, _urgency)
+        self._tenants_running.remove(sequence.request.tenant)
         self.block_manager.free(sequence)
         if sequence.slot is not None:
             heapq.heappush(self._free_slots, sequence.slot)

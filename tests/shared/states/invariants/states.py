@@ -197,6 +197,22 @@ def the_backlog_is_what_waits(world: World, view: View) -> Problems:
         yield f"{dict(+expected)} wait, and {view.backlog} are counted"
 
 
+def what_workers_hold_is_counted(world: World, view: View) -> Problems:
+    """The requests that workers hold are counted for each tenant as they are, and none has more
+    than its limit.
+    """
+    expected: dict[str, set[str]] = {}
+    for request_id in view.leases:
+        expected.setdefault(world.by_id[request_id].tenant or "", set()).add(request_id)
+    if expected != view.running:
+        yield f"{expected} are held, and {view.running} are counted"
+    settings = dict(zip(world.config[::2], world.config[1::2], strict=True))
+    for tenant, held in expected.items():
+        limit = int(settings.get(f"max_running:{tenant}", "0"))
+        if 0 < limit < len(held):
+            yield f"{tenant!r} has {held}, and may have {limit}"
+
+
 STATE_INVARIANTS: tuple[StateInvariant, ...] = (
     keys_bear_the_queues_name,
     each_request_is_in_one_place,
@@ -207,4 +223,5 @@ STATE_INVARIANTS: tuple[StateInvariant, ...] = (
     what_has_ended_goes_and_what_lives_stays,
     a_place_in_the_queue_is_kept,
     the_backlog_is_what_waits,
+    what_workers_hold_is_counted,
 )

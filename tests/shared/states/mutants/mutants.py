@@ -6,7 +6,7 @@ from tests.shared.states.mutants.mutant import ALL_SCRIPTS, Mutant
 from tests.shared.states.world import Spec, World
 from tests.shared.states.worlds import SMALL
 
-TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, AGAIN, STRAY, SPOILT = (
+TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, LIMITED, AGAIN, STRAY, SPOILT = (
     SMALL[name]
     for name in (
         "two requests, each losing its worker once",
@@ -17,6 +17,7 @@ TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, AGAIN, STRAY, SPOILT = (
         "claims that come late",
         "two requests, each of one token, in one call",
         "two requests, one of a tenant, that get other priorities",
+        "two requests of a tenant that may run one",
         "one request by plain commands with a deadline, put in again",
         "one request that plain commands leave behind",
         "one request into whose log a stranger writes",
@@ -117,6 +118,19 @@ MUTANTS = (
         ALL_SCRIPTS,
         "waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))",
         "",
+    ),
+    Mutant(  # as long as a request is given back
+        "what_workers_hold_is_counted",
+        ALL_SCRIPTS,
+        "server.remove_later(keys.running_of(fields.tenant), id)",
+        "",
+    ),
+    Mutant(  # within one claim
+        "what_workers_hold_is_counted",
+        "claim",
+        "numbers_held[key] + #(claimed[key] or {}) / 2 >= limit",
+        "numbers_held[key] >= limit",
+        LIMITED,
     ),
     Mutant(  # what was begun is not counted any more
         "the_backlog_is_what_waits",

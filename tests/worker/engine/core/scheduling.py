@@ -32,6 +32,8 @@ def make_sequence(
     priority: int = 0,
     score: float | None = None,
     tokens: list[int] | None = None,
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> Sequence:
     """A sequence like no other, unless its tokens are given; later ones queue behind."""
     sequence_id = next(_ids)
@@ -44,6 +46,8 @@ def make_sequence(
             max_tokens=1000,
             priority=priority,
             order=(float(sequence_id) if score is None else score, str(sequence_id)),
+            tenant=tenant,
+            weight=weight,
         )
     )
 

@@ -1,0 +1,53 @@
+-- uses: keys, server
+-- How many requests of a tenant workers may hold at once. Claims put their ids into a sorted set of the tenant,
+-- and whatever ends a lease takes them out.
+
+local NUM_CHECKED = 8 -- so many ids are compared with the leases at each claim that meets the limit
+
+local numbers_held, claimed = {}, {} -- by the key of the tenant
+
+-- Forget ids that nobody holds, such as those of a worker of an earlier release. The score is the time of the
+-- last check, so each claim checks others.
+local function forget_gone(key)
+  local ids, alive = server.due(key, '+inf', NUM_CHECKED), {}
+  local leases = #ids > 0 and redis.call('ZMSCORE', keys.leases, unpack(ids)) or {}
+  for nth, id in ipairs(ids) do
+    if leases[nth] then
+      alive[#alive + 1] = server.now_text
+      alive[#alive + 1] = id
+    else
+      redis.pcall('ZREM', key, id)
+    end
+  end
+  server.for_all(redis.pcall, 'ZADD', key, alive)
+end
+
+local function num_held(key)
+  local num = redis.pcall('ZCARD', key)
+  return type(num) == 'number' and num or 0
+end
+
+-- Whether workers hold as many requests of a tenant as they may.
+function running_limits.is_reached(tenant)
+  local limit = server.number('max_running:' .. tenant, server.number('tenant_max_running', 0))
+  if limit <= 0 then return false end
+  local key = keys.running_of(tenant)
+  if not numbers_held[key] then
+    if num_held(key) >= limit then forget_gone(key) end
+    numbers_held[key] = num_held(key)
+  end
+  return numbers_held[key] + #(claimed[key] or {}) / 2 >= limit
+end
+
+-- Count a request from now on.
+function running_limits.count(tenant, id)
+  local key = keys.running_of(tenant)
+  claimed[key] = claimed[key] or {}
+  table.insert(claimed[key], server.now_text)
+  table.insert(claimed[key], id)
+end
+
+server.at_the_end(function()
+  for key, ids in pairs(claimed) do server.for_all(redis.pcall, 'ZADD', key, ids) end
+  claimed, numbers_held = {}, {}
+end)

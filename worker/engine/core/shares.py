@@ -1,0 +1,49 @@
+"""How much of an engine each tenant has, and which sequence makes room for another tenant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from promptq.worker.engine.api.messages import EngineRequest
+
+
+class Shares:
+    """What each tenant has of the slots or of the KV cache, whichever part is larger, divided by
+    its weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
+
+    `running` has the running requests, each with its number of blocks.
+    """
+
+    def __init__(
+        self, num_slots: int, num_blocks: int, running: Iterable[tuple[EngineRequest, int]]
+    ) -> None:
+        self._num_slots, self._num_blocks = num_slots, num_blocks
+        self._slots: Counter[str] = Counter()
+        self._blocks: Counter[str] = Counter()
+        for request, blocks in running:
+            self._slots[request.tenant] += 1
+            self._blocks[request.tenant] += blocks
+
+    def of_tenant(self, request: EngineRequest) -> float:
+        """What the tenant of a request has."""
+        return self._share(request, 0, 0)
+
+    def may_make_room(
+        self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
+    ) -> bool:
+        """Whether the tenant of `victim`, without its `blocks`, still has as much as that of
+        `newcomer` with the blocks that it needs.
+
+        So no tenant gets below its share, and none that made room can take it back.
+        """
+        return self._share(victim, -1, -blocks) >= self._share(newcomer, 1, needed)
+
+    def remove(self, request: EngineRequest, blocks: int) -> None:
+        self._slots[request.tenant] -= 1
+        self._blocks[request.tenant] -= blocks
+
+    def _share(self, request: EngineRequest, slots: int, blocks: int) -> float:
+        slots += self._slots[request.tenant]
+        blocks += self._blocks[request.tenant]
+        return max(slots / self._num_slots, blocks / self._num_blocks) / request.weight
