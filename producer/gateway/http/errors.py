@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -99,7 +100,7 @@ class ErrorObject(BaseModel):
     message: str
     type: str
     param: str | None = Field(description="the field that is wrong")
-    code: str | None = Field(description="a word for programs")
+    code: str = Field(description="a word for programs")
 
 
 class ErrorAnswer(BaseModel):
@@ -113,7 +114,7 @@ class MessagesErrorObject(BaseModel):
 
     type: str
     message: str
-    details: dict[str, str | list[str]] | None = Field(
+    details: dict[str, str | list[str]] = Field(
         description="`error_code` is a word for programs; `unsupported` names fields"
     )
 
@@ -123,6 +124,13 @@ class MessagesErrorAnswer(BaseModel):
 
     type: Literal["error"]
     error: MessagesErrorObject
+
+
+def _word_for(status: int) -> str:
+    """Returns a code for errors that have no narrower one, such as `not_found`."""
+    return (
+        "invalid_request" if status == 400 else HTTPStatus(status).phrase.lower().replace(" ", "_")
+    )
 
 
 class ApiError(Exception):
@@ -145,7 +153,7 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.unsupported = unsupported
-        self.code = code or ("invalid_request" if status == 400 else None)
+        self.code = code or _word_for(status)
         self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
 
     @property
@@ -160,11 +168,9 @@ class ApiError(Exception):
         """The error object of /v1/messages."""
         kind = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _TYPES_OF_MESSAGES.get(self.status, kind)
-        details: dict[str, object] | None = None
-        if self.code is not None:
-            details = {"error_code": self.code}
-            if self.unsupported:
-                details["unsupported"] = self.unsupported
+        details: dict[str, object] = {"error_code": self.code}
+        if self.unsupported:
+            details["unsupported"] = self.unsupported
         error = {"type": kind, "message": str(self), "details": details}
         return {"type": "error", "error": error}
 

@@ -46,6 +46,7 @@ def test_a_gateway_of_one_queue_tells_of_no_other(
         answer = http.get("/scaling", params={"queue": "new"})
         assert answer.status_code == 404
         assert "'new' is not served here" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "not_found"
 
 
 @pytest.mark.parametrize(
