@@ -4,6 +4,7 @@ PromptqError
 ├── ConfigurationError            a setting or an option that cannot work
 ├── RedisSideError                the way to the server, or the server
 │   ├── RedisUnavailableError     nothing answers there
+│   ├── RedisFullError            its memory is full, so it accepts no request
 │   ├── RedisAuthError            it answers, but not to these credentials
 │   └── RedisTooOldError          it answers, but lacks what the scripts need
 ├── ModelError                    the model side
@@ -39,6 +40,10 @@ class RedisSideError(PromptqError):
 
 class RedisUnavailableError(RedisSideError):
     """No server answers at the address."""
+
+
+class RedisFullError(RedisSideError):
+    """The server's memory is full, so it accepts no request."""
 
 
 class RedisAuthError(RedisSideError):

@@ -16,6 +16,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import directory, lookups
+from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
@@ -122,6 +123,7 @@ class Worker:
         self._lease_timer = LeaseTimer(
             self.leases, self._publisher, self._watchdog, self._queue.lease_ms
         )
+        self._eviction_log = EvictionLog()
         self._told_to_drain = asyncio.Event()
         self._has_started = False
         self._was_refused = False
@@ -164,11 +166,13 @@ class Worker:
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
+        self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._tell_service_manager))
         await self._beat()
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
+        await self._survive_redis(self._look_for_eviction)
         self.intake.start()
         self._has_started = True
 
@@ -249,6 +253,9 @@ class Worker:
                     "gateways that serve all queues will not find this one: the Redis user may not"
                     " add to promptq:queues; make the users anew (promptq acl)"
                 )
+
+    async def _look_for_eviction(self) -> None:
+        self._eviction_log.note(await self._queue.run(eviction_warning()))
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import redis.asyncio
 from fastapi import FastAPI
@@ -41,6 +41,7 @@ from promptq.producer.gateway.routes import (
 )
 from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
+from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
@@ -141,12 +142,17 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Log why calls will get 503, if they will, before the first one does."""
+    """Log why calls will get 503, before the first one does, and whether the server evicts keys."""
     try:
         await gateway.queue.run(api_keys.count(gateway.keys))
     except RedisError as error:
         told = errors.redis_side_error(error, gateway.client.url, gateway.redis_user)
         errors.log_why_unavailable(told)
+    log = EvictionLog()
+    while True:
+        with suppress(RedisError):  # calls log why it is away
+            log.note(await gateway.queue.run(eviction_warning()))
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _make_routes(app: FastAPI) -> None:

@@ -20,6 +20,7 @@ from redis.exceptions import (
     ClusterDownError,
     MaxConnectionsError,
     NoPermissionError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
 )
@@ -28,6 +29,7 @@ from promptq.shared.errors import (
     ConfigurationError,
     PromptqError,
     RedisAuthError,
+    RedisFullError,
     RedisSideError,
     RedisTooOldError,
     RedisUnavailableError,
@@ -297,6 +299,11 @@ def explain(
         return RedisSideError(
             f"the server at {shown} is a node of a Redis Cluster, and the queue is on another one;"
             " give redis+cluster:// instead of redis://"
+        )
+    if isinstance(error, OutOfMemoryError):
+        return RedisFullError(
+            f"the memory of the server at {shown} is full (maxmemory), so it accepts no request:"
+            " raise the limit, or lower result_ttl_ms"
         )
     if isinstance(error, ResponseError):
         return RedisSideError(f"the server at {shown} refuses a command: {error}")

@@ -17,8 +17,8 @@ function server.number(name, default) return numbers.whole(server.config(name), 
 
 -- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. Once it has
 -- accepted a first write, it accepts all others. So each script begins with a write that changes nothing, and
--- is refused as a whole or not at all. Scripts that only keep order and add no data begin with a write that
--- needs no memory.
+-- is refused as a whole or not at all. Only scripts that take in requests begin with a write that needs memory:
+-- with full memory, what was accepted goes on to its end.
 function server.write_needs_memory() redis.call('ZADD', keys.leases, 'XX', 0, '') end
 function server.write_needs_no_memory() redis.call('ZREM', keys.leases, '') end
 
