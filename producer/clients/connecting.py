@@ -51,9 +51,12 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raise ConfigurationError for a client made with `decode_responses=True`."""
-    if pool.connection_kwargs.get("decode_responses"):
+    """Raise ConfigurationError for a client that reads text, or writes it not in UTF-8."""
+    options = pool.connection_kwargs
+    if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
+    if (encoding := str(options.get("encoding", "utf-8"))).lower() not in ("utf-8", "utf8"):
+        raise ConfigurationError(f"redis: give a client that was made without {encoding=}")
 
 
 def check_is_alone(model: str, queue: str | None) -> None:

@@ -68,8 +68,12 @@ _UPLOADS = 16
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The ASGI application of one gateway. Raises RedisUnavailableError if no server is given."""
+    """The ASGI application of one gateway.
+
+    Raises RedisUnavailableError if no server is given, and ConfigurationError for a wrong URL.
+    """
     url = server_url(settings.redis_url)
+    make_async_redis(url)  # only to refuse a wrong URL before anything starts
     tracing = start_tracing("promptq-gateway", settings.otlp_endpoint)
 
     @asynccontextmanager

@@ -43,6 +43,7 @@ from promptq.shared.server.cluster import (
     make_of_cluster,
 )
 from promptq.shared.server.sentinel import SENTINEL_SCHEMES, make_of_sentinels
+from promptq.shared.server.url_options import without_defaults
 
 T = TypeVar("T")
 
@@ -56,6 +57,7 @@ _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
 _NO_LIMIT = 2**31  # redis-py takes None as 100
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
+_DATABASE = re.compile(r"/?|/\d+")
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
 _NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
 _SCRIPT_NOT_PERMITTED = "The user executing the script can't"
@@ -164,7 +166,13 @@ def _what_is_wrong(kind: Any, url: str) -> str:
 
 def _try_to_make(kind: Any, url: str) -> Any:
     parts = urlsplit(url)
-    if parts.scheme in SENTINEL_SCHEMES:
+    is_of_sentinels = parts.scheme in SENTINEL_SCHEMES
+    if parts.scheme in ("redis", "rediss") and not _DATABASE.fullmatch(parts.path):
+        raise ValueError(f"the database {parts.path[1:]!r} is not a number")
+    query = without_defaults(parts.query, is_of_sentinels)
+    if query != parts.query:
+        url = url.replace(f"?{parts.query}", f"?{query}")
+    if is_of_sentinels:
         client = make_of_sentinels(kind, url, _options_of(kind, url))
     elif parts.scheme in CLUSTER_SCHEMES:
         client = make_of_cluster(kind, url, _options_of(kind, url))
