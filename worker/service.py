@@ -23,6 +23,7 @@ from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_less
+from promptq.shared.server.retry import keep_trying
 from promptq.worker.control_channel import messages
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
@@ -154,7 +155,8 @@ class Worker:
 
     async def start(self) -> None:
         """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
-        await self._queue.take_batch(Room(max_count=0, token_budget=0))
+        no_room = Room(max_count=0, token_budget=0)
+        await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
@@ -169,7 +171,7 @@ class Worker:
         self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._tell_service_manager))
-        await self._beat()
+        await self._survive_redis(self._beat)
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
         await self._survive_redis(self._look_for_eviction)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import redis
 import redis.asyncio
 
-from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.errors import ConfigurationError, RedisBusyError, RedisUnavailableError
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.cluster import address_of_nodes
 from promptq.shared.server.connection import explain
@@ -36,7 +36,9 @@ def server_url(url: str | None = None) -> str:
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
-    """`error` with what to do about it."""
+    """`error` with what to do about it, if nothing answers."""
+    if isinstance(error, RedisBusyError):
+        return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
 
 

@@ -24,6 +24,7 @@ from promptq.shared.protocol.events import TokenEvent, TokenLogprob
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, is_wrong_type
+from promptq.shared.server.retry import is_away
 
 T = TypeVar("T")
 
@@ -177,8 +178,8 @@ class _Stream:
         while not self._ended:
             try:
                 yield from self._listen()
-            except (redis.ConnectionError, redis.TimeoutError) as error:
-                if isinstance(error, redis.AuthenticationError):
+            except redis.RedisError as error:
+                if not is_away(error):
                     raise
                 self._was_cut = True
                 if self._failures == 0:

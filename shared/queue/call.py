@@ -13,7 +13,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import ResponseError
 
 from promptq.shared.protocol.keys import PREFIX, Keys
 
@@ -72,7 +72,7 @@ class Call(Generic[T_co]):
     of_wrong_type: Callable[[], T_co] | None = None
     """Gives the value for a key that a stranger gave another type. Without it, that is an error."""
     of_refusal: Callable[[], T_co] | None = None
-    """Gives the value if the user may not send the command. Without it, that is an error."""
+    """Gives the value if the server refuses the command. Without it, that is an error."""
     keys: Keys | None = None
     """The queue for which a script runs; None: that of whoever sends the call."""
 
@@ -87,7 +87,7 @@ class Call(Generic[T_co]):
         """The value of a reply. A reply that is an error is raised."""
         if self.of_wrong_type is not None and is_wrong_type(reply):
             return self.of_wrong_type()
-        if self.of_refusal is not None and isinstance(reply, NoPermissionError):
+        if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()
         if isinstance(reply, Exception):
             raise reply

@@ -6,6 +6,7 @@ fails at the first call, or reads replies in a form that promptq does not expect
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from urllib.parse import parse_qsl
 
@@ -37,6 +38,7 @@ _DURATION = (_is_duration, "a number of seconds above 0")
 _SWITCH = (lambda value: value.lower() in _YES_OR_NO, "true or false")
 _NAME = (_is_name, "printable ASCII characters without spaces")
 _TEXT = (bool, "a text")
+_FILE = (lambda value: os.access(value, os.R_OK), "a file that can be read here")
 
 MIN_CONNECTIONS = 2
 """A process has subscriptions, which keep a connection each, and calls beside them."""
@@ -59,13 +61,10 @@ _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
         f"a number of connections from {MIN_CONNECTIONS} on",
     ),
     "health_check_interval": (_is_number_from(0), "a whole number of seconds"),
-    **{
-        f"ssl_{name}": _TEXT
-        for name in (
-            *("keyfile", "certfile", "password", "cert_reqs", "ca_certs", "ca_path", "ca_data"),
-            *("ciphers", "min_version", "include_verify_flags", "exclude_verify_flags"),
-        )
-    },
+    **{f"ssl_{name}": _FILE for name in ("keyfile", "certfile", "ca_certs", "ca_path")},
+    **{f"ssl_{name}": _TEXT for name in ("password", "cert_reqs", "ca_data", "ciphers")},
+    **{f"ssl_{name}_verify_flags": _TEXT for name in ("include", "exclude")},
+    "ssl_min_version": (lambda value: value in ("771", "772"), "771 (TLS 1.2) or 772 (TLS 1.3)"),
     "ssl_check_hostname": _SWITCH,
 }
 _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
