@@ -211,9 +211,8 @@ end
 -- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays in the queue.
 local function examine(queue, turn)
   local id = queue.id
-  if #id > 200 or string.find(id, '[^\33-\126]') then
-    return refuse(id, 'id: is not 1 to 200 printable ASCII characters without spaces')
-  end
+  local wrong = requests.wrong_id(id)
+  if wrong then return refuse(id, wrong) end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
   if not fields then
