@@ -142,7 +142,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     for router in _ROUTERS:
         app.include_router(router)
-    return measure_http(trace_http(app, tracing))
+    return measure_http(trace_http(app, tracing), logs=settings.http_log_requests)
 
 
 async def _look_at_server(gateway: Gateway) -> None:

@@ -41,6 +41,14 @@ def gateway(
             show_default=False,
         ),
     ] = None,
+    log_requests: Annotated[
+        bool | None,
+        typer.Option(
+            "--log-requests/--no-log-requests",
+            help="Log each call; default: they are logged.",
+            show_default=False,
+        ),
+    ] = None,
     redis: Redis = None,
     queue: Annotated[
         list[str] | None,
@@ -65,7 +73,12 @@ def gateway(
     from promptq.producer.settings import read_gateway_settings
 
     settings = read_gateway_settings(
-        http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queues=queue
+        http_host=host,
+        http_port=port,
+        http_share_port=share_port,
+        http_log_requests=log_requests,
+        redis_url=redis,
+        queues=queue,
     )
     run_gateway(settings)
 

@@ -99,9 +99,13 @@ def advertised(port: int | None = None) -> str | None:
 
     With `port`, only a server that listens there counts.
     """
+    return next((url for url in all_advertised() if port in (None, urlsplit(url).port)), None)
+
+
+def all_advertised() -> Iterator[str]:
+    """The addresses of this user's embedded servers that live, the latest first."""
     files = sorted(_files(_folder()), key=_written_at, reverse=True)
-    living = (url for file in files if (url := _living(file)) is not None)
-    return next((url for url in living if port in (None, urlsplit(url).port)), None)
+    return (url for file in files if (url := _living(file)) is not None)
 
 
 def how_to_find(url: str) -> str:
