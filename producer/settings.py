@@ -89,6 +89,7 @@ class GatewaySettings(FilesSettings):
         description="most connections at once; the answer beyond that is 503, except to probes,"
         " which have 64 more",
     )
+    http_log_requests: bool = Field(True, description="log each call; `promptq up` does not")
     http_cors_origins: tuple[str, ...] = Field(
         (),
         description="origins whose pages a browser lets read answers, as a JSON list such as"

@@ -4,6 +4,8 @@ PromptqError
 ├── ConfigurationError            a setting or an option that cannot work
 ├── RedisSideError                the way to the server, or the server
 │   ├── RedisUnavailableError     nothing answers there
+│   │   └── RedisBusyError        it loads its data, has no master, or runs a script without end
+│   ├── RedisFullError            its memory is full, so it accepts no request
 │   ├── RedisAuthError            it answers, but not to these credentials
 │   └── RedisTooOldError          it answers, but lacks what the scripts need
 ├── SpoiltRecordError             a record is not as the protocol says; names its key
@@ -40,6 +42,14 @@ class RedisSideError(PromptqError):
 
 class RedisUnavailableError(RedisSideError):
     """No server answers at the address."""
+
+
+class RedisBusyError(RedisUnavailableError):
+    """The server answers, but serves nobody yet: it loads, has no master, or runs a long script."""
+
+
+class RedisFullError(RedisSideError):
+    """The server's memory is full, so it accepts no request."""
 
 
 class RedisAuthError(RedisSideError):

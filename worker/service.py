@@ -17,6 +17,7 @@ from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import directory, lookups
+from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
@@ -24,6 +25,7 @@ from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_less
+from promptq.shared.server.retry import keep_trying
 from promptq.worker.control_channel import Message, messages
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
@@ -124,6 +126,7 @@ class Worker:
         self._lease_timer = LeaseTimer(
             self.leases, self._publisher, self._watchdog, self._queue.lease_ms
         )
+        self._eviction_log = EvictionLog()
         self._told_to_drain = asyncio.Event()
         self._has_started = False
         self._was_refused = False
@@ -154,7 +157,8 @@ class Worker:
 
     async def start(self) -> None:
         """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
-        await self._queue.take_batch(Room(max_count=0, token_budget=0))
+        no_room = Room(max_count=0, token_budget=0)
+        await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         control = messages(self._queue.redis, self._queue.keys)
         await anext(control)  # raises if the user may not listen
         self.engine.start()
@@ -168,11 +172,13 @@ class Worker:
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
+        self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._tell_service_manager))
-        await self._beat()
+        await self._survive_redis(self._beat)
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
+        await self._survive_redis(self._look_for_eviction)
         self.intake.start()
         self._has_started = True
 
@@ -253,6 +259,9 @@ class Worker:
                     "gateways that serve all queues will not find this one: the Redis user may not"
                     " add to promptq:queues; make the users anew (promptq acl)"
                 )
+
+    async def _look_for_eviction(self) -> None:
+        self._eviction_log.note(await self._queue.run(eviction_warning()))
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()

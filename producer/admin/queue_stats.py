@@ -8,6 +8,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
+from promptq.shared.queue.eviction import eviction_warning
 
 
 class QueueStats(BaseModel):
@@ -27,17 +28,21 @@ class QueueStats(BaseModel):
     """Whether some worker loads the model when its turn comes, or has it loaded."""
     now_ms: int = 0
     """The server's time; heartbeats use the same clock."""
+    server_warning: str = ""
+    """How the server endangers requests; empty if it does not."""
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
     """What the queue holds and how its workers do."""
-    (model, standby_until), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
+    (model, standby_until), (told_before, paused), *numbers, server_warning = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
         Call("", ["HMGET", keys.config, "model", "paused"], list, lambda: [None] * 2),
         lookups.count(keys),
         *(Call("", ["ZCARD", key], int, int) for key in (keys.delayed, keys.leases, keys.dead)),
         lookups.server_time_ms(),
+        eviction_warning(),
     ]
+    waiting, delayed, active, dead, now_ms = numbers
     worker_ids = yield lookups.live_worker_ids(keys, now_ms)
     workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
     return QueueStats(
@@ -52,4 +57,5 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         workers=[it for it in workers if it is not None],  # None: it left between the two calls
         has_standby=lookups.is_later(standby_until, now_ms),
         now_ms=now_ms,
+        server_warning=server_warning,
     )

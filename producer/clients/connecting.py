@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import redis
 import redis.asyncio
 
-from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.errors import ConfigurationError, RedisBusyError, RedisUnavailableError
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.cluster import address_of_nodes
 from promptq.shared.server.connection import explain
@@ -36,7 +36,9 @@ def server_url(url: str | None = None) -> str:
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
-    """`error` with what to do about it."""
+    """`error` with what to do about it, if nothing answers."""
+    if isinstance(error, RedisBusyError):
+        return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
 
 
@@ -51,9 +53,12 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raise ConfigurationError for a client made with `decode_responses=True`."""
-    if pool.connection_kwargs.get("decode_responses"):
+    """Raise ConfigurationError for a client that reads text, or writes it not in UTF-8."""
+    options = pool.connection_kwargs
+    if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
+    if (encoding := str(options.get("encoding", "utf-8"))).lower() not in ("utf-8", "utf8"):
+        raise ConfigurationError(f"redis: give a client that was made without {encoding=}")
 
 
 def check_is_alone(model: str, queue: str | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.keys import check_request_id
 from promptq.shared.protocol.request import MAX_MS, NewRequest, Request, TokenAccount, check_size
 from promptq.shared.queue.request_queue import new_request_id
 
@@ -35,8 +36,7 @@ def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
     """
     if n < 1:
         raise InvalidRequestError(f"n: {n} is not a number of samples, 1 or more", field="n")
-    given_id = fields.get("request_id")
-    named = {**fields, "request_id": new_request_id() if given_id is None else given_id}
+    named = _named(fields)
     return [_compose_one(_sample(i, named)) for i in range(n)]
 
 
@@ -51,8 +51,7 @@ def compose_embeddings(
         raise InvalidRequestError("texts: is empty", field="texts")
     if isinstance(texts, str) or isinstance(texts[0], int):
         return [_compose_one({**fields, "prompt": texts})]
-    given_id = fields.get("request_id")
-    named = {**fields, "request_id": new_request_id() if given_id is None else given_id}
+    named = _named(fields)
     return [_compose_one({**_sample(i, named), "prompt": text}) for i, text in enumerate(texts)]
 
 
@@ -86,6 +85,13 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
                 f"{name}: cannot be sent as JSON that workers read: {why}", field=name
             )
     return InvalidRequestError("payload: is nested too deeply", field="payload")
+
+
+def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with the id that is the beginning of the samples' ids."""
+    given_id = fields.get("request_id")
+    own_id = new_request_id() if given_id is None else check_request_id(given_id)
+    return {**fields, "request_id": own_id}
 
 
 def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:

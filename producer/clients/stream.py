@@ -28,6 +28,7 @@ from promptq.shared.queue.call import Call
 from promptq.shared.queue.spoilt import is_wrong_type
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work, sliced
+from promptq.shared.server.retry import is_away
 
 T = TypeVar("T")
 
@@ -196,8 +197,8 @@ class _Stream:
         while not self._ended:
             try:
                 yield from self._listen()
-            except (redis.ConnectionError, redis.TimeoutError) as error:
-                if isinstance(error, redis.AuthenticationError):
+            except redis.RedisError as error:
+                if not is_away(error):
                     raise
                 self._was_cut = True
                 if self._failures == 0:

@@ -55,6 +55,8 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
 
     console = SafeConsole()
     console.print(queue_table(found))
+    if found.server_warning:
+        console.print(Text(f"warning: {found.server_warning}\n", style="bold yellow"))
     if found.workers:
         console.print(workers_table(found.workers))
     else:

@@ -71,6 +71,9 @@ def up(
             show_default=False,
         ),
     ] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log each call over HTTP.")
+    ] = False,
 ) -> None:
     """Run a server and workers in this terminal until Ctrl-C; with --port also gateway and jobs.
 
@@ -100,6 +103,7 @@ def up(
         models=queues_of_models(model or [], queue or [], settings.queue),
         workers=WorkerRange.parse(workers),
         http_port=port,
+        logs_requests=log_requests,
         worker_args=context.args,
     )
     needed = {

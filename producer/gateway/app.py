@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import redis.asyncio
 from fastapi import FastAPI
@@ -42,6 +42,7 @@ from promptq.producer.gateway.routes import (
 from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.queue import scripts
+from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
 from promptq.shared.runtime.tasks import end, kept_up
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
@@ -68,8 +69,12 @@ _UPLOADS = 16
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The ASGI application of one gateway. Raises RedisUnavailableError if no server is given."""
+    """The ASGI application of one gateway.
+
+    Raises RedisUnavailableError if no server is given, and ConfigurationError for a wrong URL.
+    """
     url = server_url(settings.redis_url)
+    make_async_redis(url)  # only to refuse a wrong URL before anything starts
     tracing = start_tracing("promptq-gateway", settings.otlp_endpoint)
 
     @asynccontextmanager
@@ -138,16 +143,21 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     for router in _ROUTERS:
         app.include_router(router)
-    return measure_http(trace_http(app, tracing))
+    return measure_http(trace_http(app, tracing), logs=settings.http_log_requests)
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Log why calls will get 503, if they will, before the first one does."""
+    """Log why calls will get 503, before the first one does, and whether the server evicts keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     except RedisError as error:
         told = errors.redis_side_error(error, gateway.client.url, gateway.redis_user)
         errors.log_why_unavailable(told)
+    log = EvictionLog()
+    while True:
+        with suppress(RedisError):  # calls log why it is away
+            log.note(await gateway.queue.run(eviction_warning()))
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _make_routes(app: FastAPI) -> None:

@@ -41,6 +41,14 @@ def gateway(
             show_default=False,
         ),
     ] = None,
+    log_requests: Annotated[
+        bool | None,
+        typer.Option(
+            "--log-requests/--no-log-requests",
+            help="Log each call; default: they are logged.",
+            show_default=False,
+        ),
+    ] = None,
     redis: Redis = None,
     queue: Annotated[
         list[str] | None,
@@ -66,7 +74,12 @@ def gateway(
     from promptq.shared.runtime.secrets import forget_secrets
 
     settings = read_gateway_settings(
-        http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queues=queue
+        http_host=host,
+        http_port=port,
+        http_share_port=share_port,
+        http_log_requests=log_requests,
+        redis_url=redis,
+        queues=queue,
     )
     forget_secrets()
     run_gateway(settings)

@@ -16,6 +16,8 @@ from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_queues import JsonCron, batch_queue, open_jobs_redis, upkeep_queue
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.eviction import EvictionLog, eviction_warning
+from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_redis
@@ -43,12 +45,18 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
             dispatcher.hand_out_batches,
             cron.enqueue_jobs,
         )
+        queue, eviction_log = RequestQueue(own, settings.queue), EvictionLog()
+
+        def look_for_eviction() -> None:
+            if eviction_log.is_due:
+                eviction_log.note(queue.run(eviction_warning()))
+
         while not is_over():
             try:
                 leads, is_well = dispatcher.leads(), True
             except redis.RedisError as error:
                 leads, is_well = _is_away(error), False
-            is_well &= _do_each(steps if leads else [deliveries.pause])
+            is_well &= _do_each([look_for_eviction, *(steps if leads else [deliveries.pause])])
             deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
         with suppress(redis.RedisError):
             deliveries.close(_END_SECONDS)

@@ -74,6 +74,8 @@ class Call(Generic[T_co]):
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
     """Returns the value for a key that a stranger spoilt. Without it, that is an error."""
+    of_refusal: Callable[[], T_co] | None = None
+    """Returns the value if the server refuses the command. Without it, that is an error."""
     keys: Keys | None = None
     """The queue for which a script runs; None: that of whoever sends the call."""
 
@@ -98,6 +100,8 @@ class Call(Generic[T_co]):
         Raises SpoiltRecordError for a reply that is not as the protocol says. NoPermissionError is
         raised for a command in a script too, where servers have other words.
         """
+        if self.of_refusal is not None and isinstance(reply, ResponseError):
+            return self.of_refusal()
         if isinstance(reply, ResponseError) and str(reply).startswith(_NOT_PERMITTED_IN_SCRIPT):
             raise NoPermissionError(str(reply)) from reply
         if isinstance(reply, Exception):

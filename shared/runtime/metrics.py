@@ -139,6 +139,8 @@ QUEUE_DELAYED = Spec("gauge", "queue_requests_delayed", "Requests not yet due.",
 QUEUE_ACTIVE = Spec("gauge", "queue_requests_active", "Requests held by workers.", ("queue",))
 QUEUE_DEAD = Spec("gauge", "queue_dead_letters", "Dead letters.", ("queue",))
 QUEUE_PAUSED = Spec("gauge", "queue_paused", "1 while the queue hands out nothing.", ("queue",))
+SERVER_EVICTS = Spec("gauge", "queue_server_evicts", "1 if the server may delete requests to make"
+                     " room.", ("queue",))
 WORKERS = Spec("gauge", "queue_workers", "Workers that are alive.", ("queue",))
 DESIRED_WORKERS = Spec("gauge", "queue_workers_desired", "Workers that there should be.",
                        ("queue",))

@@ -41,5 +41,5 @@ def queues_of_models(
 def _queue_like(model: str) -> str:
     """A queue's name from that of a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` -> `B`."""
     path = Path(model)
-    name = path.stem if path.suffix == ".gguf" and not path.is_dir() else path.name
+    name = path.stem if path.suffix.lower() == ".gguf" and not path.is_dir() else path.name
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", name)[:64] or "model"

@@ -9,8 +9,9 @@ The server keeps the file locked, by a descriptor that it got from its parent, a
 releases the lock when the server ends, however it ends. If the lock is free, then the server has
 ended, and another program may listen at its address now.
 
-The password of such a server begins with a mark of this user and machine. So a copied address is
-still recognised when the file is gone, and nothing is sent there any more.
+The password of such a server begins with a mark of the folder. So whoever sees that folder still
+recognises a copied address when the file is gone, and sends nothing there. Without the folder, as
+in another HOME or container, nobody can know whether the server lives, and the password suffices.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 _BEGUN = "new-"
+_MARK = "promptq-embedded-"
 _PRIVATE = 0o700
 _OTHERS = 0o077
 
@@ -61,9 +63,7 @@ class Advertisement:
         """Returns None if the address cannot be written. Then no command will find the server."""
         folder = _folder()
         with suppress(OSError):
-            folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-            if _is_ours(folder):
-                folder.chmod(_PRIVATE)
+            if _made_private(folder):
                 descriptor, path = tempfile.mkstemp(prefix=_BEGUN, dir=folder)  # for its owner only
                 # A name is never used again, so the file of a dead server can be deleted unread.
                 name = f"{_prefix()}{port}-{Path(path).name.removeprefix(_BEGUN)}"
@@ -99,9 +99,13 @@ def advertised(port: int | None = None) -> str | None:
 
     With `port`, only a server that listens there counts.
     """
+    return next((url for url in all_advertised() if port in (None, urlsplit(url).port)), None)
+
+
+def all_advertised() -> Iterator[str]:
+    """The addresses of this user's embedded servers that live, the latest first."""
     files = sorted(_files(_folder()), key=_written_at, reverse=True)
-    living = (url for file in files if (url := _living(file)) is not None)
-    return next((url for url in living if port in (None, urlsplit(url).port)), None)
+    return (url for file in files if (url := _living(file)) is not None)
 
 
 def how_to_find(url: str) -> str:
@@ -112,24 +116,32 @@ def how_to_find(url: str) -> str:
 
 
 def password_mark() -> str:
-    """The beginning of the password of an advertised server of this user and machine.
+    """The beginning of the password of a server that will be advertised; empty if it cannot be."""
+    folder = _folder()
+    with suppress(OSError):
+        if _made_private(folder):
+            return _mark_of(folder)
+    return ""
 
-    Another user, or another machine with a tunnel to this one, cannot see whether the server lives,
-    and does not check.
-    """
-    whose = f"{os.getuid()} {os.uname().nodename}".encode()
-    return f"promptq-embedded-{hashlib.sha256(whose).hexdigest()[:8]}-"
+
+def _mark_of(folder: Path) -> str:
+    """A path is no mark: containers have the same paths and user ids, but other folders."""
+    found = folder.stat()
+    which = f"{found.st_dev} {found.st_ino} {os.getuid()} {os.uname().nodename}".encode()
+    return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
 
 
 def liveness_of(url: str) -> Callable[[], bool] | None:
-    """A function that tells whether the server of an advertised address lives; None for others.
+    """A function that tells whether the server of an advertised address lives.
+
+    None for an address that is none, or that was advertised in a folder that cannot be seen here.
 
     The server is recognised by its password, however the rest of the address is written. Call the
     function after a connection was opened and before it is used. Then a yes is certain: the server
     lived when the connection was made, so it was the one that listened.
     """
-    found = re.search(re.escape(password_mark()) + r"[\w-]+", url)
-    if found is None:
+    found = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
+    if found is None or found[1] not in {_mark_of(it) for it in _folders() if _is_ours(it)}:
         return None
     password = found[0]
 
@@ -170,6 +182,15 @@ def _files(folder: Path) -> Iterator[Path]:
     if _is_ours(folder):
         with suppress(OSError):
             yield from (file for file in folder.iterdir() if file.name.startswith(prefix))
+
+
+def _made_private(folder: Path) -> bool:
+    """Make the folder and close it to others. Returns whether it can be used. Raises OSError."""
+    folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    if not _is_ours(folder):
+        return False
+    folder.chmod(_PRIVATE)
+    return True
 
 
 def _is_ours(folder: Path) -> bool:

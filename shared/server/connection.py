@@ -17,17 +17,21 @@ from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
     AskError,
     AuthenticationError,
-    ClusterDownError,
+    InvalidResponse,
     MaxConnectionsError,
     NoPermissionError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
 )
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from promptq.shared.errors import (
     ConfigurationError,
     PromptqError,
     RedisAuthError,
+    RedisBusyError,
+    RedisFullError,
     RedisSideError,
     RedisTooOldError,
     RedisUnavailableError,
@@ -40,7 +44,10 @@ from promptq.shared.server.cluster import (
     NoClusterError,
     make_of_cluster,
 )
+from promptq.shared.server.retry import WORTH_TRYING, is_busy, parser_with_busy
 from promptq.shared.server.sentinel import SENTINEL_SCHEMES, make_of_sentinels
+from promptq.shared.server.tls import what_is_wrong
+from promptq.shared.server.url_options import without_defaults
 
 T = TypeVar("T")
 
@@ -54,9 +61,9 @@ _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
 _NO_LIMIT = 2**31  # redis-py takes None as 100
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
+_DATABASE = re.compile(r"/?|/\d+")
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
 _NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
-_WORTH_TRYING = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
 
@@ -79,14 +86,13 @@ def open_redis(url: str) -> redis.Redis:
     client: redis.Redis = _make(redis.Redis, url)
     try:
         check_version(client.info("server"), url)
-    except NoPermissionError:
-        pass  # the role may not read the version; other commands will show if it is too old
     except PromptqError:
         client.close()
         raise
     except (RedisError, OSError) as error:
-        client.close()
-        raise explain(error, url) from error
+        if not _hides_version(error):
+            client.close()
+            raise explain(error, url) from error
     client.set_retry(_retry(redis.retry.Retry, url))
     return client
 
@@ -96,16 +102,20 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     client = make_async_redis(url)
     try:
         check_version(await client.info("server"), url)
-    except NoPermissionError:
-        pass  # as above
     except PromptqError:
         await client.aclose()
         raise
     except (RedisError, OSError) as error:
-        await client.aclose()
-        raise explain(error, url) from error
+        if not _hides_version(error):
+            await client.aclose()
+            raise explain(error, url) from error
     client.set_retry(_retry(redis.asyncio.retry.Retry, url))
     return client
+
+
+def _hides_version(error: Exception) -> bool:
+    """Whether INFO is not permitted. Other commands will show if the server is too old."""
+    return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
@@ -161,7 +171,13 @@ def _what_is_wrong(kind: Any, url: str) -> str:
 
 def _try_to_make(kind: Any, url: str) -> Any:
     parts = urlsplit(url)
-    if parts.scheme in SENTINEL_SCHEMES:
+    is_of_sentinels = parts.scheme in SENTINEL_SCHEMES
+    if parts.scheme in ("redis", "rediss") and not _DATABASE.fullmatch(parts.path):
+        raise ValueError(f"the database {parts.path[1:]!r} is not a number")
+    query = without_defaults(parts.query, is_of_sentinels)
+    if query != parts.query:
+        url = url.replace(f"?{parts.query}", f"?{query}")
+    if is_of_sentinels:
         client = make_of_sentinels(kind, url, _options_of(kind, url))
     elif parts.scheme in CLUSTER_SCHEMES:
         client = make_of_cluster(kind, url, _options_of(kind, url))
@@ -194,13 +210,18 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
         "max_connections": _NO_LIMIT,
         "socket_connect_timeout": _CONNECT_TIMEOUT_SECONDS,
         "socket_timeout": _ANSWER_TIMEOUT_SECONDS,
+        "parser_class": parser_with_busy(
+            redis.asyncio.connection.DefaultParser
+            if kind is redis.asyncio.Redis
+            else redis.connection.DefaultParser
+        ),
     }
     if (8 if kind is redis.asyncio.Redis else 7) <= _REDIS_PY:
         from redis.maint_notifications import MaintNotificationsConfig
 
         options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
     if _REDIS_PY < 6:  # it would connect again, but not send again
-        options["retry_on_error"] = list(_WORTH_TRYING)
+        options["retry_on_error"] = list(WORTH_TRYING)
     if not url.startswith("unix:"):
         # Otherwise a connection that only listens would not notice a lost server.
         options["socket_keepalive"] = True
@@ -241,7 +262,7 @@ def _retry(kind: Callable[..., T], url: str) -> T:
     has become a replica, each try connects anew, to where its name or load balancer leads by then.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
-    return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=_WORTH_TRYING)
+    return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:
@@ -280,8 +301,8 @@ def explain(
                 if_not_permitted += f"; a user made by hand needs channels too: {grant}"
             said = said.partition(" script: ")[0]  # the rest is a place in a script
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")
-    if isinstance(error, ResponseError) and "unknown command" in str(error):
-        return RedisTooOldError(  # it does not know HELLO, which came with Redis 6
+    if _is_unknown(error, "HELLO"):  # it came with Redis 6
+        return RedisTooOldError(
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
             f" Valkey {MIN_VALKEY} is needed"
         )
@@ -294,12 +315,17 @@ def explain(
         return RedisUnavailableError(
             f"the cluster at {shown} has no node for the queue yet: {error}"
         )
-    if isinstance(error, ClusterDownError):
-        return RedisUnavailableError(f"the cluster of the node at {shown} is down: {error}")
+    if is_busy(error):
+        return RedisBusyError(f"the server at {shown} cannot serve yet: {error}")
     if isinstance(error, AskError):
         return RedisSideError(
             f"the server at {shown} is a node of a Redis Cluster, and the queue is on another one;"
             " give redis+cluster:// instead of redis://"
+        )
+    if isinstance(error, OutOfMemoryError):
+        return RedisFullError(
+            f"the memory of the server at {shown} is full (maxmemory), so it accepts no request:"
+            " raise the limit, or lower result_ttl_ms"
         )
     if isinstance(error, ResponseError):
         return RedisSideError(f"the server at {shown} refuses a command: {error}")
@@ -308,5 +334,22 @@ def explain(
             f"all connections that the redis-py client may have to {shown} are in use:"
             " let it have more (max_connections)"
         )
+    if fault := what_is_wrong(error):
+        return RedisSideError(f"the server at {shown} cannot be reached by TLS: {fault}")
     said = str(error).rstrip(".")  # more text may follow this message
+    if isinstance(error, InvalidResponse):
+        return RedisSideError(
+            f"the program at {shown} answers, but not as a Redis server does: {said}"
+        )
+    if shown.startswith("rediss") and isinstance(error, RedisTimeoutError):
+        said += " (a server without TLS does not answer rediss://)"
+    elif shown.startswith("redis:") and re.search("reset by peer|closed by server", said):
+        said += " (a server with TLS needs rediss://)"
     return RedisUnavailableError(f"no Redis server answers at {shown}: {said}")
+
+
+def _is_unknown(error: Exception, command: str) -> bool:
+    """Whether the server does not know a command, or has it under another name."""
+    said = str(error).lower()
+    unknown = f"unknown command '{command}'".lower()
+    return isinstance(error, ResponseError) and unknown in said.replace("`", "'")

@@ -1,4 +1,4 @@
-"""Repeats calls that the server did not accept, for a limited time."""
+"""Which errors say that a server is away for now, and how calls are repeated meanwhile."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+    TryAgainError,
+)
 
 from promptq.shared.runtime.logs import get_logger
 
@@ -20,6 +31,38 @@ _MAX_BACKOFF_SECONDS = 2.0
 _LONGEST_TRY_SECONDS = 40.0
 """What a try counts at most. None takes longer, not even in a cluster, where a call is repeated for
 the half minute of a failover: in the rest this process or its machine stood still."""
+
+
+_BUSY = "BUSY"
+
+
+class BusyError(ConnectionError):
+    """The server runs a script that does not end. It counts as a lost connection, like LOADING."""
+
+
+WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
+"""After these redis-py connects anew and sends a call again. MASTERDOWN is a ClusterDownError."""
+
+
+@cache
+def parser_with_busy(kind: Any) -> Any:
+    """A parser of redis-py that knows BUSY as an error of the server, not of the command."""
+    classes = {**kind.EXCEPTION_CLASSES, _BUSY: BusyError}
+    return type("ParserWithBusy", (kind,), {"EXCEPTION_CLASSES": classes})
+
+
+def is_busy(error: Exception) -> bool:
+    """Whether a server answers but cannot serve yet."""
+    kinds = (BusyError, BusyLoadingError, ClusterDownError, TryAgainError)
+    # Clients that were not made here do not know BUSY.
+    return isinstance(error, kinds) or str(error).startswith(f"{_BUSY} ")
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the same call may succeed later, without any change by its sender."""
+    if isinstance(error, AuthenticationError):
+        return False
+    return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
 
 
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:

@@ -33,6 +33,8 @@ def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
     service, _, database = parts.path.strip("/").partition("/")
     if not service or not hosts:
         raise ValueError("it names no service or no sentinel")
+    if not database.isdigit() and database:
+        raise ValueError(f"the database {database!r} is not a number")
     # redis-py reads the rest of the URL, with one host in the place of all.
     plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
     is_async = kind is redis.asyncio.Redis

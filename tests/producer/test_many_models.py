@@ -16,6 +16,7 @@ from promptq.producer.batches.local_batch import BatchOutcome, run_batch
 from promptq.shared.errors import ConfigurationError, ModelNotServedError
 from promptq.shared.protocol.keys import ALIASES, Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.directory import note_queue
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.acl import user_rules
 from tests.model_free_worker import running_worker, served_model_free, text_of
@@ -113,6 +114,15 @@ def test_the_commands_about_models(run: Run, redis_url: str) -> None:
         ["owl", "default"],
         ["wren", "b"],
     ]
+    with Client(redis_url, "old") as client:
+        client.queue.run(note_queue("old"))
+        client.queue.redis.hset(client.queue.keys.model, "model", "a moa")
+        told = run("models", "list").stdout
+        assert told.endswith(
+            "No worker serves a moa. If none will again: promptq models forget 'a moa'\n"
+        )
+        assert told.count("No worker serves") == 1
+        assert run("models", "forget", "a moa").returncode == 0
     assert run("models", "alias", "gpt-4o", "wren").returncode == 0
     found = json.loads(run("models", "list", "--json").stdout)
     assert [(it["name"], it["aliases"]) for it in found] == [("owl", []), ("wren", ["gpt-4o"])]

@@ -313,17 +313,33 @@ async def test_an_address_that_was_kept_is_told_nothing_once_its_server_has_ende
     assert impostor.heard == b""
 
 
-def test_an_address_of_another_user_or_machine_is_not_judged(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("elsewhere", ["home", "user", "machine", "container", "nowhere"])
+async def test_an_address_is_not_judged_where_its_file_cannot_be_seen(
+    elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They see no file of it, and it may well live: through a tunnel, for one."""
+    """The server may well live, so the password suffices."""
+    runtime = tmp_path / "runtime"
     with EmbeddedServer(is_advertised=True) as server:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", "")
-        monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
-        with pytest.raises(RedisUnavailableError, match="has ended"):
-            open_redis(server.url)
-        monkeypatch.setattr(os, "getuid", lambda: NOBODY)
-        open_redis(server.url).close()
+        if elsewhere == "home":  # with a server there, whose file can be seen
+            monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+            monkeypatch.setenv("HOME", str(tmp_path / "home"))
+            monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+            EmbeddedServer(is_advertised=True).stop()
+        elif elsewhere == "user":
+            monkeypatch.setattr(os, "getuid", lambda: NOBODY)
+        elif elsewhere == "machine":
+            name = os.uname_result(["Linux", "another", "", "", ""])
+            monkeypatch.setattr(os, "uname", lambda: name)
+        elif elsewhere == "container":  # of the same user, with the same paths
+            runtime.rename(tmp_path / "outside")
+            (runtime / "promptq").mkdir(mode=0o700, parents=True)
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+            monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+        with Client(server.url) as client:
+            assert client.stats().waiting == 0
+        async with AsyncClient(server.url) as async_client:
+            assert (await async_client.stats()).waiting == 0
 
 
 def test_a_server_that_cannot_be_advertised_is_used_by_its_address(

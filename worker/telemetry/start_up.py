@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from promptq.shared.runtime.logs import get_logger
 
 _LOGGED_SECONDS = 5.0
-"""Shorter stages get no line of their own. The ready line names all stages."""
+"""Longer stages get a log line where no bar is shown. The ready line names all others."""
 
 
 class StartUp:
@@ -28,6 +28,7 @@ class StartUp:
         self.seconds: dict[str, float] = {}
         """The seconds that each stage took, in order."""
         self._clock = clock
+        self._logged: set[str] = set()
         self._stage: str | None = None
         self._began_at = 0.0
         self._log = get_logger()
@@ -53,8 +54,9 @@ class StartUp:
             self._bar.stop()
 
     def __str__(self) -> str:
-        """All stages in short: `weights 0.8 s, checking 1.2 s`."""
-        return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.seconds.items())
+        """The stages that no log line named, in short: `weights 0.8 s, checking 1.2 s`."""
+        stages = self.seconds.items()
+        return ", ".join(f"{it} {took:.1f} s" for it, took in stages if it not in self._logged)
 
     def _end_stage(self) -> None:
         if self._stage is None:
@@ -62,5 +64,6 @@ class StartUp:
         seconds = self._clock() - self._began_at
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + seconds
         if seconds >= _LOGGED_SECONDS and not self._is_shown:
+            self._logged.add(self._stage)
             self._log.info("starting", stage=self._stage, seconds=round(seconds, 1))
         self._stage = None

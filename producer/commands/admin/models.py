@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 from typing import Annotated
 
@@ -50,7 +51,13 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
             length = "" if view.max_model_len is None else str(view.max_model_len)
             cells = (model.name, view.queue, *numbers, length, ", ".join(model.aliases))
             table.add_row(*(Text(printable(cell)) for cell in cells))
-    console_for_list().print(table)
+    console = console_for_list()
+    console.print(table)
+    for model in found:
+        if not any(view.has_worker for view in model.queues):
+            name = printable(model.name)
+            forget = f"promptq models forget {shlex.quote(name)}"
+            console.print(Text(f"No worker serves {name}. If none will again: {forget}"))
 
 
 @models.command()

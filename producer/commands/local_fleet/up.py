@@ -24,7 +24,7 @@ from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.producer.commands.screens.render import queue_option
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
-from promptq.shared.server.advertised import how_to_find, is_free
+from promptq.shared.server.advertised import all_advertised, how_to_find, is_free
 from promptq.shared.server.connection import open_redis, without_password
 from promptq.shared.server.embedded import PREFERRED_PORT, EmbeddedServer
 
@@ -43,6 +43,8 @@ class UpOptions:
     workers: WorkerRange = field(default_factory=lambda: WorkerRange(1, 1))
     """For each model."""
     http_port: int | None = None
+    logs_requests: bool = False
+    """Whether the gateway logs each call."""
     worker_args: Sequence[str] = field(default_factory=list)
 
 
@@ -111,6 +113,8 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
         with _server(UpOptions(redis_port=port, data_dir=data_dir)) as url:
             where = f"{without_password(url)} ({how_to_find(url)})"
             console.out(f"server ready at {where}", highlight=False)
+            for line in beside(url):
+                console.out(line, highlight=False)
             while not signals.asked_to_drain():
                 time.sleep(_LOOK_SECONDS)
     finally:
@@ -122,6 +126,19 @@ def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
     if port is None:
         port = PREFERRED_PORT if is_free(PREFERRED_PORT) else None
     return EmbeddedServer(port, data_dir, is_advertised=True)
+
+
+def beside(url: str) -> list[str]:
+    """What commands in other terminals mean, if another embedded server of this user runs."""
+    latest, *others = [urlsplit(it).port for it in all_advertised()] or [None]
+    if latest != urlsplit(url).port or not others:
+        return []
+    ports = " and ".join(f"on port {port}" for port in others)
+    return [
+        f"Another embedded server runs {ports}. Commands without --redis now mean this one,",
+        f"on port {latest}, until it ends. For the other one:"
+        f' --redis "$(promptq url --port {others[0]})"',
+    ]
 
 
 def run_supervised(
@@ -182,7 +199,8 @@ def _commands(options: UpOptions) -> dict[str, list[str]]:
     if options.http_port is not None:
         served = [word for queue in options.models for word in ("--queue", queue)]
         port = str(options.http_port)
-        commands["gateway"] = promptq_command(["gateway", "--port", port, *served])
+        quiet = [] if options.logs_requests else ["--no-log-requests"]
+        commands["gateway"] = promptq_command(["gateway", "--port", port, *quiet, *served])
         for queue in options.models:
             named = "jobs" if len(options.models) == 1 else f"jobs {queue}"
             commands[named] = promptq_command(["jobs", "--queue", queue])
@@ -234,6 +252,8 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
             f"  {cli} zadd '{prefix}pending' 0 1",
             f"  {cli} xrange '{prefix}tokens:1' - +",
         ]
+        if found := beside(url):
+            lines += ["", *(f"[yellow]{escape(line)}[/]" for line in found)]
     lines += ["", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

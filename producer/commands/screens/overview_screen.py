@@ -60,6 +60,8 @@ def _title(overview: Overview) -> Text:
         title.append(f", model {overview.model}")
     if overview.paused:
         title.append("  paused", style="bold yellow")
+    if overview.server_warning:
+        title.append(f"\nwarning: {printable(overview.server_warning)}", style="bold yellow")
     return title
 
 

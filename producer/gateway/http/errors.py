@@ -36,6 +36,7 @@ from promptq.shared.errors import (
     PromptqError,
     QueueFullError,
     RedisAuthError,
+    RedisFullError,
     RedisSideError,
     RequestExistsError,
     RequestNotFoundError,
@@ -231,6 +232,15 @@ def as_api_error(error: Exception) -> ApiError:
                 "the gateway may not use its Redis server; its log says why",
                 code="queue_unavailable",
                 headers={"Retry-After": "5"},
+            )
+        case RedisFullError():
+            log_why_unavailable(error)
+            return ApiError(
+                503,
+                "the memory of the queue's server is full, so it accepts no request; try again"
+                " later",
+                code="queue_unavailable",
+                headers={"Retry-After": "30"},
             )
         case RedisSideError() | RedisError():
             # Details about the server are for the log, not for callers.

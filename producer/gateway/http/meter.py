@@ -50,9 +50,10 @@ class HttpMeter:
 
 
 class _Measured:
-    def __init__(self, app: ASGIApp, meter: HttpMeter) -> None:
+    def __init__(self, app: ASGIApp, meter: HttpMeter, logs: bool) -> None:
         self._app = app
         self._meter = meter
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,19 +77,19 @@ class _Measured:
             handler: Any = getattr(scope.get("route"), "path", _UNKNOWN)
             method = scope["method"] if scope["method"] in _METHODS else _UNKNOWN
             self._meter.end(handler, method, status, seconds)
-            _log_answer(scope, status, seconds)
+            _log_answer(scope, status, seconds, self._logs)
 
 
-def _log_answer(scope: Scope, status: str, seconds: float) -> None:
+def _log_answer(scope: Scope, status: str, seconds: float, logs: bool) -> None:
     """Log with the `request_id` that the route has bound, but without the query, maybe a secret."""
-    level = "debug" if scope["path"] in POLLED else "info"
+    level = "info" if logs and scope["path"] not in POLLED else "debug"
     method, path = scope["method"], scope["path"]
     line: Any = getattr(get_logger(), level)
     line("answered", method=method, path=path, status=int(status), ms=round(seconds * 1000, 1))
 
 
-def measure_http(app: FastAPI) -> FastAPI:
-    """Log and count the HTTP requests of `app`. Call it before the app starts."""
+def measure_http(app: FastAPI, *, logs: bool = True) -> FastAPI:
+    """Count the HTTP requests of `app`, and log them. Call it before the app starts."""
     app.state.http_meter = HttpMeter()
-    app.add_middleware(_Measured, meter=app.state.http_meter)
+    app.add_middleware(_Measured, meter=app.state.http_meter, logs=logs)
     return app

@@ -17,8 +17,9 @@ function server.number(name, default) return numbers.whole(server.config(name), 
 
 -- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. Once it has
 -- accepted a first write, it accepts all others. So each script begins with a write that changes nothing, and
--- is refused as a whole or not at all. Scripts that only keep order and add no data begin with a write that
--- needs no memory. Messages come last, so before that the script checks that the user may publish them.
+-- is refused as a whole or not at all. Only scripts that take in requests begin with a write that needs memory:
+-- with full memory, what was accepted goes on to its end. Messages come last, so before that the script checks
+-- that the user may publish them.
 local function check_channels()
   if not redis.acl_check_cmd then return end -- fakeredis knows no users
   for _, channel in ipairs({keys.channels .. 'control', keys.events('')}) do

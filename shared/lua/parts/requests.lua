@@ -7,6 +7,12 @@ requests.DEFAULT_OUTPUT = 256 -- expected output while no request has finished y
 
 function requests.is_final(state) return IS_FINAL[state] or false end
 
+-- Why a request may not have this id, or nil if it may.
+function requests.wrong_id(id)
+  if #id > 0 and #id <= 200 and not string.find(id, '[^\33-\126]') then return nil end
+  return 'id: is not 1 to 200 printable ASCII characters without spaces'
+end
+
 -- Fields of a request's hash as a table; nil if the key is of another type.
 function requests.read(id, ...)
   local values = redis.pcall('HMGET', keys.request(id), ...)

@@ -40,7 +40,7 @@ local MAX_PASSES = 8    -- how often an oversized request or a suspect is overta
 local SMALL_PART = 4     -- what a worker may take beyond its share: a fourth of what is each one's part
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
 
-if max_count > 0 or ARGV[10] ~= '' then server.write_needs_memory() else server.write_needs_no_memory() end
+server.write_needs_no_memory()
 
 -- Compare this call with the last one that gave something. If the worker has not seen the last one's reply,
 -- the reply was lost. Its requests go back; that is no crash, because the worker lives. If the last one is
@@ -237,9 +237,8 @@ end
 -- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays in the queue.
 local function examine(queue, turn)
   local id = queue.id
-  if #id > 200 or string.find(id, '[^\33-\126]') then
-    return refuse(id, 'id: is not 1 to 200 printable ASCII characters without spaces')
-  end
+  local wrong = requests.wrong_id(id)
+  if wrong then return refuse(id, wrong) end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
   if not fields then

@@ -10,6 +10,7 @@
 --       {'exists', id}            an id is taken; nothing was enqueued
 --       {'full', retry_after_ms, setting, limit}   the limit of this setting is reached;
 --                                 nothing was enqueued
+--       An error if no request may have one of the ids; nothing was enqueued
 
 local idempotency_ms, num_fields = string.match(ARGV[1], '^(%d+) ?(%d*)$')
 num_fields = tonumber(num_fields) or 6
@@ -28,6 +29,8 @@ local ids, fresh, ids_here, keys_here = {'ok'}, {}, {}, {} -- the last two: of t
 for n = 0, count - 1 do
   local at = 2 + n * num_fields
   local id, key = ARGV[at], ARGV[at + 5]
+  local wrong = requests.wrong_id(id)
+  if wrong then return redis.error_reply('ERR ' .. wrong) end
   local known = key ~= '' and (keys_here[key] or known_by(key))
   ids[#ids + 1] = known or id
   if not known then

@@ -15,7 +15,7 @@
 -- status is `error <message>` and its request ends, because nobody could continue it. Other rows go on.
 
 local lease_ms, num_rows = tonumber(ARGV[1]), tonumber(ARGV[2])
-if num_rows > 0 then server.write_needs_memory() else server.write_needs_no_memory() end
+server.write_needs_no_memory()
 local ROW, HELD = 7, 3
 local held_from = 3 + num_rows * ROW
 local num_held = (#ARGV - held_from + 1) / HELD

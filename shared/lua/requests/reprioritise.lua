@@ -17,7 +17,7 @@ if fields.payload ~= ARGV[3] then return 'stale' end
 local before = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
 local score = tonumber(scores.read(queue and redis.call('ZSCORE', queue, id) or fields.score))
 local text = numbers.precise(score + (priority - before) * scores.priority_level())
-server.write_needs_memory()
+server.write_needs_no_memory()
 redis.call('HSET', keys.request(id), 'payload', ARGV[4], 'priority', numbers.exact(priority), 'score', text)
 if queue then redis.call('ZADD', queue, text, id) end
 server.wake_workers()

@@ -3,9 +3,11 @@
 -- ARGV  1 id of the dead letter   2 id of the new request
 -- Reply {'ok'}      also if it was done before and the call is sent again because its reply was lost
 --       {'unknown'} there is no such dead letter
---       {'exists'}  the new id is taken
+--       {'exists'}  the new id is taken; an error if no request may have it
 
 local old, new = ARGV[1], ARGV[2]
+local wrong = requests.wrong_id(new)
+if wrong then return redis.error_reply('ERR ' .. wrong) end
 local fields = requests.read(old, 'payload', 'priority', 'tenant', 'account')
 if (requests.read(new, 'requeued_from') or {}).requeued_from == old then return {'ok'} end
 if not redis.call('ZSCORE', keys.dead, old) or not fields then return {'unknown'} end

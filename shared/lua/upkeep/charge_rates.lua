@@ -6,7 +6,7 @@
 
 local key = rate_buckets.key(ARGV[1])
 local wait, wanted, reply = 0, {}, {}
-server.write_needs_memory()
+server.write_needs_no_memory()
 for at = 2, #ARGV, 3 do
   local name, amount, limit = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   local before = rate_buckets.full_at(key, name)

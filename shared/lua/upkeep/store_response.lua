@@ -43,7 +43,7 @@ if what == 'add' then
   for _, key in ipairs({record, own, sizes, unfinished}) do redis.call('PEXPIRE', key, ttl) end
   return {'ok'}
 elseif what == 'end' then
-  server.write_needs_memory()
+  server.write_needs_no_memory()
   redis.pcall('ZREM', unfinished, id)
   if redis.call('EXISTS', record) == 0 or redis.call('HEXISTS', record, 'result') == 1 then return {'gone'} end
   write()

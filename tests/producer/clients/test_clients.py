@@ -56,6 +56,25 @@ def test_enqueue_takes_messages_and_token_ids(any_client: Any, own_worker: Any) 
     assert own_worker.payload(any_client.enqueue(messages=messages)) == {"messages": messages}
 
 
+@pytest.mark.parametrize("wrong", ["", "a" * 201, "a b", "a\n", "é", "\x00", "\x7f"])
+def test_an_id_that_no_request_may_have_is_refused(any_client: Any, wrong: str) -> None:
+    source = any_client.enqueue("Hi")
+    for call in (
+        lambda: any_client.enqueue("Hi", request_id=wrong),
+        lambda: any_client.enqueue_many([{"prompt": "Hi", "request_id": wrong}]),
+        lambda: any_client.enqueue_samples(2, "Hi", request_id=wrong),
+        lambda: any_client.fork(source, at=0, fork_id=wrong),
+        lambda: any_client.fork(wrong),
+        lambda: any_client.result(wrong),
+        lambda: any_client.cancel(wrong),
+        lambda: any_client.state(wrong),
+        lambda: any_client.timeline(wrong),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"^id: .* is not 1 to 200 printable"):
+            call()
+    assert any_client.stats().waiting == 1
+
+
 def test_enqueue_refuses_what_no_worker_would_take(any_client: Any) -> None:
     """By its size in bytes, and before it travels."""
     half = MAX_PAYLOAD_BYTES // 2

@@ -12,8 +12,11 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
+from promptq.producer.commands.local_fleet.up import beside
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.processes import family_of, is_running, read_until
 from tests.producer.playing import KEYS, HandWorker, Run, Start
 from tests.servers import free_port
@@ -60,10 +63,26 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     family = family_of(process.pid)
     assert {worker["pid"] for worker in workers} < set(family)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
+    shown, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
+    assert "answered" not in shown, "calls over HTTP push the welcome away"
     until(lambda: not any(map(is_running, family)))
     assert "there is no Redis server" in run("stats", url="").stderr
+
+
+def test_a_second_server_says_which_one_commands_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with EmbeddedServer(is_advertised=True) as first:
+        assert beside(first.url) == []
+        with EmbeddedServer(is_advertised=True) as second:
+            said = " ".join(beside(second.url))
+            assert advertised() == second.url
+            assert f"Another embedded server runs on port {first.port}." in said
+            assert f"now mean this one, on port {second.port}, until it ends" in said
+            assert f'--redis "$(promptq url --port {first.port})"' in said
+            assert advertised(first.port) == first.url
 
 
 def test_up_uses_a_server_that_is_there(start: Start, own_worker: HandWorker) -> None:

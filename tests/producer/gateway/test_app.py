@@ -8,8 +8,10 @@ from typing import Any
 import httpx2
 import pydantic
 import pytest
+import structlog
 
 from tests.producer.gateway.living import LiveGateway
+from tests.waiting import until
 
 
 def test_no_call_waits_until_routes_are_made(
@@ -26,3 +28,14 @@ def test_no_call_waits_until_routes_are_made(
     paths = ("/v1/models", "/v1/batches", "/readyz")
     answers = [httpx2.get(f"{gateway.url}{path}").status_code for path in paths]
     assert (answers, made) == ([200, 200, 503], [])
+
+
+@pytest.mark.parametrize(("logs", "level"), [(True, "info"), (False, "debug")])
+def test_a_gateway_may_keep_calls_out_of_its_log(
+    start_gateway: Callable[..., LiveGateway], logs: bool, level: str
+) -> None:
+    gateway = start_gateway(http_log_requests=logs)
+    with structlog.testing.capture_logs() as lines:
+        assert httpx2.get(f"{gateway.url}/v1/models").status_code == 200
+        until(lambda: any(it["event"] == "answered" for it in lines))
+    assert [it["log_level"] for it in lines if it["event"] == "answered"] == [level]

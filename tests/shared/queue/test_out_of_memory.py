@@ -1,4 +1,4 @@
-"""A server without memory left refuses a script whole, or carries it out whole."""
+"""A server without memory left takes in no request; what it accepted goes on to its end."""
 
 from __future__ import annotations
 
@@ -72,39 +72,35 @@ def two_running(queue: RequestQueue) -> tuple[Claim, Claim]:
     return a, b
 
 
-def test_rows_are_refused_together_and_written_when_sent_again(
-    client: Any, queue: RequestQueue
-) -> None:
-    """Above all a last row: its request is not finished before the log has its last event."""
+def test_streams_go_on_to_their_end(client: Any, queue: RequestQueue) -> None:
     a, b = two_running(queue)
+    queue.cancel("a")
+    run_out(client)
     rows = [row(a, 1), row(b, 1, reason=FinishReason.STOP)]
-    refused_whole(client, lambda: queue.publish(rows, [held(a)]))
-    assert queue.state("b") is RequestState.ACTIVE
-    assert queue.publish(rows, [held(a)]).rows == ["ok", "ok"]
+    assert queue.publish(rows, [held(b)]).rows == ["cancelled", "ok"]
+    recover(client)
     assert [at for at, _ in entries_of(client, queue, "b")] == ["1-0", "2-1"]
     assert queue.state("b") is RequestState.COMPLETED
 
 
-def test_a_row_that_meets_a_cancel_is_refused_like_any(client: Any, queue: RequestQueue) -> None:
-    a, b = two_running(queue)
-    queue.cancel("a")
-    refused_whole(client, lambda: queue.publish([row(a, 1), row(b, 1)]))
-    assert queue.publish([row(a, 1), row(b, 1)]).rows == ["cancelled", "ok"]
-
-
-def test_nothing_more_is_taken_in_or_handed_out(client: Any, queue: RequestQueue) -> None:
+def test_nothing_more_is_taken_in_and_what_waits_is_handed_out(
+    client: Any, queue: RequestQueue
+) -> None:
+    """Otherwise waiting requests that fill the memory would stay there for ever."""
     put(queue, "a")
     refused_whole(client, lambda: queue.enqueue([new("b"), new("c")]))
-    refused_whole(client, lambda: queue.take_batch(ROOM))
+    run_out(client)
+    assert ids(queue.take_batch(ROOM)) == ["a"]
+    recover(client)
     put(queue, "b")
-    assert ids(queue.take_batch(ROOM)) == ["a", "b"]
+    assert ids(queue.take_batch(ROOM)) == ["b"]
 
 
-def test_nothing_moves_by_halves(client: Any, queue: RequestQueue) -> None:
+def test_a_request_can_still_change_its_place(client: Any, queue: RequestQueue) -> None:
     put(queue, "a")
     payload = client.hget(queue.keys.request("a"), "payload")
+    run_out(client)
     call = scripts.reprioritise("a", -3, payload, '{"prompt":"hello","priority":-3}')
-    refused_whole(client, lambda: queue.run(call))
     assert queue.run(call) == "changed"
 
 

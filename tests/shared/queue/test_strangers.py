@@ -16,6 +16,7 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
@@ -74,6 +75,42 @@ def test_ids_without_a_proper_request_end_with_an_error(client: Any, queue: Requ
     assert messages["with space"].startswith("id: ")
     assert messages["wrong-type"].startswith("request: ")
     assert queue.state("bad-log") is RequestState.FAILED
+
+
+WRONG_IDS = [b"", b"a" * 201, b"a b", b" a", b"a\n", b"\x00", b"\x7f", "é".encode(), b"\xff"]
+
+
+@pytest.mark.parametrize("wrong", WRONG_IDS, ids=repr)
+def test_an_id_that_no_request_may_have_ends_and_harms_no_other(
+    client: Any, queue: RequestQueue, wrong: bytes
+) -> None:
+    key = queue.keys.request("").encode() + wrong
+    client.hset(key, "payload", '{"prompt":"a"}')
+    client.zadd(queue.keys.pending, {wrong: 1})
+    client.zadd(queue.keys.delayed, {wrong + b"x": 1})
+    client.zadd(queue.keys.leases, {wrong + b"y": 1})
+    put(queue, "good")
+    assert ids(queue.take_batch(ROOM)) == ["good"]
+    queue.reap()
+    assert queue.is_empty()
+    state, reason, last = client.hmget(key, "state", "finish_reason", "last_event")
+    assert (state, reason) == (b"failed", b"error")
+    assert "1 to 200 printable ASCII" in json.loads(last)["error"]["message"]
+    assert client.ttl(key) > 0
+
+
+@pytest.mark.parametrize("wrong", WRONG_IDS, ids=repr)
+def test_the_scripts_take_in_no_such_id(client: Any, queue: RequestQueue, wrong: bytes) -> None:
+    good, bad = [queue._enqueue([new("it")]).args for _ in range(2)]
+    args = [*good[:-1], wrong, *bad[2:-1], good[-1]]
+    with pytest.raises(ResponseError, match="id: is not 1 to 200"):
+        queue.run(Call("enqueue", args, list))
+    client.zadd(queue.keys.dead, {"dead": 1})
+    client.hset(queue.keys.request("dead"), "payload", '{"prompt":"a"}')
+    with pytest.raises(ResponseError, match="id: is not 1 to 200"):
+        queue.run(Call("requeue", ["dead", wrong], list))
+    assert queue.is_empty()
+    assert queue.state("it") is None
 
 
 def test_a_newer_version_is_left_to_newer_workers(client: Any, queue: RequestQueue) -> None:

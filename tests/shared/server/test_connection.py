@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from promptq import AsyncClient, Client
 from promptq.shared.errors import (
     ConfigurationError,
     RedisAuthError,
@@ -20,6 +21,7 @@ from promptq.shared.errors import (
 from promptq.shared.server.connection import (
     check_version,
     explain,
+    make_async_redis,
     open_async_redis,
     open_redis,
     without_password,
@@ -73,6 +75,64 @@ async def test_says_that_a_url_is_none(url: str) -> None:
         open_redis(url)
     with pytest.raises(ConfigurationError, match=r"^redis: .* is not a Redis URL"):
         await open_async_redis(url)
+
+
+PLACES = {
+    "redis": "host:1/0",
+    "rediss": "host:1/0",
+    "unix": "/run/sock",
+    "redis+sentinel": "host:1,host:2/it",
+    "redis+cluster": "host:1,host:2",
+}
+
+
+@pytest.mark.parametrize("scheme", PLACES)
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("decode_responses=True", "encoding=latin-1", "encoding_errors=ignore"),
+        *("protocol=4", "socket_timeout=0", "socket_timeout=nan", "socket_timeout=-1"),
+        *("socket_connect_timeout=0", "socket_read_size=0", "health_check_interval=-1"),
+        *("max_connections=0", "max_connections=1", "client_name=a%20b", "db=-1", "db=prod"),
+        *("retry=3", "retry_on_error=TimeoutError", "single_connection_client=true", "timeout=3"),
+        *("parser_class=x", "connection_class=x", "credential_provider=x", "cache=x", "foo=1"),
+        *("socket_keepalive_options=x", "legacy_responses=false", "redis_connect_func=x"),
+        *("command_packer=x", "maint_notifications_config=x", "event_dispatcher=x", "host=other"),
+        "decode_response=1",
+    ],
+)
+def test_refuses_an_option_that_would_break_it_by_name(scheme: str, option: str) -> None:
+    name = option.partition("=")[0]
+    url = f"{scheme}://:secret@{PLACES[scheme]}?socket_timeout=3&{option}"
+    for connect in (open_redis, make_async_redis):
+        with pytest.raises(ConfigurationError, match=rf"option '?{name}\b") as raised:
+            connect(url)
+        assert "secret" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # redis-py's, of `lib_name`
+async def test_takes_every_option_that_does_no_harm(redis_url: str) -> None:
+    options = (
+        "decode_responses=False&encoding=UTF-8&encoding_errors=strict&protocol=3&socket_timeout=2"
+        "&socket_connect_timeout=2.5&socket_keepalive=no&socket_read_size=1&retry_on_timeout=yes"
+        "&max_connections=2&health_check_interval=1&client_name=me&lib_name=it&lib_version=1"
+    )
+    request_id = "caf-1"
+    with Client(f"{redis_url}?{options}") as client:
+        client.enqueue("Café \U0001f98a", request_id=request_id)
+        assert client.stats().waiting == 1
+    async with AsyncClient(f"{redis_url}?{options}") as async_client:
+        await async_client.cancel(request_id)
+        assert [it.finish_reason async for it in async_client.stream(request_id)] == ["cancelled"]
+
+
+@pytest.mark.parametrize("place", ["host/prod", "host/0x1", "host/-1", "host/0/1", "host/1.5"])
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+sentinel"])
+def test_a_database_is_a_number(scheme: str, place: str) -> None:
+    if scheme == "redis+sentinel":
+        place = place.replace("host/", "host/service/")
+    with pytest.raises(ConfigurationError, match=r"the database '\S+' is not a number"):
+        open_redis(f"{scheme}://:secret@{place}")
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "redis+sentinel"])

@@ -49,6 +49,7 @@ def test_a_long_stage_is_logged_where_there_is_no_bar(
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)
     assert (told["stage"], told["seconds"]) == ("weights", 60.0)
+    assert str(start_up) == "checking 0.1 s", "nothing is repeated"
 
 
 def test_building_the_shipped_model_goes_through_all_stages() -> None:

@@ -17,7 +17,7 @@ _GGUF = ".gguf"
 
 
 def is_gguf(name_or_dir: str) -> bool:
-    return name_or_dir.endswith(_GGUF) and not Path(name_or_dir).expanduser().is_dir()
+    return name_or_dir.lower().endswith(_GGUF) and not Path(name_or_dir).expanduser().is_dir()
 
 
 def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
@@ -55,7 +55,8 @@ def check_source(name_or_dir: str) -> str:
 
 
 def _check_directory(directory: Path, name: str) -> None:
-    if not any(directory.glob("*.safetensors")) and (files := sorted(directory.glob(f"*{_GGUF}"))):
+    files = sorted(it for it in directory.iterdir() if it.suffix.lower() == _GGUF)
+    if files and not any(directory.glob("*.safetensors")):
         raise ModelNotFoundError(
             f"{name}: has no *.safetensors weights; to serve its GGUF file, name that:"
             f" --model {files[0]}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 
 from promptq.producer.admin import api_keys
+from promptq.producer.admin.queue_stats import QueueStats
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.shared.queue import scripts
@@ -24,7 +27,7 @@ async def healthz() -> dict[str, str]:
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
     """The queues can be read, and a worker takes requests and makes progress, or loads a model when
-    work comes; otherwise 503."""
+    work comes; otherwise 503. `warning` says how the server endangers requests."""
     # Each call reads the keys, and most publish.
     await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
@@ -32,7 +35,7 @@ async def readyz(gateway: ThisGateway) -> dict[str, str]:
     workers = [worker for each in stats for worker in each.workers]
     is_loaded = any(worker.state != "draining" for worker in workers)
     if not is_loaded and any(each.has_standby for each in stats):
-        return {"status": "ready"}
+        return _ready(stats)
     if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")
     patience_ms = gateway.settings.http_ready_seconds * 1000
@@ -40,4 +43,9 @@ async def readyz(gateway: ThisGateway) -> dict[str, str]:
     if not any(worker.current_step_ms <= patience_ms for worker in taking):
         what = "gets on" if taking else "takes further requests"
         raise ApiError(503, f"of {len(workers)} workers none {what}", code="no_progress")
-    return {"status": "ready"}
+    return _ready(stats)
+
+
+def _ready(stats: Sequence[QueueStats]) -> dict[str, str]:
+    warning = next(filter(None, (each.server_warning for each in stats)), "")
+    return {"status": "ready", **({"warning": warning} if warning else {})}

@@ -62,6 +62,7 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     yield metrics.QUEUE_ACTIVE, (queue,), float(overview.active)
     yield metrics.QUEUE_DEAD, (queue,), float(overview.dead)
     yield metrics.QUEUE_PAUSED, (queue,), float(overview.paused)
+    yield metrics.SERVER_EVICTS, (queue,), float(bool(overview.server_warning))
     yield metrics.WORKERS, (queue,), float(len(overview.workers))
     scaling = overview.scaling
     yield metrics.DESIRED_WORKERS, (queue,), float(scaling.desired)

@@ -259,7 +259,7 @@ def test_a_directory_may_be_named_like_a_gguf_file(tmp_path: Path) -> None:
 def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With its tokenizer, its own name and fingerprint, wherever it is started."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(FILES / "qwen3-q8_0.gguf", "small-q8_0.gguf")  # another model of the same name
+    shutil.copy(FILES / "qwen3-q8_0.gguf", "small-q8_0.GGUF")  # another model of the same name
     settings = read_settings(model=str(FILES / "small-q8_0.gguf"), kv_cache_memory="4M")
     served = build(settings)
     assert served.identity.name == "small-q8_0"
@@ -269,6 +269,7 @@ def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert served.dtype == "bfloat16"
     assert served.end_token_ids == {2}
     assert identify(settings) == served.identity
-    other = identify(read_settings(model="small-q8_0.gguf"))
+    other = identify(read_settings(model="small-q8_0.GGUF"))
+    assert other.name == "small-q8_0"
     assert other.fingerprint != served.identity.fingerprint
     assert fits_beside_others(settings)

@@ -21,7 +21,8 @@ export function open(main, { frame }) {
   ];
   const priorities = h("div");
   const workers = h("div");
-  main.append(title, tiles, h("div", { class: "charts" }, charts.map((it) => it.element)), priorities, workers);
+  const warning = h("div");
+  main.append(title, warning, tiles, h("div", { class: "charts" }, charts.map((it) => it.element)), priorities, workers);
   let samples = [];
   let sampleMs = 5000;
 
@@ -29,6 +30,7 @@ export function open(main, { frame }) {
     if (it.latest && it.latest.at > (samples.at(-1)?.at ?? 0)) samples.push(it.latest);
     samples = samples.filter((sample) => sample.at > now - HOUR_MS);
     show(title, ...head(it));
+    show(warning, it.server_warning && h("p", { class: "card problem", role: "alert" }, it.server_warning));
     show(tiles, ...tilesOf(it, samples, now));
     for (const one of charts) one.draw(samples, now, sampleMs);
     show(priorities, prioritiesOf(it));

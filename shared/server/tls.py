@@ -1,0 +1,29 @@
+"""Says in one sentence what is wrong with an encrypted connection, and what to do."""
+
+from __future__ import annotations
+
+import re
+import ssl
+
+_ADVICE = (
+    ("expired|not yet valid", "renew the server's certificate, or set this machine's clock"),
+    ("mismatch|doesn't match|not valid for", "use a name that the certificate has in the address"),
+    ("self-signed|issuer|verify", "name the file of its authority: ?ssl_ca_certs=FILE"),
+    ("certificate.required|handshake failure", "present one: ?ssl_certfile=FILE&ssl_keyfile=FILE"),
+    ("wrong.version|record layer", "the server speaks no TLS: give redis:// instead of rediss://"),
+)
+
+
+def what_is_wrong(error: BaseException) -> str:
+    """What is wrong with the encryption, if that is why an error was raised; otherwise empty."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return ""
+    said = re.sub(r"\[.*?\] | \(_ssl\.c:\d+\)", "", str(cause.args[-1])).rstrip(".")
+    code = f"{getattr(cause, 'reason', '')} {said}"
+    for pattern, advice in _ADVICE:
+        if re.search(pattern, code, re.IGNORECASE):
+            return f"{said}; {advice}"
+    return said

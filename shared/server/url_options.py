@@ -1,0 +1,91 @@
+"""The options in a server's URL, after its `?`. All others are refused by name.
+
+redis-py passes every option on as text. So it also takes those that only make sense as objects, and
+fails at the first call, or reads replies in a form that promptq does not expect.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from urllib.parse import parse_qsl
+
+_YES_OR_NO = ("true", "yes", "1", "false", "no", "0")
+_NO_EFFECT = {
+    "decode_responses": ("false", "no", "0"),
+    "encoding": ("utf-8", "utf8"),
+    "encoding_errors": ("strict",),
+}
+"""Values that programs give although they are the defaults. Other ones would break promptq."""
+
+
+def _is_duration(value: str) -> bool:
+    try:
+        return 0 < float(value) < 2**31
+    except ValueError:
+        return False
+
+
+def _is_number_from(least: int) -> Callable[[str], bool]:
+    return lambda value: value.isascii() and value.isdigit() and least <= int(value) < 2**31
+
+
+def _is_name(value: str) -> bool:
+    return value.isascii() and value.isprintable() and " " not in value
+
+
+_DURATION = (_is_duration, "a number of seconds above 0")
+_SWITCH = (lambda value: value.lower() in _YES_OR_NO, "true or false")
+_NAME = (_is_name, "printable ASCII characters without spaces")
+_TEXT = (bool, "a text")
+_FILE = (lambda value: os.access(value, os.R_OK), "a file that can be read here")
+
+MIN_CONNECTIONS = 2
+"""A process has subscriptions, which keep a connection each, and calls beside them."""
+
+_OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "db": (_is_number_from(0), "the number of a database"),
+    "username": _TEXT,
+    "password": _TEXT,
+    "client_name": _NAME,
+    "lib_name": _NAME,
+    "lib_version": _NAME,
+    "protocol": (lambda value: value in ("2", "3"), "2 or 3"),
+    "socket_timeout": _DURATION,
+    "socket_connect_timeout": _DURATION,
+    "socket_keepalive": _SWITCH,
+    "socket_read_size": (_is_number_from(1), "a number of bytes"),
+    "retry_on_timeout": _SWITCH,
+    "max_connections": (
+        _is_number_from(MIN_CONNECTIONS),
+        f"a number of connections from {MIN_CONNECTIONS} on",
+    ),
+    "health_check_interval": (_is_number_from(0), "a whole number of seconds"),
+    **{f"ssl_{name}": _FILE for name in ("keyfile", "certfile", "ca_certs", "ca_path")},
+    **{f"ssl_{name}": _TEXT for name in ("password", "cert_reqs", "ca_data", "ciphers")},
+    **{f"ssl_{name}_verify_flags": _TEXT for name in ("include", "exclude")},
+    "ssl_min_version": (lambda value: value in ("771", "772"), "771 (TLS 1.2) or 772 (TLS 1.3)"),
+    "ssl_check_hostname": _SWITCH,
+}
+_OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
+
+
+def without_defaults(query: str, is_of_sentinels: bool) -> str:
+    """The query without options that only repeat a default. Raises ValueError for a wrong one."""
+    options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
+    kept = []
+    for part in query.split("&") if query else ():
+        for name, value in parse_qsl(part):
+            if name in _NO_EFFECT:
+                if value.lower() not in _NO_EFFECT[name]:
+                    raise ValueError(
+                        f"the option {name}={value} would change what promptq reads; leave it out"
+                    )
+                continue
+            if name not in options:
+                raise ValueError(f"there is no option {name!r}; options are {', '.join(options)}")
+            is_right, right = options[name]
+            if not is_right(value):
+                raise ValueError(f"the option {name!r} is {value!r} and not {right}")
+            kept.append(part)
+    return "&".join(kept)
