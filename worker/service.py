@@ -175,7 +175,7 @@ class Worker:
         self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._tell_service_manager))
-        await self._survive_redis(self._beat)
+        await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
         await self._survive_redis(self._look_for_eviction)
