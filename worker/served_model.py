@@ -25,7 +25,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.pooling_files import pooling_of
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
@@ -124,7 +124,7 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     return ModelIdentity(
         shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
-        output_style(tokenizer.chat_template, tokenizer.response_template),
+        style_of(tokenizer),
     )
 
 

@@ -25,12 +25,14 @@ class OutputMarks:
     def __init__(
         self, tokenizer: Tokenizer, style: OutputStyle, request: Request, prompt: Sequence[int]
     ) -> None:
+        is_shown_tools = bool(request.tools) and request.tool_choice != "none"
+        style = style.of_chat(with_tools=is_shown_tools)
         self._tokenizer, self._style, self._prompt = tokenizer, style, prompt
         self._request = request
         is_chat, is_bound = request.messages is not None, request.wanted_output is not None
         self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
         marks = style.reasoning_marks if self._may_reason else ()
-        if is_chat and request.tools and request.tool_choice != "none":
+        if is_chat and is_shown_tools:
             marks += style.call_marks
         self._decode = tokenizer.decoder(marks)
         self._prefix = style.reasoning_before if self._may_reason and self._is_open() else ""

@@ -123,6 +123,8 @@ class HuggingFaceTokenizer:
         loaded: Any
         try:
             if arguments:
+                from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
+
                 # AutoTokenizer reads the configuration first, which takes long from a GGUF file,
                 # and would take another tokenizer of the same folder.
                 loaded = of_gguf(
@@ -132,6 +134,9 @@ class HuggingFaceTokenizer:
                     eos_token=None,
                     **arguments,
                 )
+                if named := GGUFHeader(arguments["gguf_file"]).named_chat_templates:
+                    default = loaded.chat_template
+                    loaded.chat_template = {**({"default": default} if default else {}), **named}
             else:
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
@@ -175,15 +180,21 @@ class HuggingFaceTokenizer:
                 " argument of the call that renders it, which a request may not set",
                 field="chat_template_kwargs",
             )
-        if not self._tokenizer.chat_template:
+        tools = None if request.tool_choice == "none" else request.tools or None
+        template = self.chat_template(with_tools=tools is not None)
+        if not template:
+            only = " without tools" if self.chat_template(with_tools=True) else ""
             raise InvalidRequestError(
-                "messages: the model has no chat template; send a prompt", field="messages"
+                f"messages: the model has no chat template for chats{only}; send"
+                f" {'tools, or ' * bool(only)}a prompt",
+                field="messages",
             )
         try:
             with cpu_time_limit(RENDER_SECONDS):
                 text: str = self._tokenizer.apply_chat_template(
                     request.messages,
-                    tools=None if request.tool_choice == "none" else request.tools,
+                    tools=tools,
+                    chat_template=template,
                     add_generation_prompt=True,
                     tokenize=False,
                     **given,
@@ -246,11 +257,16 @@ class HuggingFaceTokenizer:
             self._token_texts[token_id] = text
         return text
 
-    @property
-    def chat_template(self) -> str:
-        """The chat template: empty if there is none, the default one if there are several."""
-        template = self._tokenizer.chat_template or ""
-        return str(template.get("default", "") if isinstance(template, dict) else template)
+    def chat_template(self, *, with_tools: bool) -> str:
+        """Returns the template of chats that are shown tools, or of others; empty if there is none.
+
+        Of several templates, which have names, transformers and llama.cpp choose in the same way.
+        """
+        templates = self._tokenizer.chat_template or ""
+        if not isinstance(templates, dict):
+            return str(templates)
+        default = templates.get("default", "")
+        return str(templates.get("tool_use", default) if with_tools else default)
 
     @property
     def response_template(self) -> Any:

@@ -25,7 +25,7 @@ from promptq.worker.engine.core.model_free import ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.served_model import Served
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.model_free import ModelFreeRunner
@@ -78,7 +78,7 @@ def served(name: str) -> Served:
     return Served(
         engine=LLMEngine(runner, max_num_seqs=16, max_num_batched_tokens=512, speculative_tokens=0),
         tokenizer=tokenizer,
-        identity=ModelIdentity(name, name, output_style(tokenizer.chat_template)),
+        identity=ModelIdentity(name, name, style_of(tokenizer)),
         end_token_ids=ends,
         device="none",
         dtype="none",
