@@ -286,6 +286,12 @@ class HuggingFaceTokenizer:
         return {str(it): token_id for token_id, it in added if not str(it).isspace()}
 
     @property
+    def end_token_id(self) -> int | None:
+        """The id of the tokenizer's end token; None if it has none, or does not know that token."""
+        name = self._tokenizer.eos_token
+        return None if name is None else self._tokenizer.get_vocab().get(str(name))
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens it has, with added ones. A model may have more, rarely fewer."""
         return len(self._tokenizer)
