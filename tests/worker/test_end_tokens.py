@@ -49,7 +49,9 @@ def test_the_tokenizers_end_token_counts_too(
     assert served(tmp_path, eos_token).end_token_ids == ends
 
 
-def test_an_end_token_that_only_the_tokenizer_names_is_one_everywhere(tmp_path: Path) -> None:
+def test_the_tokenizers_end_token_and_stop_strings_that_are_tokens_end_an_output(
+    tmp_path: Path,
+) -> None:
     model = served(tmp_path, "<|im_end|>")
     biased = {"logit_bias": {str(IM_END): 100.0}, "temperature": 0.0, "max_tokens": 8}
     schema = {"type": "json_schema", "json_schema": {"schema": {"const": 7}}}
@@ -64,5 +66,14 @@ def test_an_end_token_that_only_the_tokenizer_names_is_one_everywhere(tmp_path: 
     assert (ignoring.token_ids, ignoring.finish_reason) == ([IM_END] * 8, FinishReason.LENGTH)
     assert later.token_ids.index(IM_END) == 3
     assert model.tokenizer.decode(in_json.token_ids) == "7"
+    biased["logit_bias"] = {str(IM_START): 100.0}
+    stop = ["zebra", "<|im_start|>"]
+    ended, later = run(
+        model,
+        prepare(model, **biased, stop=stop, ignore_eos=True),
+        prepare(model, **biased, stop=stop, min_tokens=3),
+    )
+    assert (ended.token_ids, ended.finish_reason) == ([IM_START], FinishReason.STOP)
+    assert later.token_ids.index(IM_START) == 3
     assert model.grammars is not None
     model.grammars.close()

@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         """The id of the token that was added to the vocabulary for just this text, if any."""
         ...
 
+    def special_within(self, text: str) -> list[str]:
+        """Returns the special tokens that a text names, which are no text in an output."""
+        ...
+
     def token_text(self, token_id: int) -> str:
         """The text of one token inside of a text, or the name of a special token."""
         ...
@@ -82,6 +86,9 @@ class ByteTokenizer:
 
     def added_token(self, text: str) -> int | None:
         return None
+
+    def special_within(self, text: str) -> list[str]:
+        return []
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id]) or f"<{token_id}>"
@@ -246,6 +253,11 @@ class HuggingFaceTokenizer:
 
     def added_token(self, text: str) -> int | None:
         return self.added_tokens.get(text)
+
+    def special_within(self, text: str) -> list[str]:
+        held = set(self.encode_text(text))  # which finds them faster than a search for each
+        names = self.special_tokens.items()
+        return [name for name, token_id in names if token_id in held and name in text]
 
     def token_text(self, token_id: int) -> str:
         text = self._token_texts.get(token_id)

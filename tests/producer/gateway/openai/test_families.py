@@ -15,9 +15,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
+from promptq import Client
 from promptq.producer.batches.local_batch import run_batch
+from promptq.shared.errors import RequestFailedError
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -38,6 +40,7 @@ from tests.worker.text.families import ARGUMENTS, FAMILIES, NAMES, TOOLS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 END = 2
+NAMED = FAMILIES["Mistral, named"]
 MODELS = {
     # The special tokens are marks, and so are those of reasoning.
     "Mistral, named": ("", "[THINK]I think.\n[/THINK]"),
@@ -249,3 +252,54 @@ def test_a_text_without_tools_or_reasoning_is_content(families_client: OpenAI) -
         message = got.choices[0].message.model_dump()
         assert message["content"] == says.removesuffix("<think>")
         assert "reasoning" not in message
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", ["zebra", "<|im_start|>", "never"]])
+def test_a_stop_string_that_is_a_special_token_ends_the_output_there(
+    families_url: str, families_client: OpenAI, stop: Any
+) -> None:
+    """Such a token is no text, so a search in the text would not find it."""
+    says = "Hello<|im_start|> there"
+    with Client(families_url, queue="mist") as client:
+        fields: Any = {"messages": MESSAGES, "metadata": {"says": says}, "stop": stop}
+        result = client.generate(**fields)
+        assert (result.text, result.finish_reason) == ("Hello", "stop")
+        assert result.stop_reason == "<|im_start|>"
+        num_tokens = len(NAMED.tokenizer().encode_text(says))
+        later = client.generate(**fields, min_tokens=num_tokens + 1)
+        assert (later.text, later.stop_reason) == ("Hello there", None)
+    got = families_client.chat.completions.create(**asking("Mistral, named", says, stop=stop))
+    assert got.choices[0].message.content == "Hello"
+
+
+def test_a_stop_string_that_is_the_models_end_token_is_the_reason(families_url: str) -> None:
+    with Client(families_url, queue="mist") as client:
+        fields: Any = {"messages": MESSAGES, "metadata": {"says": "Hello"}, "stop": "<|im_end|>"}
+        for ignore_eos in (False, True):
+            result = client.generate(**fields, ignore_eos=ignore_eos)
+            assert (result.text, result.stop_reason) == ("Hello", "<|im_end|>")
+
+
+def test_a_stop_string_with_a_special_token_and_more_is_refused(
+    families_url: str, families_client: OpenAI
+) -> None:
+    """Unless the token is a mark, which is text in this chat."""
+    says = '[TOOL_CALLS]stop-all[ARGS]{"a": 1}'
+    stop = ["zebra", "[ARGS]{"]
+    with Client(families_url, queue="mist") as client:
+        fields: Any = {"messages": MESSAGES, "metadata": {"says": says}, "stop": stop}
+        result = client.generate(**fields, tools=TOOLS)
+        assert (result.text, result.stop_reason) == ("[TOOL_CALLS]stop-all", "[ARGS]{")
+        with pytest.raises(RequestFailedError) as caught:
+            client.generate(**fields)
+    said = (
+        "stop: '[ARGS]{' holds '[ARGS]', a special token, which is no text; '[ARGS]' alone ends the"
+        " output at that token"
+    )
+    assert said in str(caught.value)
+    with pytest.raises(
+        BadRequestError, match=re.escape("stop: '\\n<|im_start|>' holds '<|im_start")
+    ):
+        families_client.chat.completions.create(
+            **asking("Mistral, named", says, stop="\n<|im_start|>")
+        )
