@@ -233,7 +233,12 @@ class Preparation:
     def _check_tokens(self, request: Request, prompt: list[int]) -> None:
         field_name = "prompt" if request.messages is None else "messages"
         if not prompt:
-            raise InvalidRequestError(f"{field_name}: holds no tokens", field=field_name)
+            why = "holds no tokens"
+            if request.prompt == "":
+                why = "is empty, and this model's tokenizer puts no token in front of a text"
+            raise InvalidRequestError(
+                f"{field_name}: {why}, so there is nothing to continue", field=field_name
+            )
         longest = self.limits.max_model_len - 1
         if len(prompt) > longest:
             raise InvalidRequestError(

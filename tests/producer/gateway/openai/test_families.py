@@ -19,7 +19,7 @@ from openai import BadRequestError, OpenAI
 
 from promptq import Client
 from promptq.producer.batches.local_batch import run_batch
-from promptq.shared.errors import RequestFailedError
+from promptq.shared.errors import InvalidRequestError, RequestFailedError
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -303,3 +303,41 @@ def test_a_stop_string_with_a_special_token_and_more_is_refused(
         families_client.chat.completions.create(
             **asking("Mistral, named", says, stop="\n<|im_start|>")
         )
+
+
+def test_messages_of_any_client_are_rendered_alike(
+    families_gateway: LiveGateway, families_client: OpenAI, families_url: str
+) -> None:
+    """Over Redis as over HTTP, streamed or not."""
+    name = "Mistral, named"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "null"}}
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    spelt = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}],
+        },
+    ]
+    call["function"] = {"name": "f", "arguments": "[]"}
+    broken = "messages[1].tool_calls[0].function.arguments: must be a JSON object, got '[]'"
+    with Client(families_url, queue="mist") as client:
+        told = client.generate(messages=spelt, tokenize=True).prompt_token_ids
+        with pytest.raises(InvalidRequestError, match=re.escape(broken)):
+            client.enqueue(messages=messages)
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match=re.escape(broken)) as caught:
+            families_client.chat.completions.create(
+                **{**asking(name, "Yes"), "messages": messages}, stream=stream
+            )
+        assert caught.value.param == "messages"
+    call["function"] = {"name": "f", "arguments": "null"}
+    with Client(families_url, queue="mist") as client:
+        assert client.generate(messages=messages, tokenize=True).prompt_token_ids == told
+    body = {"model": name, "messages": messages}
+    answer = httpx2.post(families_gateway.url + "/tokenize", json=body)
+    assert answer.json()["tokens"] == told
