@@ -228,7 +228,8 @@ def _ready_line(
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
     memory = f" ({megabytes:,.0f} MiB)" if megabytes else ""
-    ends = ", ".join(map(served.tokenizer.token_text, sorted(served.end_token_ids)))
+    token_text = served.tokenizer.token_text
+    ends = ", ".join(token_text(end) or f"<{end}>" for end in sorted(served.end_token_ids))
     dtype = f" in {served.dtype}" if served.dtype else ""
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"

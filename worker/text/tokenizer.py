@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import struct
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
@@ -265,9 +265,15 @@ class HuggingFaceTokenizer:
             # Many tokenizers drop the space in front of the first token, so it is decoded twice.
             alone = self.decode([token_id])
             text = self.decode([token_id, token_id])[len(alone) :]
-            text = text or str(self._tokenizer.convert_ids_to_tokens(token_id))
+            if not text and token_id < self._num_ids:
+                text = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
             self._token_texts[token_id] = text
         return text
+
+    @cached_property
+    def _num_ids(self) -> int:
+        """The ids of its tokens are below this. A model's vocabulary may be padded with others."""
+        return _num_ids(self._tokenizer)
 
     def chat_template(self, *, with_tools: bool) -> str:
         """Returns the template of chats that are shown tools, or of others; empty if there is none.
@@ -319,6 +325,10 @@ class HuggingFaceTokenizer:
         return token_ids
 
 
+def _num_ids(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def _longest_token(tokenizer: Any) -> int:
     """The most characters that a token can stand for. A token's name has at least as many."""
     return max(map(len, tokenizer.get_vocab()), default=1)
@@ -327,6 +337,7 @@ def _longest_token(tokenizer: Any) -> int:
 def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
     """Leaves out the `dropped` tokens, which are all special ones unless they are given."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    num_ids = cache(partial(_num_ids, tokenizer))  # a slow tokenizer may fail at ids beyond
     if dropped is not None:
 
         def decode_some(token_ids: Sequence[int]) -> str:
@@ -334,6 +345,7 @@ def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
             if backend is not None:
                 text: str = backend.decode(kept, skip_special_tokens=False)
             else:
+                kept = [it for it in kept if it < num_ids()]
                 text = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
             return text
 
@@ -348,8 +360,9 @@ def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
         return decode_fast
 
     def decode(token_ids: Sequence[int]) -> str:
+        known = [it for it in token_ids if it < num_ids()]
         text: str = tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -341,3 +341,10 @@ def test_messages_of_any_client_are_rendered_alike(
     body = {"model": name, "messages": messages}
     answer = httpx2.post(families_gateway.url + "/tokenize", json=body)
     assert answer.json()["tokens"] == told
+
+
+def test_an_empty_prompt_is_refused_where_no_token_goes_before_a_text(
+    families_client: OpenAI,
+) -> None:
+    with pytest.raises(BadRequestError, match="prompt: is empty, and this model's tokenizer puts"):
+        families_client.completions.create(model="Mistral, named", prompt="")
