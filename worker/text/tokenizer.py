@@ -197,7 +197,12 @@ class HuggingFaceTokenizer:
                 field="messages",
             )
         try:
-            with cpu_time_limit(RENDER_SECONDS):
+            from promptq.worker.text import template_size_limit  # and jinja2 with it
+
+            with (
+                template_size_limit.size_limit(),
+                cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
+            ):
                 text: str = self._tokenizer.apply_chat_template(
                     request.messages,
                     tools=tools,
