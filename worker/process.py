@@ -228,11 +228,14 @@ def _ready_line(
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
     memory = f" ({megabytes:,.0f} MiB)" if megabytes else ""
+    token_text = served.tokenizer.token_text
+    ends = ", ".join(token_text(end) or f"<{end}>" for end in sorted(served.end_token_ids))
     dtype = f" in {served.dtype}" if served.dtype else ""
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
         f"{dtype}{', ' * bool(served.way)}{served.way},"
         f" queue {settings.queue} at {without_password(redis_url)},"
         f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens{memory},"
-        f" up to {limits.max_model_len:,} tokens a request" + (f"; {stages}" if stages else "")
+        f" up to {limits.max_model_len:,} tokens a request,"
+        f" ends at {ends or 'no token'}" + (f"; {stages}" if stages else "")
     )

@@ -25,7 +25,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.pooling_files import pooling_of
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
@@ -124,7 +124,7 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     return ModelIdentity(
         shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
-        output_style(tokenizer.chat_template, tokenizer.response_template),
+        style_of(tokenizer),
     )
 
 
@@ -239,15 +239,16 @@ def _build_model(
         trust_remote_code=settings.trust_remote_code,
         max_prompt_tokens=engine.limits.max_model_len,
     )
+    ends = _end_token_ids(runner.end_token_ids, tokenizer, runner.vocab_size)
     return Served(
         engine=engine,
         tokenizer=tokenizer,
         identity=_identity(settings, tokenizer),
-        end_token_ids=runner.end_token_ids,
+        end_token_ids=ends,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         way=_way(runner, settings),
-        grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids, vets=True),
+        grammars=Grammars(tokenizer, runner.vocab_size, ends, vets=True),
         verdict=runner.verdict,
         pooling=settings.pooling or pooling_of(_folder(name)),
     )
@@ -311,11 +312,20 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
         engine=engine,
         tokenizer=tokenizer,
         identity=_identity(settings.model_copy(update={"model": name}), tokenizer),
-        end_token_ids=facts.end_token_ids,
+        end_token_ids=_end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size),
         device=found.url,
         dtype="" if settings.dtype == "auto" else settings.dtype,
         way=found.description.software,
     )
+
+
+def _end_token_ids(
+    of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
+) -> frozenset[int]:
+    """Returns the model's end tokens with the tokenizer's, as vLLM does: the configuration of many
+    fine-tunes is that of the model that they were made from."""
+    own = tokenizer.end_token_id
+    return of_model if own is None or own >= vocab_size else of_model | {own}
 
 
 def _way(runner: ModelRunner, settings: Settings) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 OBJECT, NAMED, TAGGED = "object", "named", "tagged"
 
@@ -14,7 +15,7 @@ class OutputStyle:
 
     A text has calls of one of three forms. NAME is the name of the tool, {...} its arguments:
 
-    - `object`: `before`, then {"name": NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
+    - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
       several objects may stand there.
     - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, the name may end there
       already, and what follows up to `middle` does not count.
@@ -45,6 +46,14 @@ class OutputStyle:
     reasoning_before: str = ""
     """Stands before the reasoning, which comes first; empty if the model never reasons."""
     reasoning_after: str = ""
+    name_key: str = "name"
+    without_tools: OutputStyle | None = None
+    """The style of a chat that is shown no tools, if another template renders it and reasoning is
+    written in another way there."""
+
+    def of_chat(self, *, with_tools: bool) -> OutputStyle:
+        """Returns the style of a chat that is shown tools, or of one that is not."""
+        return self if with_tools else self.without_tools or self
 
     @property
     def has_calls(self) -> bool:
@@ -78,10 +87,17 @@ class OutputStyle:
         """Returns None if the text is not a style. Fields that are not known are ignored."""
         try:
             given = json.loads(text)
-            known = {it.name: given[it.name] for it in fields(cls) if it.name in given}
-            style = cls(**known)
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, RecursionError):
             return None
-        if not {"arguments_key", "before", "after"} <= known.keys():
+        style = cls._read(given)
+        if style is None or (other := cls._read(given.get("without_tools"))) is None:
+            return style
+        return replace(style, without_tools=other)
+
+    @classmethod
+    def _read(cls, given: Any) -> OutputStyle | None:
+        if not isinstance(given, dict) or not {"arguments_key", "before", "after"} <= given.keys():
             return None
-        return style if all(isinstance(it, str) for it in known.values()) else None
+        names = [field.name for field in fields(cls) if field.name != "without_tools"]
+        known = {name: given[name] for name in names if name in given}
+        return cls(**known) if all(isinstance(mark, str) for mark in known.values()) else None

@@ -27,6 +27,7 @@ from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import NAME, NAME_IN_WORDS
+from promptq.shared.protocol.messages import normalised
 from promptq.shared.protocol.output_format import Output, check_tools, wanted_output
 
 PROTOCOL_VERSION = 1
@@ -377,8 +378,12 @@ class Request(SamplingParams):
             self._check_alone("tokenize", ("embed",))
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
-        if self.prompt is not None and len(self.prompt) == 0:
-            raise ValueError("prompt: is empty, and there is nothing to continue")
+        if self.prompt == []:
+            raise ValueError("prompt: holds no tokens, and there is nothing to continue")
+        if self.prompt == "" and self.embed is not None:
+            raise ValueError("prompt: is empty, and there is nothing to embed")
+        if self.messages is not None:
+            self.messages = normalised(self.messages)
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
             raise ValueError(f"{field}: needs messages, and there is a prompt")
@@ -462,7 +467,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"payload: is not JSON: {message}", field="payload")
     if not first["loc"]:
-        field = message.split(":", 1)[0] if ": " in message else "payload"
+        field = field_of(message) if ": " in message else "payload"
         named = message if ": " in message else f"payload: {message}"
         return InvalidRequestError(named, field=field)
     # A union reports its members as further locations ("prompt", "str"); the field comes first.
@@ -479,6 +484,11 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
         message = f"must be {_PATTERNS_IN_WORDS[pattern]}"
     return InvalidRequestError(f"{field}: {message}, got {_shown(first.get('input'))}", field=field)
+
+
+def field_of(message: str) -> str:
+    """Returns the field that a message begins with, without the place within it."""
+    return message.split(":", 1)[0].split("[", 1)[0]
 
 
 def _shown(value: Any) -> str:

@@ -73,7 +73,8 @@ class Preparation:
             raise TakesLongError
         prompt = self.tokenizer.encode_prompt(request)
         self._check_tokens(request, prompt)
-        ends = frozenset(request.stop_token_ids or ())
+        stop_tokens = self._stop_tokens(request)
+        ends = frozenset(stop_tokens).union(request.stop_token_ids or ())
         if not request.ignore_eos:
             ends |= self.end_token_ids
         prefix = self._prefix(request, ends, len(prompt))
@@ -91,6 +92,8 @@ class Preparation:
         min_tokens = len(prefix) + request.min_tokens
         style = self.model.output_style or OutputStyle()
         marks = OutputMarks(self.tokenizer, style, request, prompt)
+        if not claim.events:  # earlier releases have begun such requests
+            marks.check_stop_strings()
         text, begun = marks.text_stream(prefix, claim.events, min_tokens)
         unsent = self._event_of(prefix, begun, claim)
         events = [*unsent, *claim.events]
@@ -120,11 +123,22 @@ class Preparation:
             logprobs=[item for event in events for item in event.logprobs or ()],
             prompt_json=claim.events[0].prompt_json if claim.events else "",
             request=request,
+            stop_tokens=stop_tokens,
             reasoning=marks.reasoning_tokens(ends),
             resumed_inexactly=is_inexact,
             rows=(rows := [Row.of(claim.request_id, claim.fence, event) for event in unsent]),
             unsent=list(rows),
         )
+
+    def _stop_tokens(self, request: Request) -> dict[int, str]:
+        """Returns the stop strings that are tokens, which may be special ones and so no text."""
+        found = {self.tokenizer.added_token(stop): stop for stop in request.stop_strings}
+        size = self.limits.vocab_size
+        return {
+            token_id: stop
+            for token_id, stop in found.items()
+            if token_id is not None and token_id < size
+        }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
         """The tokens that the output begins with, whoever publishes them.
@@ -220,7 +234,12 @@ class Preparation:
     def _check_tokens(self, request: Request, prompt: list[int]) -> None:
         field_name = "prompt" if request.messages is None else "messages"
         if not prompt:
-            raise InvalidRequestError(f"{field_name}: holds no tokens", field=field_name)
+            why = "holds no tokens"
+            if request.prompt == "":
+                why = "is empty, and this model's tokenizer puts no token in front of a text"
+            raise InvalidRequestError(
+                f"{field_name}: {why}, so there is nothing to continue", field=field_name
+            )
         longest = self.limits.max_model_len - 1
         if len(prompt) > longest:
             raise InvalidRequestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from promptq.shared.protocol.claims import Claim
@@ -41,6 +42,8 @@ class PreparedRequest:
     prompt_json: str = ""
     """What the first event tells of the prompt's tokens, as JSON; empty if they are not wanted, and
     until they are known."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """The stop strings that are tokens."""
     reasoning: ReasoningTokens | None = None
     """Counts the tokens of reasoning; None if the output has none."""
     resumed_inexactly: bool = False
@@ -150,7 +153,8 @@ class PreparedRequest:
                 more += f',"error":{failure}'
             own = embedding_json(embedding)
             if finish_reason is FinishReason.STOP:
-                own += stop_reason_json(self.text.stop_string)
+                last = self.stop_tokens.get(all_ids[-1]) if all_ids else None
+                own += stop_reason_json(self.text.stop_string or last)
             more += own
             event_json = token_event_json(
                 index,

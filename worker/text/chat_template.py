@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
+
+if TYPE_CHECKING:
+    from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 _DEEPSEEK = OutputStyle(
     form=NAMED,
@@ -65,8 +68,29 @@ _STYLES = (
         ('"parameters": dictionary of argument',),  # Llama 3
         OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>"),
     ),
+    (
+        ('"tool_name": title of the tool', "Action:", "```json"),  # Command R
+        OutputStyle(
+            name_key="tool_name",
+            arguments_key="parameters",
+            before="Action: ```json\n[",
+            between=", ",
+            after="]```",
+        ),
+    ),
 )
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def style_of(tokenizer: HuggingFaceTokenizer) -> OutputStyle:
+    """Returns the style of a model's chats, from the templates that render them."""
+    with_tools, without = (
+        output_style(tokenizer.chat_template(with_tools=shown), tokenizer.response_template)
+        for shown in (True, False)
+    )
+    if without.reasoning_marks == with_tools.reasoning_marks:
+        return with_tools
+    return replace(with_tools, without_tools=without)
 
 
 def output_style(chat_template: str, response_template: Any = None) -> OutputStyle:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
+_MOST_BROKEN_TOKENS = 1024
+"""How many tokens at the end of a context may be no whole character."""
+
 _MOST_TOKENS = 16
 _MOST_BYTES = 4
 """The most bytes of a character."""
@@ -43,12 +46,9 @@ class IncrementalDecoder:
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens = list(context[-_CONTEXT_TOKENS:])
+        self._tokens = _whole(decode, context)
         self._done = decode(self._tokens)
         """The text of the first `_num_done` tokens, which was returned."""
-        if self._done.endswith(REPLACEMENT):
-            # Half a character at the start would spoil the first one after it.
-            self._tokens, self._done = [], ""
         self._num_done = len(self._tokens)
 
     def push(self, token_id: int) -> str:
@@ -91,6 +91,18 @@ class IncrementalDecoder:
             del self._tokens[: self._num_done]
             self._done = self._decode(self._tokens)
         self._num_done = len(self._tokens)
+
+
+def _whole(decode: Decode, context: Sequence[int]) -> list[int]:
+    """Returns the last tokens of a context up to its last whole character: half a character would
+    spoil the first one after it."""
+    end = len(context)
+    while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
+        tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])
+        if not decode(tokens).endswith(REPLACEMENT):
+            return tokens
+        end -= 1
+    return []
 
 
 class TextStream:

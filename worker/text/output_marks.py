@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.tokenizer import Tokenizer
 
+_SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
 """The last tokens of a prompt, among which a mark at its end is."""
 
@@ -25,13 +27,16 @@ class OutputMarks:
     def __init__(
         self, tokenizer: Tokenizer, style: OutputStyle, request: Request, prompt: Sequence[int]
     ) -> None:
+        is_shown_tools = bool(request.tools) and request.tool_choice != "none"
+        style = style.of_chat(with_tools=is_shown_tools)
         self._tokenizer, self._style, self._prompt = tokenizer, style, prompt
         self._request = request
         is_chat, is_bound = request.messages is not None, request.wanted_output is not None
         self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
         marks = style.reasoning_marks if self._may_reason else ()
-        if is_chat and request.tools and request.tool_choice != "none":
+        if is_chat and is_shown_tools:
             marks += style.call_marks
+        self._marks = marks
         self._decode = tokenizer.decoder(marks)
         self._prefix = style.reasoning_before if self._may_reason and self._is_open() else ""
 
@@ -39,6 +44,19 @@ class OutputMarks:
         """Whether the prompt ends with the mark before the reasoning."""
         tail = self._decode(self._prompt[-_TAIL_TOKENS:])
         return tail.rstrip().endswith(self._style.reasoning_before.strip())
+
+    def check_stop_strings(self) -> None:
+        """Raises InvalidRequestError for one that no text can have."""
+        for stop in self._request.stop_strings:
+            if self._tokenizer.added_token(stop) is not None:
+                continue
+            for name in self._tokenizer.special_within(stop):
+                if not any(name in mark for mark in self._marks):
+                    raise InvalidRequestError(
+                        f"stop: {stop[:_SHOWN_CHARS]!r} holds {name!r}, a special token, which is"
+                        f" no text; {name!r} alone ends the output at that token",
+                        field="stop",
+                    )
 
     def text_stream(
         self, given: Sequence[int], events: Sequence[TokenEvent], min_tokens: int

@@ -28,7 +28,7 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.shared.protocol.output_style import NAMED, OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
 from promptq.worker.text.schemas.closed_schemas import closed
 from promptq.worker.text.schemas.fault_place import path, place_of_fault
@@ -160,7 +160,7 @@ class Grammars:
         if isinstance(wanted, ChoiceOutput):
             grammar = _choice(wanted, ours.added_tokens, ours.special_tokens)
             return LLMatcher.grammar_from_lark(grammar)
-        style = output_style(ours.chat_template, ours.response_template).forced
+        style = style_of(ours).forced
         return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
@@ -292,7 +292,8 @@ def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mappin
         if style.form == NAMED:
             head, tail = f"{tool.name}{style.middle}", ""
         else:
-            head, tail = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": ', "}"
+            name = f'"{style.name_key}": {json.dumps(tool.name)}'
+            head, tail = f'{{{name}, "{style.arguments_key}": ', "}"
         before = _terms(style.opening + style.before + head, added_tokens)
         after = _terms(tail + style.after + style.closing, added_tokens)
         schema = {**tool.parameters, "x-guidance": _options(tool.strict)}

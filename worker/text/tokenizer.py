@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import struct
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +51,10 @@ class Tokenizer(Protocol):
         """The id of the token that was added to the vocabulary for just this text, if any."""
         ...
 
+    def special_within(self, text: str) -> list[str]:
+        """Returns the special tokens that a text names, which are no text in an output."""
+        ...
+
     def token_text(self, token_id: int) -> str:
         """The text of one token inside of a text, or the name of a special token."""
         ...
@@ -84,6 +88,9 @@ class ByteTokenizer:
 
     def added_token(self, text: str) -> int | None:
         return None
+
+    def special_within(self, text: str) -> list[str]:
+        return []
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id]) or f"<{token_id}>"
@@ -127,6 +134,8 @@ class HuggingFaceTokenizer:
         loaded: Any
         try:
             if arguments:
+                from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
+
                 # AutoTokenizer reads the configuration first, which takes long from a GGUF file,
                 # and would take another tokenizer of the same folder.
                 loaded = of_gguf(
@@ -136,6 +145,9 @@ class HuggingFaceTokenizer:
                     eos_token=None,
                     **arguments,
                 )
+                if named := GGUFHeader(arguments["gguf_file"]).named_chat_templates:
+                    default = loaded.chat_template
+                    loaded.chat_template = {**({"default": default} if default else {}), **named}
             else:
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
@@ -179,15 +191,26 @@ class HuggingFaceTokenizer:
                 " argument of the call that renders it, which a request may not set",
                 field="chat_template_kwargs",
             )
-        if not self._tokenizer.chat_template:
+        tools = None if request.tool_choice == "none" else request.tools or None
+        template = self.chat_template(with_tools=tools is not None)
+        if not template:
+            only = " without tools" if self.chat_template(with_tools=True) else ""
             raise InvalidRequestError(
-                "messages: the model has no chat template; send a prompt", field="messages"
+                f"messages: the model has no chat template for chats{only}; send"
+                f" {'tools, or ' * bool(only)}a prompt",
+                field="messages",
             )
         try:
-            with cpu_time_limit(RENDER_SECONDS):
+            from promptq.worker.text import template_size_limit  # and jinja2 with it
+
+            with (
+                template_size_limit.size_limit(),
+                cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
+            ):
                 text: str = self._tokenizer.apply_chat_template(
                     request.messages,
-                    tools=None if request.tool_choice == "none" else request.tools,
+                    tools=tools,
+                    chat_template=template,
                     add_generation_prompt=True,
                     tokenize=False,
                     **given,
@@ -240,21 +263,37 @@ class HuggingFaceTokenizer:
     def added_token(self, text: str) -> int | None:
         return self.added_tokens.get(text)
 
+    def special_within(self, text: str) -> list[str]:
+        held = set(self.encode_text(text))  # which finds them faster than a search for each
+        names = self.special_tokens.items()
+        return [name for name, token_id in names if token_id in held and name in text]
+
     def token_text(self, token_id: int) -> str:
         text = self._token_texts.get(token_id)
         if text is None:
             # Many tokenizers drop the space in front of the first token, so it is decoded twice.
             alone = self.decode([token_id])
             text = self.decode([token_id, token_id])[len(alone) :]
-            text = text or str(self._tokenizer.convert_ids_to_tokens(token_id))
+            if not text and token_id < self._num_ids:
+                text = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
             self._token_texts[token_id] = text
         return text
 
-    @property
-    def chat_template(self) -> str:
-        """The chat template: empty if there is none, the default one if there are several."""
-        template = self._tokenizer.chat_template or ""
-        return str(template.get("default", "") if isinstance(template, dict) else template)
+    @cached_property
+    def _num_ids(self) -> int:
+        """The ids of its tokens are below this. A model's vocabulary may be padded with others."""
+        return _num_ids(self._tokenizer)
+
+    def chat_template(self, *, with_tools: bool) -> str:
+        """Returns the template of chats that are shown tools, or of others; empty if there is none.
+
+        Of several templates, which have names, transformers and llama.cpp choose in the same way.
+        """
+        templates = self._tokenizer.chat_template or ""
+        if not isinstance(templates, dict):
+            return str(templates)
+        default = templates.get("default", "")
+        return str(templates.get("tool_use", default) if with_tools else default)
 
     @property
     def response_template(self) -> Any:
@@ -274,6 +313,12 @@ class HuggingFaceTokenizer:
         return {str(it): token_id for token_id, it in added if not str(it).isspace()}
 
     @property
+    def end_token_id(self) -> int | None:
+        """The id of the tokenizer's end token; None if it has none, or does not know that token."""
+        name = self._tokenizer.eos_token
+        return None if name is None else self._tokenizer.get_vocab().get(str(name))
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens it has, with added ones. A model may have more, rarely fewer."""
         return len(self._tokenizer)
@@ -289,6 +334,10 @@ class HuggingFaceTokenizer:
         return token_ids
 
 
+def _num_ids(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def _longest_token(tokenizer: Any) -> int:
     """The most characters that a token can stand for. A token's name has at least as many."""
     return max(map(len, tokenizer.get_vocab()), default=1)
@@ -297,6 +346,7 @@ def _longest_token(tokenizer: Any) -> int:
 def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
     """Leaves out the `dropped` tokens, which are all special ones unless they are given."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    num_ids = cache(partial(_num_ids, tokenizer))  # a slow tokenizer may fail at ids beyond
     if dropped is not None:
 
         def decode_some(token_ids: Sequence[int]) -> str:
@@ -304,6 +354,7 @@ def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
             if backend is not None:
                 text: str = backend.decode(kept, skip_special_tokens=False)
             else:
+                kept = [it for it in kept if it < num_ids()]
                 text = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
             return text
 
@@ -318,8 +369,9 @@ def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
         return decode_fast
 
     def decode(token_ids: Sequence[int]) -> str:
+        known = [it for it in token_ids if it < num_ids()]
         text: str = tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.shared.protocol.events import ErrorInfo
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.request import FinishReason, field_of
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
@@ -39,7 +39,7 @@ def _failed(error: ErrorInfo) -> ApiError:
         return ApiError(500, error.message, code=error.type, headers=NOT_AGAIN)
     if error.type not in ("invalid_request", "unsupported"):
         return ApiError(500, error.message, code=error.type)
-    field = error.message.partition(":")[0]
+    field = field_of(error.message)
     if field == "model":
         return ApiError(404, error.message, param=field, code="model_not_found")
     return ApiError(400, error.message, param=field, code=error.code or error.type)

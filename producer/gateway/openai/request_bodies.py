@@ -18,7 +18,6 @@ from pydantic_core import to_json
 
 from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.http.bodies import read_json
-from promptq.producer.gateway.openai.messages import normalised
 from promptq.producer.gateway.openai.reading.model_text import needed_of
 from promptq.producer.gateway.openai.tolerated_fields import (
     FieldsWithoutEffect,
@@ -249,7 +248,7 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     refuse("embed", fields)
     refuse("tokenize", fields)
     check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
-    fields["messages"] = normalised(options.messages)
+    fields["messages"] = options.messages
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 

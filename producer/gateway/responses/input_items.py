@@ -87,8 +87,8 @@ def _checked(index: int, item: Any) -> dict[str, Any]:
             for name in ("call_id", "name", "arguments"):
                 if not isinstance(item.get(name), str):
                     raise _wrong(index, f"a function_call needs {name}, a text")
-            if item.get("status") != "incomplete" and not _is_json(item["arguments"]):
-                raise _wrong(index, "the arguments of a function_call are not JSON")
+            if item.get("status") != "incomplete" and not _is_object(item["arguments"]):
+                raise _wrong(index, "the arguments of a function_call are no JSON object")
             return {"status": "completed", **item, "type": kind}
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):
@@ -128,20 +128,17 @@ def _text_of_parts(content: str | Iterable[Mapping[str, Any]]) -> str:
 
 
 def _tool_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as in chats. Templates get arguments as an object, unless they were cut off."""
-    arguments = item["arguments"]
-    if _is_json(arguments):
-        arguments = from_json(arguments or "{}", allow_inf_nan=False)
-    function = {"name": item["name"], "arguments": arguments}
+    """A call as in chats."""
+    function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        from_json(text or "{}", allow_inf_nan=False)
+        read = from_json(text.strip() or "{}", allow_inf_nan=False)
     except ValueError:
         return False
-    return True
+    return read is None or isinstance(read, dict)
 
 
 def _wrong(index: int, what: str) -> InvalidRequestError:

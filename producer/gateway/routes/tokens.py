@@ -19,7 +19,6 @@ from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.pydantic_body import described_body, json_body
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import new_completion_id
-from promptq.producer.gateway.openai.messages import normalised
 from promptq.producer.gateway.openai.request_bodies import CompletionCall
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import Objects, TokenIds
@@ -67,7 +66,7 @@ async def tokenize(
         if (value := getattr(asked, name)) is not None:
             fields[name] = value
     if asked.messages is not None:
-        fields["messages"] = normalised(asked.messages)
+        fields["messages"] = asked.messages
     result, max_model_len = await _told(request, gateway, caller, asked.model, asked.prompt, fields)
     tokens = result.prompt_token_ids or []
     return {

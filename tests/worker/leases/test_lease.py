@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceTiming
 from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.leases.world import END, claim, emitted, preparation
+from tests.worker.text.tiny_tokenizers import sentence_piece
 
 
 def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> PreparedRequest:
@@ -56,6 +59,20 @@ def test_a_prompt_must_leave_room_for_an_answer(length: int) -> None:
     ):
         prepare(prompt="x" * length)
     assert prepare(prompt="x" * 19).engine_request.max_tokens == 1
+
+
+def test_an_empty_prompt_is_what_the_tokenizer_puts_in_front_of_a_text() -> None:
+    """If that is nothing, there is nothing to continue."""
+    tokenizer = HuggingFaceTokenizer(sentence_piece(adds_bos=True))
+    held = replace(preparation(), tokenizer=tokenizer).prepare(claim(prompt=""))
+    assert held.engine_request.prompt_token_ids == [1]
+    for fields, why in (
+        ({}, "is empty, and this model's tokenizer puts no token in front of a text, so there is"),
+        ({"embed": {}}, "is empty, and there is nothing to embed"),
+        ({"prompt": []}, "holds no tokens, and there is nothing to continue"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^prompt: {why}"):
+            prepare(**{"prompt": "", **fields})
 
 
 def test_refuses_another_model_by_name() -> None:

@@ -92,6 +92,7 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
     for stage in ("libraries", "weights", "checking", "KV cache"):
         assert f"{stage} " in ready
     assert ", native code, " in ready
+    assert ", ends at <|endoftext|>, <|im_end|>; " in ready
     assert "libraries" in terminal.shown
 
 

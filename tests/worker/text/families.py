@@ -47,9 +47,11 @@ class Family:
         return HuggingFaceTokenizer(ours)
 
 
-def _objects(before: str, after: str, key: str = "arguments", more: str = "") -> list[str]:
+def _objects(
+    before: str, after: str, key: str = "arguments", more: str = "", name_key: str = "name"
+) -> list[str]:
     pairs = zip(NAMES, ARGUMENTS, strict=True)
-    return [f'{before}{{"name": "{name}", "{key}": {it}{more}}}{after}' for name, it in pairs]
+    return [f'{before}{{"{name_key}": "{name}", "{key}": {it}{more}}}{after}' for name, it in pairs]
 
 
 FIRST, SECOND = ARGUMENTS
@@ -73,6 +75,14 @@ FAMILIES = {
         "; ".join(_objects("", "", "parameters")),
         content="",
         forced='{"name": "stop-all", "parameters": {}}',
+    ),
+    "Command R": Family(
+        "{% if tools %}Write 'Action:' followed by ```json\n[\n    {\n"
+        '        "tool_name": title of the tool in the specification,\n{% endif %}',
+        "Action: ```json\n["
+        + ",\n".join(_objects("", "", "parameters", name_key="tool_name"))
+        + "\n]```",
+        forced='Action: ```json\n[{"tool_name": "stop-all", "parameters": {}}]```',
     ),
     "Mistral, a list": Family(
         "{% if tools %}[TOOL_CALLS] [ {{ tools }} ]{% endif %}",

@@ -11,13 +11,13 @@ from itertools import count
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import decoders, normalizers
 
+from promptq.shared.protocol.request import Request
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.detokenizer import REPLACEMENT, Decode, TextStream
 from promptq.worker.text.stop_strings import StopStrings
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from tests.worker.text.tiny_tokenizers import byte_fallback
+from tests.worker.text.tiny_tokenizers import byte_fallback, sentence_piece
 
 decode = ByteTokenizer().decode
 
@@ -130,21 +130,37 @@ def test_nothing_of_a_stop_string_that_began_in_what_is_given_comes_out() -> Non
 
 def test_a_text_is_tokenised_as_it_stands_in_a_line() -> None:
     """Some tokenizers put a space in front of a text, which would part a word."""
-    fast = byte_fallback()
-    fast.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    fast.backend_tokenizer.decoder = decoders.Sequence(
-        [
-            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    for tokenizer in (HuggingFaceTokenizer(fast), HuggingFaceTokenizer.load(str(MODEL_DIR))):
+    for tokenizer in (
+        HuggingFaceTokenizer(sentence_piece()),
+        HuggingFaceTokenizer.load(str(MODEL_DIR)),
+    ):
         before = tokenizer.encode_text("a b")
         for text in ("cat", " cat", "\ncat", "\n\n a", "1", "  "):
             joined = tokenizer.decode([*before, *tokenizer.encode_output(text)])
             assert joined == f"{tokenizer.decode(before)}{text}"
+
+
+@pytest.mark.parametrize("prompt", ["a\ufffd", "a" + "\ufffd" * 5, "a" + "\ufffd" * 300, "\ufffd"])
+@pytest.mark.parametrize("num_given", [0, 1, 3])
+def test_an_output_behind_a_replacement_character_keeps_its_first_space(
+    prompt: str, num_given: int
+) -> None:
+    tokenizer = HuggingFaceTokenizer(sentence_piece(adds_bos=True))
+    before = tokenizer.encode_prompt(Request(prompt=prompt))
+    output = tokenizer.encode_text("cat\ufffd a 漢")
+    stream = TextStream(tokenizer.decode, before)
+    pieces = [stream.begin(output[:num_given])]
+    pieces += [stream.push(token_id) for token_id in output[num_given:]]
+    assert "".join(pieces) + stream.flush() == " cat\ufffd a 漢"
+    assert tokenizer.decode([*before, *output]) == prompt + " cat\ufffd a 漢"
+
+
+def test_half_a_character_before_an_output_does_not_spoil_it() -> None:
+    """Be it that of a prompt that was sent as token ids."""
+    tokenizer = HuggingFaceTokenizer(sentence_piece())
+    before = [*tokenizer.encode_text("a"), *tokenizer.encode_text("漢")[1:3]]
+    output = tokenizer.encode_text("漢 cat")
+    assert "".join(run(TextStream(tokenizer.decode, before), output)) == " 漢 cat"
 
 
 # --- bytes that are no characters, and tokens without a text, for as long as it pleases the model

@@ -9,7 +9,7 @@ import pytest
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.chat_template import output_style, style_of
 from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
@@ -22,8 +22,7 @@ NAMED = FAMILIES["Mistral, named"]
 def marks_of(tokenizer: HuggingFaceTokenizer, **fields: Any) -> OutputMarks:
     """Of a request with these fields, as a worker prepares it."""
     request = Request.build(fields)
-    style = output_style(tokenizer.chat_template)
-    return OutputMarks(tokenizer, style, request, tokenizer.encode_prompt(request))
+    return OutputMarks(tokenizer, style_of(tokenizer), request, tokenizer.encode_prompt(request))
 
 
 def stream_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 
@@ -19,3 +19,23 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     )
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:3]])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def sentence_piece(*, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: a space is put in front of each text, and the first one is dropped."""
+    tokenizer = byte_fallback()
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return tokenizer

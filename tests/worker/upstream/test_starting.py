@@ -58,6 +58,16 @@ def test_serves_through_a_running_server_and_says_what_it_found(
         assert worker.process.wait() == 0
 
 
+def test_the_tokenizers_end_token_is_one_beside_the_configurations(
+    tmp_path: Path, stand_in: StandIn
+) -> None:
+    folder = save_byte_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 10}))
+    settings = Settings(engine="vllm", model=str(folder), upstream=stand_in.url)
+    assert build(settings).end_token_ids == {10, 256}
+
+
 @pytest.mark.parametrize("name", ["llama.cpp", "openai"])
 def test_says_that_another_server_is_there(
     redis_url: str, model: str, stand_in: StandIn, name: str

@@ -75,6 +75,7 @@ class ModelText:
     def __init__(self, style: OutputStyle | None, asked: Asked) -> None:
         self._reasoning: ReasoningText | None = None
         self._tools: ToolText | None = None
+        style = style and style.of_chat(with_tools=asked.with_tools)
         if style is not None and asked.with_reasoning and style.reasoning_marks:
             self._reasoning = ReasoningText(style.reasoning_before, style.reasoning_after)
         if style is not None and asked.with_tools and style.has_calls:

@@ -60,7 +60,7 @@ class ToolText:
             self._tags = (style.key_before, style.key_after, style.value_after, style.closing)
         else:
             key = json.dumps(style.arguments_key)
-            of_object = ("{", '"name"', ":", _STRING, ",", key, ":", "{")
+            of_object = ("{", json.dumps(style.name_key), ":", _STRING, ",", key, ":", "{")
             self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
             starts = {self._before: 1, opening: 0, prelude: 0}
         self._starts = {mark: element for mark, element in starts.items() if mark}

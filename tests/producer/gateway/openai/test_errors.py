@@ -95,7 +95,6 @@ def waiting_id(worker: HandWorker) -> str:
             "n",
         ),
         ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {}, "prompt"),
         ("completions", {"prompt": "Hi", "messages": []}, "messages"),

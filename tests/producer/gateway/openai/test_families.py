@@ -15,9 +15,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
+from promptq import Client
 from promptq.producer.batches.local_batch import run_batch
+from promptq.shared.errors import InvalidRequestError, RequestFailedError
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -25,7 +27,7 @@ from promptq.worker.engine.core.model_free import ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.served_model import Served
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.model_free import ModelFreeRunner
@@ -38,6 +40,7 @@ from tests.worker.text.families import ARGUMENTS, FAMILIES, NAMES, TOOLS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 END = 2
+NAMED = FAMILIES["Mistral, named"]
 MODELS = {
     # The special tokens are marks, and so are those of reasoning.
     "Mistral, named": ("", "[THINK]I think.\n[/THINK]"),
@@ -78,7 +81,7 @@ def served(name: str) -> Served:
     return Served(
         engine=LLMEngine(runner, max_num_seqs=16, max_num_batched_tokens=512, speculative_tokens=0),
         tokenizer=tokenizer,
-        identity=ModelIdentity(name, name, output_style(tokenizer.chat_template)),
+        identity=ModelIdentity(name, name, style_of(tokenizer)),
         end_token_ids=ends,
         device="none",
         dtype="none",
@@ -249,3 +252,99 @@ def test_a_text_without_tools_or_reasoning_is_content(families_client: OpenAI) -
         message = got.choices[0].message.model_dump()
         assert message["content"] == says.removesuffix("<think>")
         assert "reasoning" not in message
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", ["zebra", "<|im_start|>", "never"]])
+def test_a_stop_string_that_is_a_special_token_ends_the_output_there(
+    families_url: str, families_client: OpenAI, stop: Any
+) -> None:
+    """Such a token is no text, so a search in the text would not find it."""
+    says = "Hello<|im_start|> there"
+    with Client(families_url, queue="mist") as client:
+        fields: Any = {"messages": MESSAGES, "metadata": {"says": says}, "stop": stop}
+        result = client.generate(**fields)
+        assert (result.text, result.finish_reason) == ("Hello", "stop")
+        assert result.stop_reason == "<|im_start|>"
+        num_tokens = len(NAMED.tokenizer().encode_text(says))
+        later = client.generate(**fields, min_tokens=num_tokens + 1)
+        assert (later.text, later.stop_reason) == ("Hello there", None)
+    got = families_client.chat.completions.create(**asking("Mistral, named", says, stop=stop))
+    assert got.choices[0].message.content == "Hello"
+
+
+def test_a_stop_string_that_is_the_models_end_token_is_the_reason(families_url: str) -> None:
+    with Client(families_url, queue="mist") as client:
+        fields: Any = {"messages": MESSAGES, "metadata": {"says": "Hello"}, "stop": "<|im_end|>"}
+        for ignore_eos in (False, True):
+            result = client.generate(**fields, ignore_eos=ignore_eos)
+            assert (result.text, result.stop_reason) == ("Hello", "<|im_end|>")
+
+
+def test_a_stop_string_with_a_special_token_and_more_is_refused(
+    families_url: str, families_client: OpenAI
+) -> None:
+    """Unless the token is a mark, which is text in this chat."""
+    says = '[TOOL_CALLS]stop-all[ARGS]{"a": 1}'
+    stop = ["zebra", "[ARGS]{"]
+    with Client(families_url, queue="mist") as client:
+        fields: Any = {"messages": MESSAGES, "metadata": {"says": says}, "stop": stop}
+        result = client.generate(**fields, tools=TOOLS)
+        assert (result.text, result.stop_reason) == ("[TOOL_CALLS]stop-all", "[ARGS]{")
+        with pytest.raises(RequestFailedError) as caught:
+            client.generate(**fields)
+    said = (
+        "stop: '[ARGS]{' holds '[ARGS]', a special token, which is no text; '[ARGS]' alone ends the"
+        " output at that token"
+    )
+    assert said in str(caught.value)
+    with pytest.raises(
+        BadRequestError, match=re.escape("stop: '\\n<|im_start|>' holds '<|im_start")
+    ):
+        families_client.chat.completions.create(
+            **asking("Mistral, named", says, stop="\n<|im_start|>")
+        )
+
+
+def test_messages_of_any_client_are_rendered_alike(
+    families_gateway: LiveGateway, families_client: OpenAI, families_url: str
+) -> None:
+    """Over Redis as over HTTP, streamed or not."""
+    name = "Mistral, named"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "null"}}
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    spelt = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}],
+        },
+    ]
+    call["function"] = {"name": "f", "arguments": "[]"}
+    broken = "messages[1].tool_calls[0].function.arguments: must be a JSON object, got '[]'"
+    with Client(families_url, queue="mist") as client:
+        told = client.generate(messages=spelt, tokenize=True).prompt_token_ids
+        with pytest.raises(InvalidRequestError, match=re.escape(broken)):
+            client.enqueue(messages=messages)
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match=re.escape(broken)) as caught:
+            families_client.chat.completions.create(
+                **{**asking(name, "Yes"), "messages": messages}, stream=stream
+            )
+        assert caught.value.param == "messages"
+    call["function"] = {"name": "f", "arguments": "null"}
+    with Client(families_url, queue="mist") as client:
+        assert client.generate(messages=messages, tokenize=True).prompt_token_ids == told
+    body = {"model": name, "messages": messages}
+    answer = httpx2.post(families_gateway.url + "/tokenize", json=body)
+    assert answer.json()["tokens"] == told
+
+
+def test_an_empty_prompt_is_refused_where_no_token_goes_before_a_text(
+    families_client: OpenAI,
+) -> None:
+    with pytest.raises(BadRequestError, match="prompt: is empty, and this model's tokenizer puts"):
+        families_client.completions.create(model="Mistral, named", prompt="")

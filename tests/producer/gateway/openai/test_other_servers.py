@@ -230,15 +230,28 @@ def test_pages_of_other_sites_are_not_answered_unless_told(http: httpx2.Client) 
     assert "Access-Control-Allow-Origin" not in answer.headers
 
 
-@pytest.mark.parametrize("arguments", ['{"her', '{"a": NaN}', "[" * 100_000])
-def test_a_call_that_was_cut_may_be_sent_back(
-    http: httpx2.Client, own_worker: HandWorker, arguments: str
-) -> None:
-    """What is not JSON stays text."""
+def called_with(arguments: str) -> dict[str, Any]:
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
-    payload = payload_of(http, own_worker, messages=messages)
-    assert payload["messages"][1]["tool_calls"] == [call]
+    return {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(("arguments", "read"), [('{"her', {}), ('{"a": 1, "b": [2', {"a": 1})])
+def test_a_call_that_was_cut_may_be_sent_back(
+    http: httpx2.Client, own_worker: HandWorker, arguments: str, read: dict[str, Any]
+) -> None:
+    """Its arguments go as far as they came."""
+    payload = payload_of(http, own_worker, **called_with(arguments))
+    (call,) = payload["messages"][1]["tool_calls"]
+    assert read.items() <= call["function"]["arguments"].items()
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', "[" * 100_000, "her"])
+def test_arguments_that_are_no_object_are_refused(http: httpx2.Client, arguments: str) -> None:
+    answer = http.post("/v1/chat/completions", json={**CHAT, **called_with(arguments)})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert error["message"].startswith("messages[1].tool_calls[0].function.arguments: must be a")
+    assert len(error["message"]) < 200
 
 
 def test_a_seed_of_minus_one_is_none(http: httpx2.Client, own_worker: HandWorker) -> None:

@@ -11,6 +11,7 @@ from gguf import GGUFReader, GGUFValueType
 from promptq.shared.errors import ModelNotFoundError
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 
+_NAMED_TEMPLATE = "tokenizer.chat_template."
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -37,6 +38,15 @@ class GGUFHeader:
                 f"{source}: is no GGUF file that can be read, or is incomplete:"
                 f" {first_sentence(error)}"
             ) from error
+
+    @property
+    def named_chat_templates(self) -> dict[str, str]:
+        """The chat templates beside the default one, such as `tool_use`."""
+        return {
+            name.removeprefix(_NAMED_TEMPLATE): template
+            for name in self._reader.fields
+            if name.startswith(_NAMED_TEMPLATE) and isinstance(template := self.field(name), str)
+        }
 
     def field(self, name: str) -> Any:
         """A value; None if there is none, or if it is an array."""

@@ -1,0 +1,126 @@
+"""A chat's messages, from what OpenAI's clients send to what chat templates expect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+MAX_ARGUMENT_VALUES = 100_000
+"""The most JSON values in all arguments that are texts. A parser makes an object of each."""
+
+_LONGEST_SHOWN = 80
+_CUT = "EOF while parsing"
+"""The parser's words for JSON that ends too early."""
+
+# An unfinished string goes up to the end, or each quotation mark in it would be tried in turn.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_SEPARATORS = ",[{"
+
+
+def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Make content one text, arguments of tool calls objects, and `developer` `system`.
+
+    What is normalised stays as it is. Raises ValueError that names the part that is wrong.
+    """
+    num_values = 0
+    clean = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        own = {name: value for name, value in message.items() if value is not None}
+        role = own.get("role")
+        if not isinstance(role, str):
+            raise ValueError(f"{where}.role: must be a text such as 'user', got {_shown(role)}")
+        if role == "developer":
+            own["role"] = "system"
+        own["content"] = _text(f"{where}.content", own.get("content"))
+        calls = own.pop("tool_calls", [])
+        if not isinstance(calls, list):
+            raise ValueError(f"{where}.tool_calls: must be a list, got {_shown(calls)}")
+        if calls:
+            own["tool_calls"] = called = []
+            for number, call in enumerate(calls):
+                place = f"{where}.tool_calls[{number}].function"
+                function = _function(place, call)
+                num_values += _num_values(function["arguments"])
+                if num_values > MAX_ARGUMENT_VALUES:
+                    raise ValueError(
+                        f"{place}.arguments: up to here, arguments that are texts hold more than"
+                        f" {MAX_ARGUMENT_VALUES} JSON values"
+                    )
+                function["arguments"] = _object(f"{place}.arguments", function["arguments"])
+                called.append({**call, "function": function})
+        clean.append(own)
+    return clean
+
+
+def _text(where: str, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: must be text or a list of parts, got {_shown(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ValueError(
+                f"{where}[{index}]: a part of type {_shown(kind)} is not served, only text is"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _function(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError(
+            f"{where}: must be an object with name and arguments, got {_shown(function)}"
+        )
+    if not isinstance(name := function.get("name"), str):
+        raise ValueError(f"{where}.name: must be the name of a tool, got {_shown(name)}")
+    return {**function, "arguments": function.get("arguments")}
+
+
+def _object(where: str, arguments: Any) -> dict[str, Any]:
+    """The arguments of a call; `{}` for none. Those of a call that was cut go as far as it came."""
+    read = arguments
+    if isinstance(arguments, str):
+        try:
+            read = from_json(arguments.strip() or "{}", allow_inf_nan=False)
+        except ValueError as error:
+            if _CUT in str(error) and arguments.lstrip().startswith("{"):
+                read = from_json(arguments, allow_inf_nan=False, allow_partial=True)
+    if read is None:
+        return {}
+    if not isinstance(read, dict):
+        raise ValueError(f"{where}: must be a JSON object, got {_shown(arguments)}")
+    return read
+
+
+def _num_values(arguments: Any) -> int:
+    """At least the number of JSON values in a text, each of which follows a separator."""
+    if not isinstance(arguments, str):
+        return 0
+    count = sum(map(arguments.count, _SEPARATORS))
+    if count > MAX_ARGUMENT_VALUES:  # some of them may be in texts
+        outside = _STRING.sub("", arguments)
+        count = sum(map(outside.count, _SEPARATORS))
+    return count
+
+
+def _shown(value: Any) -> str:
+    """A value in few words, however large it is."""
+    match value:
+        case None:
+            return "nothing"
+        case str():
+            return repr(value[:_LONGEST_SHOWN])
+        case bool():
+            return "true" if value else "false"
+        case Mapping():
+            return "an object"
+    return "a list" if isinstance(value, list) else "a number"

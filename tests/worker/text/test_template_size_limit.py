@@ -1,0 +1,105 @@
+"""A chat template that would take gigabytes is refused before it takes them."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import Request
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+
+GROWING = [
+    '{{ "x" * 3000000000 }}',
+    "{{ 3000000000 * 'x' }}",
+    "{{ 'x' * n }}",
+    "{{ ([0] * 300000000) | length }}",
+    "{{ 'x' | center(3000000000) }}",
+    "{{ 'x' | center(width=n) }}",
+    "{{ 'x'.center(3000000000) }}",
+    "{{ 'x'.ljust(n) }}{{ 'x'.rjust(n) }}",
+    "{{ '1'.zfill(3000000000) }}",
+    "{{ '\\t'.expandtabs(2000000000) }}",
+    "{{ '%3000000000d' | format(1) }}",
+    "{{ '%*d' | format(n, 1) }}",
+    "{{ '%3000000000d' % 1 }}",
+    "{{ '{:>3000000000}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, n) }}",
+    "{{ 'a\\nb' | indent(3000000000) }}",
+    "{{ messages | tojson(indent=1000000000) }}",
+    "{{ [1] | batch(1000000000, 0) | list }}",
+    "{{ [1] | slice(1000000000) | list }}",
+    "{{ 1.5 | round(1000000000, 'ceil') }}",
+    "{{ 10 ** 1000000000 }}",
+    "{{ (1).to_bytes(3000000000) }}",
+    "{% set s = namespace(x=10) %}{% for i in range(40) %}{% set s.x = s.x * s.x %}{% endfor %}",
+    "{% set s = namespace(x='x') %}{% for i in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+    "{% set s = namespace(x='x') %}{% for i in range(40) %}{% set s.x = s.x + s.x %}{% endfor %}",
+    "{% set s = namespace(x=[0]) %}{% for i in range(40) %}{% set s.x = s.x + s.x %}{% endfor %}",
+    "{% set s = namespace(x=['x']) %}{% for i in range(40) %}{% set s.x = [s.x, s.x] %}{% endfor %}"
+    "{{ s.x }}",
+    "{% set s = namespace(x=['x']) %}{% for i in range(40) %}{% set s.x = [s.x, s.x] %}{% endfor %}"
+    "{{ s.x | string | length }}",
+    "{% set s = namespace(x=[]) %}{% for i in range(900) %}"
+    "{% set s.x = s.x + ['x' * 9000000 ~ i] %}{% endfor %}",
+    "{% set b = 'x' * 9000000 %}{% set s = namespace(x=[]) %}{% for i in range(900) %}"
+    "{% set s.x = s.x + [b[1:]] %}{% endfor %}",
+    "{% set b = 'x' * 9000000 %}{% for i in range(900) %}{{ b }}{% endfor %}",
+    "{% set b = 'x' * 9000000 %}{% macro m() %}{% for i in range(900) %}{{ b }}{% endfor %}"
+    "{% endmacro %}{{ m() | length }}",
+    "{% set b = 'x' * 9000000 %}{% set c %}{% for i in range(900) %}{{ b }}{% endfor %}"
+    "{% endset %}",
+    "{% set b = 'x' * 9000000 %}{{ ([b] * 900) | join | length }}",
+    "{% set b = 'x' * 9000000 %}{{ ''.join([b] * 900) | length }}",
+    "{% set b = 'x' * 9000 %}{{ b | replace('x', b) | replace('x', b) | length }}",
+    "{% set b = 'x' * 9000 %}{{ b.replace('', b).replace('x', b) | length }}",
+    "{% set b = '{0}' * 9000 %}{{ b.format('x' * 900000) | length }}",
+    "{% set b = 'x ' * 900000 %}{{ b | wordwrap(1, wrapstring='x' * 9000) | length }}",
+    "{% filter center(3000000000) %}x{% endfilter %}",
+    "{{ ['x'] | map('center', 3000000000) | list }}",
+]
+
+
+def rendered(template: str, **fields: Any) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    tokenizer.chat_template = template
+    request = Request.build({"messages": [{"role": "user", "content": "Hi"}], **fields})
+    return HuggingFaceTokenizer(tokenizer)._render(request)
+
+
+@pytest.mark.parametrize("template", GROWING)
+def test_what_grows_is_refused_in_one_sentence_before_it_takes_the_memory(template: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidRequestError) as caught:
+        rendered(template, chat_template_kwargs={"n": 3_000_000_000})
+    assert str(caught.value) in (
+        "messages: the model's chat template refuses them: it makes a text or list of more than"
+        " 64 MiB, or of more than 512 MiB in all",
+        # Of lists within lists, the text is measured for as long as the template may take.
+        "messages: take too long to render: the model's chat template had not written them after"
+        " 1 s",
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 800 * 1024
+
+
+def test_what_templates_do_gives_the_same() -> None:
+    """As the library itself renders it."""
+    template = (
+        "{%- for m in messages %}{{ '<|' ~ m.role ~ '|>\\n' + m['content'][0:9] | trim }}"
+        "{{ m | tojson(indent=2) }}{{ 'a\\nb' | indent(4, first=True) }}{{ '-' * 3 }}{{ 7 % 4 }}"
+        "{{ ['a', 1] | join(', ') }}{{ messages | map(attribute='role') | join('+') }}"
+        "{{ messages | join('+', attribute='content') }}{{ '%5.1f|%s' | format(2.25, 'x') }}"
+        "{{ '{:>4}'.format('a') }}{{ 'a b'.replace(' ', '_') }}{{ 'ab' | replace('a', 'x') }}"
+        "{{ ['x', 'y'] }}{{ none }}{{ undefined }}{{ true }}{{ 2 ** 5 }}{{ [[1], [2]] | length }}"
+        "{{ 'x' | center(5) }}{{ ','.join(['a', 'b']) }}{{ 1.25 | round(1) }}{{ [1, 2] | sum }}"
+        "{%- set c %}in{{ m.role }}{% endset %}{{ c }}{% macro f(x) %}[{{ x }}]{% endmacro %}"
+        "{{ f(1) ~ f('a') }}{{ 'a b' | title | upper }}{{ [3, 1] | sort | first }}{% endfor %}"
+    )
+    assert rendered(template) == (
+        '<|user|>\nHi{\n  "role": "user",\n  "content": "Hi"\n}    a\n    b---3a, 1userHi'
+        "  2.2|x   aa_bxb['x', 'y']NoneTrue322  x  a,b1.23inuser[1][a]A B1"
+    )

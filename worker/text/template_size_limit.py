@@ -1,0 +1,292 @@
+"""Bounds the memory of chat templates: each operation that may grow a value is measured first.
+
+One call into C, such as a product of a text and a number, can take all memory in a moment, and no
+other thread could end it. jinja2 is imported only here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.filters import make_attrgetter
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
+
+MOST_BYTES = 2**26
+"""Of one value."""
+MOST_BYTES_IN_ALL = 2**29
+"""Of all values that one rendering makes."""
+
+_SMALL = 256
+"""Texts with fewer characters are not counted: no template makes enough of them in its time."""
+_MOST_BITS = 2**16
+_MOST_DECIMALS = 1000
+_LONGEST_SEPARATOR = 64
+_MEASURED = (str, bytes, list, tuple, dict)
+_TEXTS_OF_ANYTHING = frozenset(
+    {
+        *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower"),
+        *("pprint", "replace", "safe", "string", "striptags", "title", "tojson", "trim"),
+        *("truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
+    }
+)
+"""Filters that make a text of a list or an object."""
+
+_NUMBER = re.compile(r"[0-9]+")
+
+
+class TemplateSizeError(Exception):
+    """The template makes a value that is too large."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"it makes a text or list of more than {MOST_BYTES >> 20} MiB, or of more than"
+            f" {MOST_BYTES_IN_ALL >> 20} MiB in all"
+        )
+
+
+_num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
+
+
+@contextmanager
+def size_limit() -> Iterator[None]:
+    """Raise TemplateSizeError where a chat template of transformers makes too much in this block.
+
+    The library makes the environment of each template from the class in this variable.
+    """
+    library: Any = chat_template_utils
+    library.ImmutableSandboxedEnvironment = BoundedEnvironment
+    token = _num_bytes.set([0])
+    try:
+        yield
+    finally:
+        _num_bytes.reset(token)
+
+
+def _check(size: int) -> None:
+    """Raise TemplateSizeError if a value of so many characters or items is too large."""
+    if size > MOST_BYTES:
+        raise TemplateSizeError
+
+
+def _kept(value: Any) -> Any:
+    """A value that was made, which counts."""
+    if type(value) is str and len(value) < _SMALL:
+        return value
+    if isinstance(value, _MEASURED):
+        size = sys.getsizeof(value)
+        _check(size)
+        if (num_bytes := _num_bytes.get()) is not None:
+            num_bytes[0] += size
+            if num_bytes[0] > MOST_BYTES_IN_ALL:
+                raise TemplateSizeError
+    return value
+
+
+def _length(value: Any) -> int:
+    """About how many characters a value has as a text."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3
+    if not isinstance(value, _MEASURED):
+        return 16
+    size = 2
+    for item in value.items() if isinstance(value, dict) else value:
+        size += _length(item) + 2
+        _check(size)
+    return size
+
+
+def _int_of(value: Any) -> int:
+    return abs(value) if isinstance(value, int) else 0
+
+
+def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
+    """For `%` and `format`. Each field may be as wide as any number says."""
+    text = template.decode("latin-1") if isinstance(template, bytes) else template
+    values = list(values)
+    num_fields = text.count("%") + text.count("{")
+    _check(num_fields * _length(values) + len(text))
+    numbers = _NUMBER.findall(text)
+    _check(sum(int(number[:16]) for number in numbers))
+    if "*" in text or "{" in text:  # a width may be a value
+        _check(num_fields * sum(map(_int_of, values)))
+
+
+def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
+    """Check the length of what a method of a text gives."""
+    match name, args:
+        case "center" | "ljust" | "rjust" | "zfill", [width, *_]:
+            _check(_int_of(width))
+        case "expandtabs", [size, *_]:
+            _check(len(text) * _int_of(size))
+        case "replace", [old, new, *_] if isinstance(old, str | bytes):
+            count = text.count(old) if type(old) is type(text) else len(text)  # type: ignore[arg-type]
+            _check(len(text) + count * _length(new))
+        case "join", [pieces]:
+            _check(sum(len(text) + _length(piece) for piece in pieces))
+        case "translate", [dict() as table]:
+            _check(len(text) * max(map(_length, table.values()), default=1))
+
+
+def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the length of what a filter gives."""
+    given = [*args, *kwargs.values()]
+    width = max(map(_int_of, given), default=0)
+    if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
+        _check(_length(value))
+    match name:
+        case "center" | "slice":
+            _check(width)
+        case "batch":
+            _check(width * 8)
+        case "indent":
+            steps = max(width, *map(_length, given), 4) if given else 4
+            _check(_length(value) + (str(value).count("\n") + 1) * steps)
+        case "replace" if len(given) >= 2:
+            _check_method(str(value), "replace", [str(given[0]), str(given[1])])
+        case "format":
+            _check_format(str(value), given)
+        case "wordwrap":
+            longest = max((len(it) for it in given if isinstance(it, str)), default=1)
+            _check(len(str(value)) * longest)
+        case "round":
+            _check(width // _MOST_DECIMALS * MOST_BYTES)
+        case "tojson":
+            longest = max([width, *map(_length, given)], default=0)
+            _check(longest // _LONGEST_SEPARATOR * MOST_BYTES)
+        case "sum" if any(isinstance(it, _MEASURED) for it in args[1:] or [kwargs.get("start")]):
+            raise TemplateSizeError
+
+
+def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, with the sizes of its arguments checked before and that of its result after."""
+    has_context = hasattr(original, "jinja_pass_arg")
+
+    @wraps(original)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        context, (value, *given) = args[:has_context], args[has_context:]
+        if name == "join":
+            attribute = given[1] if len(given) > 1 else kwargs.get("attribute")
+            of_item = (
+                str if attribute is None else make_attrgetter(context[0].environment, attribute)
+            )
+            value = [of_item(it) if attribute is not None else it for it in value]
+            separator = str(given[0] if given else kwargs.get("d", ""))
+            _check_method(separator, "join", [value])
+            return _kept(separator.join(map(str, value)))
+        _check_filter(name, value, given, kwargs)
+        return _kept(original(*context, value, *given, **kwargs))
+
+    return bounded
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    def __setitem__(self, name: str, original: Callable[..., Any]) -> None:
+        super().__setitem__(name, _bounded(name, original))
+
+
+class _Generator(CodeGenerator):
+    """Gives to the environment what the code of a template would otherwise do itself."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        is_copy = isinstance(node.arg, nodes.Slice)
+        self.write("environment.kept(" * is_copy)
+        super().visit_Getitem(node, frame)
+        self.write(")" * is_copy)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of transformers' chat templates, with sizes checked."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, finalize=_printed, **kwargs)
+        filters = _Filters()
+        for name, original in self.filters.items():
+            filters[name] = original
+        self.filters = filters
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is type(right) is str:  # the most frequent one
+            _check(len(left) + len(right))
+            return _kept(left + right)
+        sizes = [len(it) for it in (left, right) if isinstance(it, _MEASURED)]
+        numbers = [it for it in (left, right) if isinstance(it, int)]
+        match operator:
+            case "+":
+                _check(sum(sizes))
+            case "*" if sizes and numbers:
+                _check(sys.getsizeof(left if numbers[0] is right else right) * max(0, *numbers, 0))
+            case "*":
+                _check_bits(sum(it.bit_length() for it in numbers))
+            case "**" if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() * abs(right))
+            case "%" if isinstance(left, str | bytes):
+                _check_format(left, right if isinstance(right, tuple) else [right])
+        return _kept(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(__obj, "__wrapped__", __obj)  # `format` is wrapped by the sandbox
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str | bytes):
+            if name == "join" and len(args) == 1:
+                args = ([*args[0]],)
+            if name in ("format", "format_map"):
+                _check_format(text, [*args, *kwargs.values()])
+            else:
+                _check_method(text, name, [*args, *kwargs.values()])
+        elif name == "to_bytes":
+            _check(max(map(_int_of, [*args, *kwargs.values()]), default=1))
+        return _kept(super().call(__context, __obj, *args, **kwargs))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """Join the output of the whole template, or of a block."""
+        size, kept = 0, []
+        for piece in pieces:
+            size += len(piece)
+            _check(size)
+            kept.append(piece)
+        joined: str = _kept("".join(kept))
+        return joined
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> str:
+        """Join the operands of `~`."""
+        _check(sum(map(_length, parts)))
+        joined: str = _kept("".join(map(str, parts)))
+        return joined
+
+    kept = staticmethod(_kept)
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits > _MOST_BITS:
+        raise TemplateSizeError
+
+
+def _printed(value: Any) -> Any:
+    """A value that becomes output."""
+    if isinstance(value, list | tuple | dict):
+        _length(value)
+    return value
