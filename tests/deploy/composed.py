@@ -29,6 +29,7 @@ services:
       test: ["CMD-SHELL", "true"]
 """
 NUM_WORKERS = 2
+OPERATOR = ("--profile", "operator", "run", "--rm", "-T", "--no-deps", "operator")
 
 
 def serve_composed(folder: Path, image: str, base: str) -> None:
@@ -47,7 +48,7 @@ def serve_composed(folder: Path, image: str, base: str) -> None:
         _compose(here, "up", "--detach", "--scale", f"worker={NUM_WORKERS}")
         url = f"http://127.0.0.1:{port}"
         until(lambda: _num_workers(url) == NUM_WORKERS)
-        key = _compose(here, "run", "--rm", "-T", "operator", "keys", "create", "me").split()[0]
+        key = _compose(here, *OPERATOR, "keys", "create", "me").split()[0]
         asked = {"model": "", "prompt": "Once upon a time", "max_tokens": 20}
         told = _json(f"{url}/v1/completions", key, asked)
         assert told["usage"]["completion_tokens"] == 20
