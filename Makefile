@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update try-changes wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-formats bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-quality bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
+.PHONY: demo requirements test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update try-changes wheel states compat check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-formats bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-quality bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -48,9 +48,15 @@ test-engines: bench-peers
 	@$(BIN)/python -m tests.engines.chaos llama.cpp --worker-kills 15 --server-kills 15
 	@$(BIN)/python -m tests.engines.chaos vllm --worker-kills 5 --server-kills 5
 
+# Pins what the images install, with hashes, to the versions of constraints.txt. It needs uv.
+requirements:
+	@folder=$$(mktemp -d) && uv pip compile pyproject.toml --quiet --extra all --constraint constraints.txt \
+	  --python-version 3.11.2 --python-platform x86_64-manylinux_2_36 --only-binary :all: \
+	  --output-file "$$folder/pylock.toml" && $(BIN)/python deploy/images/lock.py "$$folder/pylock.toml" && rm -r "$$folder"
+
 # The image for CPUs: built, serving, stopped under load. It needs podman, buildah, mmdebstrap, iptables.
 test-images: wheel
-	@$(BIN)/python -m tests.deploy.images --wheel dist/*.whl $(ARGS)
+	@$(BIN)/python -m tests.deploy.images $(ARGS)
 
 # The native code, built with the address and undefined-behaviour sanitizers and without a warning.
 test-sanitizers: $(SET_UP)

@@ -181,7 +181,7 @@ class ErrorInfo(_Wire):
 class TokenEvent(_TellsPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it."""
 
-    index: Annotated[int, Field(ge=0, lt=2**53)]
+    index: Annotated[int, Field(ge=0, le=2**64)]
     token_ids: list[StoredTokenId]
     text: str
     logprobs: list[TokenLogprob] | None = None

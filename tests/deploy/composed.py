@@ -29,6 +29,7 @@ services:
       test: ["CMD-SHELL", "true"]
 """
 NUM_WORKERS = 2
+OPERATOR = ("--profile", "operator", "run", "--rm", "-T", "--no-deps", "operator")
 
 
 def serve_composed(folder: Path, image: str, base: str) -> None:
@@ -39,14 +40,15 @@ def serve_composed(folder: Path, image: str, base: str) -> None:
     (here / "models").mkdir()
     (here / "override.yaml").write_text(OVERRIDE)
     port = free_port()
-    (here / ".env").write_text(
-        f"REDIS_PASSWORD=of-this-test\nPROMPTQ_IMAGE={image}\nPROMPTQ_ADDRESS=127.0.0.1:{port}\n"
-    )
+    users = ("REDIS", "OPERATOR", "WORKER", "GATEWAY", "JOBS")
+    passwords = "".join(f"{user}_PASSWORD=of{user}\n" for user in users)
+    settings = f"PROMPTQ_IMAGE={image}\nPROMPTQ_ADDRESS=127.0.0.1:{port}\n"
+    (here / ".env").write_text(passwords + settings)
     try:
         _compose(here, "up", "--detach", "--scale", f"worker={NUM_WORKERS}")
         url = f"http://127.0.0.1:{port}"
         until(lambda: _num_workers(url) == NUM_WORKERS)
-        key = _compose(here, "exec", "-T", "gateway", "promptq", "keys", "create", "me").split()[0]
+        key = _compose(here, *OPERATOR, "keys", "create", "me").split()[0]
         asked = {"model": "", "prompt": "Once upon a time", "max_tokens": 20}
         told = _json(f"{url}/v1/completions", key, asked)
         assert told["usage"]["completion_tokens"] == 20

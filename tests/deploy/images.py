@@ -7,6 +7,7 @@ No image is fetched: the base is made of Debian's packages, and wheels come thro
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -57,16 +58,22 @@ def make_base(folder: Path) -> None:
     said("podman", "import", "--quiet", tree, BASE)
 
 
-def build(folder: Path, wheel: Path) -> None:
+def build(folder: Path) -> None:
+    """Installs this machine's torch for CPUs, and all else by the hashes of requirements.txt."""
     wheels = folder / "wheels"
-    constraints = ["--constraint", ROOT / "constraints.txt"]
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", wheels, *constraints]
-    # Debian's Python may be one for which redis-py needs a package more than for this one.
-    said(*pip, f"{wheel}[all]", "async-timeout")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels]
+    lines = (ROOT / "deploy" / "images" / "requirements.txt").read_text().splitlines()
+    [torch] = [line.partition(" ")[0] for line in lines if line.startswith("torch==")]
+    said(*pip, torch)
+    [file] = wheels.glob("torch-*.whl")
+    others = folder / "others.txt"
+    others.write_text("\n".join(line for line in lines if not line.startswith(torch)))
+    said(*pip, "--require-hashes", "--only-binary", ":all:", "--requirement", others)
     said(
         *("buildah", "bud", "--isolation=chroot", "--network=host", "--quiet", "--tag", IMAGE),
         *("--build-arg", f"BASE={BASE}", "--volume", f"{wheels}:/wheels:ro"),
         *("--build-arg", "PIP_ARGS=--no-index --find-links /wheels"),
+        *("--build-arg", f"TORCH_HASH={hashlib.sha256(file.read_bytes()).hexdigest()}"),
         *("--file", ROOT / "deploy" / "images" / "Containerfile", ROOT),
     )
 
@@ -131,7 +138,6 @@ def serve_and_stop() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make test-images", description=__doc__)
-    parser.add_argument("--wheel", type=Path, required=True)
     parser.add_argument("--built", action="store_true", help="use the image of the last run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="promptq-images-") as temporary:
@@ -142,7 +148,7 @@ def main() -> None:
             started = time.monotonic()
             make_base(folder)
             based = time.monotonic()
-            build(folder, options.wheel.resolve())
+            build(folder)
             took = f"{time.monotonic() - based:.0f} s, beside {based - started:.0f} s for the base"
             size = int(said("podman", "image", "inspect", "--format", "{{.Size}}", IMAGE))
             print(f"image of {size / 1e6:,.0f} MB in {took}", flush=True)

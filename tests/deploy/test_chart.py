@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import helm_python
 import kubernetes_validate
 import pytest
+import redis
 import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from helm_python import Chart
 
 from promptq.shared.runtime.settings import Settings
+from promptq.shared.server.acl import ROLES, user_rules
 from promptq.worker.command import command
 from tests.paths import ROOT
+from tests.servers import OwnServer
 
 CHART = ROOT / "deploy" / "chart"
 VERSIONS = ("1.27", "1.33")
@@ -46,6 +51,9 @@ VALUES: dict[str, dict[str, Any]] = {
         "jobs": {"redisSecret": "rq"},
     },
     "a secret": {"redis": {"external": {"secret": "redis", "secretKey": "address"}}},
+    "a secret with some roles": {
+        "redis": {"external": {"secret": "redis", "secretKeys": {"worker": "of-workers"}}}
+    },
     "workers alone": {"gateway": {"enabled": False}, "jobs": {"enabled": False}},
     "odd values": {
         "models": [
@@ -83,7 +91,8 @@ VALUES: dict[str, dict[str, Any]] = {
         "monitoring": {"podMonitor": True},
     },
     "everything": {
-        "image": {"pullSecrets": ["mine"], "tag": "0.3.1"},
+        "image": {"pullSecrets": ["mine"], "tag": "0.3.1", "digest": f"sha256:{'a' * 64}"},
+        "redis": {"defaultUser": True},
         "drainSeconds": 120,
         "gateway": {
             "queues": ["default"],
@@ -105,6 +114,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"models": [{**LARGE, "name": "Large Model"}]}, "name"),
     ({"models": [{**LARGE, "queue": "a b"}]}, "queue"),
     ({"redis": {"external": {"url": "http://a"}}}, "url"),
+    ({"redis": {"external": {"secret": "a", "secretKeys": {"wroker": "b"}}}}, "wroker"),
+    ({"redis": {"external": {"secretKeys": {"worker": "b"}}}}, "redis.external.secret, which"),
+    ({"image": {"digest": "0.3.0"}}, "digest"),
     ({"models": [{**LARGE, "scaling": {"enabeld": True}}]}, "enabeld"),
     ({"models": [{**LARGE, "scaling": {"enabled": True, "min": 5}}]}, "large has scaling.max 4"),
     (
@@ -140,11 +152,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+def rendered_files(values: dict[str, Any], **options: Any) -> dict[str, str]:
     with Chart.load(CHART) as chart:
         chart.validate_schema(values)
-        files = chart.render(values, name="it", namespace="models")
-    return [it for text in files.values() for it in yaml.safe_load_all(text) if it]
+        return dict(chart.render(values, name="it", namespace="models", **options))
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    files = rendered_files(values)
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    return [it for text in texts for it in yaml.safe_load_all(text) if it]
 
 
 def pods(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -316,15 +333,96 @@ def test_a_worker_is_probed_where_it_answers_and_a_gateway_is_ready_without_work
             assert container["readinessProbe"]["httpGet"]["path"] == "/healthz"
 
 
-def test_the_server_is_reached_by_its_own_address_and_password() -> None:
+def secret_keys(values: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The secret and its key from which each component gets its URL."""
+    found = {}
+    for of, pod in pods(values):
+        for variable in pod["containers"][0]["env"]:
+            if variable["name"] == "PROMPTQ_REDIS_URL":
+                chosen = variable["valueFrom"]["secretKeyRef"]
+                component = of["metadata"]["labels"]["app.kubernetes.io/component"]
+                found[component] = (chosen["name"], chosen["key"])
+    return found
+
+
+def test_each_process_is_a_user_of_its_role_on_the_charts_server(tmp_path: Path) -> None:
     objects = rendered({})
     [secret] = [it for it in objects if it["kind"] == "Secret"]
-    told = secret["stringData"]
-    assert told["url"] == f"redis://:{told['password']}@it-redis:6379/0"
-    assert len(told["password"]) == 40
-    assert told["password"] not in json.dumps([it for it in objects if it is not secret])
+    data = secret["stringData"]
+    assert len(data["password"]) == 40
+    for value in data.values():
+        assert value not in json.dumps([it for it in objects if it is not secret])
     [again] = [it for it in rendered({}) if it["kind"] == "Secret"]
-    assert again["stringData"]["password"] != told["password"]  # each release has its own
+    assert again["stringData"]["password"] != data["password"]  # each release has its own
+    used = {role: ("it-redis", role) for role in ("worker", "gateway", "jobs")}
+    assert secret_keys({}) == used
+    urls = {role: urlsplit(data[role]) for role in ROLES}
+    passwords = {role: str(url.password) for role, url in urls.items()}
+    assert len({data["password"], *passwords.values()}) == len(ROLES) + 1
+    lines = data["users.acl"].splitlines()
+    assert lines[:2] == ["user default off", f"user admin on >{data['password']} ~* &* +@all"]
+    rules = {role: user_rules(role, "*", passwords[role]) for role in ROLES}
+    assert lines[2:] == [" ".join(["user", role, *rules[role]]) for role in ROLES]
+    (tmp_path / "users.acl").write_text(data["users.acl"])
+    admin = {"username": "admin", "password": data["password"]}
+    options = ("--aclfile", str(tmp_path / "users.acl"))
+    with OwnServer(tmp_path / "server", *options, connect=admin) as server:
+        for role, url in urls.items():
+            assert (url.username, url.hostname, url.port) == (role, "it-redis", 6379)
+            own = f"redis://{role}:{url.password}@127.0.0.1:{server.port}"
+            with redis.Redis.from_url(own) as client:
+                assert client.ping()
+
+
+def test_an_upgrade_can_keep_the_user_of_earlier_charts(tmp_path: Path) -> None:
+    objects = rendered({"redis": {"defaultUser": True}})
+    [data] = [it["stringData"] for it in objects if it["kind"] == "Secret"]
+    (tmp_path / "users.acl").write_text(data["users.acl"])
+    options = ("--aclfile", str(tmp_path / "users.acl"))
+    connect = {"password": data["password"]}
+    assert data["url"] == f"redis://:{data['password']}@it-redis:6379/0"
+    with OwnServer(tmp_path / "server", *options, connect=connect) as server:
+        assert server.client().execute_command("ACL", "WHOAMI") == b"default"
+
+
+def test_the_notes_name_the_users_and_the_command() -> None:
+    def notes(values: dict[str, Any], **options: Any) -> str:
+        return rendered_files(values, **options)["promptq/templates/NOTES.txt"]
+
+    assert "it-redis --output jsonpath='{.data.operator}'" in notes({})
+    turned_off = "has turned off the user without a name"
+    assert turned_off not in notes({})
+    assert turned_off in notes({}, is_upgrade=True)
+    kept = notes({"redis": {"defaultUser": True}}, is_upgrade=True)
+    assert "WARNING: redis.defaultUser is true" in kept
+    assert turned_off not in kept
+    for name in ("a server elsewhere", "a secret", "a secret with some roles"):
+        assert "WARNING: processes share one user" in notes(VALUES[name])
+    keys = {role: role for role in ("worker", "gateway", "jobs")}
+    assert notes({"redis": {"external": {"secret": "redis", "secretKeys": keys}}}).strip() == ""
+
+
+def test_a_secret_may_have_a_url_for_each_role() -> None:
+    assert secret_keys(VALUES["a secret"]) == dict.fromkeys(
+        ("worker", "gateway", "jobs"), ("redis", "address")
+    )
+    expected = {"worker": ("redis", "of-workers"), "gateway": ("redis", "url")}
+    assert secret_keys(VALUES["a secret with some roles"]) == {**expected, "jobs": ("redis", "url")}
+
+
+def test_a_digest_is_of_one_image() -> None:
+    """Workers with an image of their own do not get that of the others."""
+    digests = [f"sha256:{letter * 64}" for letter in "ab"]
+    models = [
+        {**LARGE, "name": "one", "image": {}},
+        {**LARGE, "name": "two", "image": {"repository": "cuda", "tag": "1"}},
+        {**LARGE, "name": "three", "image": {"repository": "cuda", "digest": digests[1]}},
+    ]
+    values = {"image": {"digest": digests[0]}, "models": models}
+    images = {of["metadata"]["name"]: pod["containers"][0]["image"] for of, pod in pods(values)}
+    assert images["it-gateway"] == images["it-worker-one"] == f"promptq:0.3.0@{digests[0]}"
+    assert images["it-worker-two"] == "cuda:1"
+    assert images["it-worker-three"] == f"cuda:0.3.0@{digests[1]}"
 
 
 def test_a_server_that_there_is_takes_the_place_of_ours() -> None:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import json
+import os
 import shutil
 import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from promptq import Client
 from promptq.shared.runtime.settings import Settings
+from tests.deploy.units import UNITS, settings
 from tests.paths import ROOT
+from tests.processes import running
+from tests.producer.playing import PROMPTQ
+from tests.roles import as_role
+from tests.servers import embedded_server, free_port
 
-UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 PROGRAM = "/opt/promptq/bin/promptq"
 
 
 def setting(unit: Path, name: str) -> str:
-    [value] = re.findall(rf"^{name}=(.*)$", unit.read_text(), re.MULTILINE)
-    return str(value)
+    [value] = settings(unit, name)
+    return value
+
+
+def needs_systemd() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_has_nothing_to_say_of_a_unit(unit: Path, tmp_path: Path) -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed")
+    needs_systemd()
     # It looks whether there is such a program.
     text = unit.read_text().replace(PROGRAM, "/bin/true")
     copy = tmp_path / unit.name.replace("@", "@1")
@@ -53,3 +66,47 @@ def test_a_worker_is_watched() -> None:
     # Less, and systemd would kill a worker that its own watchdog still lets compute.
     stuck = Settings.model_fields["stuck_seconds"].default
     assert float(setting(worker, "WatchdogSec")) > stuck
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_may_do_little(unit: Path) -> None:
+    needs_systemd()
+    # The threshold is in tenths.
+    analyse = ("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=19")
+    done = subprocess.run([*analyse, unit], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "Overall exposure level" in done.stdout
+
+
+def test_processes_work_within_the_system_calls_of_their_units(tmp_path: Path) -> None:
+    """A worker with a real model, a gateway and jobs; only real processes have such a filter."""
+    needs_systemd()
+    port = free_port()
+    options = {"gateway": ("--port", str(port))}
+    environment = {**os.environ, "PROMPTQ_FILES_DIR": str(tmp_path)}
+    with embedded_server() as server, contextlib.ExitStack() as stack:
+        lines = {}
+        for unit in UNITS:
+            name = setting(unit, "ExecStart").split()[1]
+            process = stack.enter_context(
+                running(
+                    *(sys.executable, "-m", "tests.deploy.confined", unit),
+                    *(*PROMPTQ, name, *options.get(name, ())),
+                    cwd=ROOT,
+                    env={**environment, "PROMPTQ_REDIS_URL": as_role(name, server)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            lines[name] = process.stdout
+        first = {name: lines[name].readline() for name in ("worker", "jobs", "gateway")}
+        assert first["worker"].startswith("ready after")
+        assert first["jobs"].startswith("ready")
+        with Client(as_role("producer", server)) as client:
+            text = client.generate("Once upon a time", max_tokens=20, temperature=0).text
+        body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
+        )
+        with urllib.request.urlopen(request) as reply:
+            assert json.load(reply)["choices"][0]["text"] == text

@@ -18,20 +18,33 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "promptq.image" -}}
 {{- $root := index . 0 -}}
 {{- $own := index . 1 | default dict -}}
-{{- $own.repository | default $root.Values.image.repository }}:{{ $own.tag | default $root.Values.image.tag | default $root.Chart.AppVersion }}
+{{- $repository := $own.repository | default $root.Values.image.repository -}}
+{{- $tag := $own.tag | default $root.Values.image.tag | default $root.Chart.AppVersion -}}
+{{- /* The digest is of one image, so it is not for others. */ -}}
+{{- $digest := ternary $own.digest $root.Values.image.digest (or $own.repository $own.tag $own.digest | empty | not) -}}
+{{ $repository }}:{{ $tag }}{{ with $digest }}@{{ . }}{{ end }}
 {{- end -}}
 
+{{- /* The server's URL for a role's user; the argument is a list of the root and the role. */ -}}
 {{- define "promptq.redisEnv" -}}
+{{- $root := index . 0 -}}
+{{- $role := index . 1 -}}
+{{- $external := $root.Values.redis.external -}}
 - name: PROMPTQ_REDIS_URL
   valueFrom:
     secretKeyRef:
-{{- if .Values.redis.external.secret }}
-      name: {{ .Values.redis.external.secret | quote }}
-      key: {{ .Values.redis.external.secretKey | quote }}
+{{- if $external.secret }}
+      name: {{ $external.secret | quote }}
+      key: {{ get ($external.secretKeys | default dict) $role | default $external.secretKey | quote }}
 {{- else }}
-      name: {{ include "promptq.name" . }}-redis
-      key: url
+      name: {{ include "promptq.name" $root }}-redis
+      key: {{ ternary "url" $role (ne $external.url "") }}
 {{- end }}
+{{- end -}}
+
+{{- /* A role's password comes from the administrator's, which no role can find from its own. */ -}}
+{{- define "promptq.rolePassword" -}}
+{{- printf "%s %s" (index . 0) (index . 1) | sha256sum | trunc 40 -}}
 {{- end -}}
 
 {{- define "promptq.hasOwnRedis" -}}

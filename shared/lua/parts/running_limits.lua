@@ -2,6 +2,7 @@
 -- How many requests of a tenant workers may hold at once. Claims put their ids into a sorted set of the tenant,
 -- and whatever ends a lease takes them out.
 
+local DAY_MS = 86400000 -- ids that a worker of an earlier release ended stay until a day after the last claim
 local NUM_CHECKED = 8 -- so many ids are compared with the leases at each claim that meets the limit
 
 local numbers_held, claimed = {}, {} -- by the key of the tenant
@@ -48,6 +49,9 @@ function running_limits.count(tenant, id)
 end
 
 server.at_the_end(function()
-  for key, ids in pairs(claimed) do server.for_all(redis.pcall, 'ZADD', key, ids) end
+  for key, ids in pairs(claimed) do
+    server.for_all(redis.pcall, 'ZADD', key, ids)
+    redis.pcall('PEXPIRE', key, DAY_MS)
+  end
   claimed, numbers_held = {}, {}
 end)

@@ -177,4 +177,7 @@ def test_a_schema_that_is_refused(stories: OpenAI, stream: bool) -> None:
             response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
             stream=stream,
         )
-    assert (raised.value.param, raised.value.code) == ("response_format", "unsupported")
+    assert (raised.value.param, raised.value.code) == (
+        "response_format.json_schema.schema.uniqueItems",
+        "unsupported",
+    )

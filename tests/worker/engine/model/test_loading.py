@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 
 from promptq.shared.errors import (
     ConfigurationError,
@@ -185,7 +185,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: Any, **kwargs: Any) -> None:
         raise OSError("We couldn't connect to the hub to load the files.\nCheck your connection")
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", unreachable)
     with pytest.raises(ModelNotFoundError) as caught:
         load("somebody/something")
     assert str(caught.value) == (

@@ -87,14 +87,14 @@ class GGUFFile:
         return numbers * (dtype or self.dtype).itemsize
 
     def _config(self) -> PreTrainedConfig:
-        layers = self._header.own_field("block_count")
-        if isinstance(layers, int | float) and layers > len(self._tensors):
-            raise UnsupportedModelError(
-                f"{self.source}: its block_count is {layers}, more than its"
-                f" {len(self._tensors)} tensors"
-            )
         names: Any = GGUF_CONFIG_MAPPING[self._architecture]
         try:
+            layers = self._header.own_field("block_count")
+            if isinstance(layers, int | float) and layers > len(self._tensors):
+                raise UnsupportedModelError(
+                    f"{self.source}: its block_count is {layers}, more than its"
+                    f" {len(self._tensors)} tensors"
+                )
             settings = {
                 name: value
                 for field, name in names.items()

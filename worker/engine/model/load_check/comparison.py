@@ -181,7 +181,8 @@ def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def difference_of(logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Difference:
     off = off_by(logits, expected)
-    return Difference(float(off.median()), float(off.max()), tolerance)
+    is_finite = bool(torch.isfinite(expected).all())
+    return Difference(float(off.median()), float(off.max()), tolerance, is_finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,8 @@ class Difference:
     median: float
     worst: float
     tolerance: float
+    is_finite_alone: bool = True
+    """Whether the logits that each request gets alone are numbers."""
 
     @property
     def is_tolerable(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
@@ -137,7 +136,7 @@ def _check(
         ) from error
     if not difference.is_tolerable:
         plain = differences[False]
-        if math.isnan(plain.median):
+        if not plain.is_finite_alone:
             raise UnsupportedModelError(
                 f"{family}: logits are not numbers: {why_not_finite(model)}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,7 +83,7 @@ def check_packed(
 def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> None:
     if difference.is_tolerable:
         return
-    if math.isnan(difference.median):
+    if not difference.is_finite_alone:
         raise UnsupportedModelError(
             f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
         )
