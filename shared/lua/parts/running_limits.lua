@@ -2,14 +2,13 @@
 -- How many requests of a tenant workers may hold at once. Claims put their ids into a sorted set of the tenant,
 -- and whatever ends a lease takes them out.
 
-local DAY_MS = 86400000 -- ids that a worker of an earlier release ended stay until a day after the last claim
-local NUM_CHECKED = 8 -- so many ids are compared with the leases at each claim that meets the limit
+local NUM_CHECKED = 8 -- so many ids are compared with the leases at each claim that meets the limit, and at a sweep
 
 local numbers_held, claimed = {}, {} -- by the key of the tenant
 
 -- Forget ids that nobody holds, such as those of a worker of an earlier release. The score is the time of the
 -- last check, so each claim checks others.
-local function forget_gone(key)
+function running_limits.forget_gone(key)
   local ids, alive = server.due(key, '+inf', NUM_CHECKED), {}
   local leases = #ids > 0 and redis.call('ZMSCORE', keys.leases, unpack(ids)) or {}
   for nth, id in ipairs(ids) do
@@ -34,7 +33,7 @@ function running_limits.is_reached(tenant)
   if limit <= 0 then return false end
   local key = keys.running_of(tenant)
   if not numbers_held[key] then
-    if num_held(key) >= limit then forget_gone(key) end
+    if num_held(key) >= limit then running_limits.forget_gone(key) end
     numbers_held[key] = num_held(key)
   end
   return numbers_held[key] + #(claimed[key] or {}) / 2 >= limit
@@ -49,9 +48,6 @@ function running_limits.count(tenant, id)
 end
 
 server.at_the_end(function()
-  for key, ids in pairs(claimed) do
-    server.for_all(redis.pcall, 'ZADD', key, ids)
-    redis.pcall('PEXPIRE', key, DAY_MS)
-  end
+  for key, ids in pairs(claimed) do server.for_all(redis.pcall, 'ZADD', key, ids) end
   claimed, numbers_held = {}, {}
 end)

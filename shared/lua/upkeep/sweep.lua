@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting, ending
+-- uses: keys, numbers, server, requests, waiting, ending, running_limits
 -- Remove keys that nothing refers to: a flag for a request that never came, a log without its hash, a hash
 -- in no queue. Plain clients leave such keys behind. Each call looks at one page of the server's keys. What
 -- it finds is noted, and removed if it is still so after the time for which results are kept, because a
@@ -44,6 +44,8 @@ for _, key in ipairs(page[2]) do
   local kind, id = string.match(string.sub(key, #keys.prefix + 1), '^(%l+):(.*)$')
   if (kind == 'request' or kind == 'tokens') and is_orphan(id) then
     redis.call('ZADD', orphans, 'NX', server.now_text, id)
+  elseif kind == 'tenants' and string.match(id, '^running') then
+    running_limits.forget_gone(key)
   end
 end
 local num_gone = 0

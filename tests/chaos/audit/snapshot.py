@@ -9,6 +9,7 @@ from typing import Any
 import redis
 
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.cluster import client_of
 from tests.chaos.audit.auditor import Snapshot
 
@@ -28,6 +29,7 @@ def take_snapshot(
     `places` are its workers and their process ids, None for one that does not run.
     """
     snapshot, client = Snapshot(), client_of(client, keys)
+    _sweep(RequestQueue(client, keys.queue))
     names = [name.decode() for name in client.scan_iter(match=f"{keys.prefix}*", count=_PAGE)]
     for start in range(0, len(names), _PAGE):
         page = names[start : start + _PAGE]
@@ -52,6 +54,14 @@ def take_snapshot(
     told = {int(worker["pid"]) for worker in snapshot.workers}
     snapshot.silent = [name for name, pid in (places or {}).items() if pid not in told]
     return snapshot
+
+
+def _sweep(queue: RequestQueue) -> None:
+    """Do what the upkeep does: each round forgets some ids that no worker holds any longer."""
+    for _ in range(50):
+        cursor = queue.sweep().cursor
+        while cursor != "0":
+            cursor = queue.sweep(cursor).cursor
 
 
 def told_since(client: redis.Redis, keys: Keys, since_ms: int) -> set[int]:

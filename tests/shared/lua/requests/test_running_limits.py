@@ -120,6 +120,17 @@ def test_ids_that_nobody_holds_are_forgotten(client: Any, queue: RequestQueue) -
     assert client.zrange(key, 0, -1) == [b"r0", b"r1"]
 
 
+def test_a_sweep_forgets_ids_that_nobody_holds(client: Any, queue: RequestQueue) -> None:
+    """Without a limit no claim looks at them, and workers of earlier releases leave some."""
+    key = f"{queue.keys.prefix}tenants:running:a"
+    put(queue, "held", tenant="a")
+    assert ids(queue.take_batch(ROOM)) == ["held"]
+    client.zadd(key, {f"gone{n}": 0 for n in range(20)})
+    for _ in range(5):
+        queue.sweep()
+    assert client.zrange(key, 0, -1) == [b"held"]
+
+
 def test_a_key_of_another_type_stops_nothing(client: Any, queue: RequestQueue) -> None:
     client.hset(queue.keys.config, "max_running:a", 2)
     client.set(f"{queue.keys.prefix}tenants:running:a", "x")
