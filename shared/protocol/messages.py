@@ -12,6 +12,9 @@ MAX_ARGUMENT_VALUES = 100_000
 """The most JSON values in all arguments that are texts. A parser makes an object of each."""
 
 _LONGEST_SHOWN = 80
+_ROLES = {"developer": "system", "function": "tool"}
+"""Roles of OpenAI's API that chat templates know by another name."""
+_REASONING = frozenset({"reasoning", "reasoning_content"})
 _CUT = "EOF while parsing"
 """The parser's words for JSON that ends too early."""
 
@@ -21,9 +24,11 @@ _SEPARATORS = ",[{"
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Make content one text, arguments of tool calls objects, and `developer` `system`.
+    """Make content one text and arguments of tool calls objects, and replace other names of roles.
 
-    What is normalised stays as it is. Raises ValueError that names the part that is wrong.
+    A `function_call`, the former name, becomes a tool call. What is normalised stays as it is.
+
+    Raises ValueError that names the part that is wrong.
     """
     num_values = 0
     clean = []
@@ -33,16 +38,22 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         role = own.get("role")
         if not isinstance(role, str):
             raise ValueError(f"{where}.role: must be a text such as 'user', got {_shown(role)}")
-        if role == "developer":
-            own["role"] = "system"
+        own["role"] = _ROLES.get(role, role)
         own["content"] = _text(f"{where}.content", own.get("content"))
+        for name in _REASONING & own.keys():
+            if not isinstance(own[name], str):
+                raise ValueError(f"{where}.{name}: must be text, got {_shown(own[name])}")
         calls = own.pop("tool_calls", [])
         if not isinstance(calls, list):
             raise ValueError(f"{where}.tool_calls: must be a list, got {_shown(calls)}")
+        places = [f"{where}.tool_calls[{number}].function" for number in range(len(calls))]
+        former = own.pop("function_call", None)
+        if former is not None and not calls:
+            calls = [{"type": "function", "function": former}]
+            places = [f"{where}.function_call"]
         if calls:
             own["tool_calls"] = called = []
-            for number, call in enumerate(calls):
-                place = f"{where}.tool_calls[{number}].function"
+            for place, call in zip(places, calls, strict=True):
                 function = _function(place, call)
                 num_values += _num_values(function["arguments"])
                 if num_values > MAX_ARGUMENT_VALUES:
@@ -65,12 +76,21 @@ def _text(where: str, content: Any) -> str:
         raise ValueError(f"{where}: must be text or a list of parts, got {_shown(content)}")
     texts = []
     for index, part in enumerate(content):
-        if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, Mapping) else part
+        place = f"{where}[{index}]"
+        text, kind = part, None
+        if isinstance(part, Mapping):
+            kind = part.get("type")
+            text = part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(text, str):
+            texts.append(text)
+        elif kind in (None, "text", "refusal"):
+            name = kind or "text"
             raise ValueError(
-                f"{where}[{index}]: a part of type {_shown(kind)} is not served, only text is"
+                f'{place}: must be like {{"type": "{name}", "{name}": TEXT}}, got {_shown(part)}'
+                + (f" with {_shown(text)} as {name}" if isinstance(part, Mapping) else "")
             )
-        texts.append(part["text"])
+        else:
+            raise ValueError(f"{place}: a part of type {_shown(kind)} is not served, only text is")
     return "".join(texts)
 
 

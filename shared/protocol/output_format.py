@@ -217,6 +217,11 @@ def _tool_schema(index: int, tool: Mapping[str, Any]) -> ToolSchema:
         parameters = NO_ARGUMENTS
     elif not isinstance(parameters, dict):
         raise ValueError(f"tools: the parameters of {name!r} must be an object, a JSON schema")
+    kinds = parameters.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ValueError(
+            f"tools: the parameters of {name!r} must have the type 'object', got {shown(kinds)}"
+        )
     strict = _strict(function, f"tools: function {name!r}")
     return ToolSchema(name, parameters, strict, f"tools[{index}].function.parameters")
 

@@ -174,7 +174,7 @@ def _try_to_make(kind: Any, url: str) -> Any:
     is_of_sentinels = parts.scheme in SENTINEL_SCHEMES
     if parts.scheme in ("redis", "rediss") and not _DATABASE.fullmatch(parts.path):
         raise ValueError(f"the database {parts.path[1:]!r} is not a number")
-    query = without_defaults(parts.query, is_of_sentinels)
+    query = without_defaults(parts.query, is_of_sentinels, parts.scheme.startswith("rediss"))
     if query != parts.query:
         url = url.replace(f"?{parts.query}", f"?{query}")
     if is_of_sentinels:

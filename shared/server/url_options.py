@@ -70,7 +70,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
 _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
 
 
-def without_defaults(query: str, is_of_sentinels: bool) -> str:
+def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
     """The query without options that only repeat a default. Raises ValueError for a wrong one."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
@@ -84,6 +84,8 @@ def without_defaults(query: str, is_of_sentinels: bool) -> str:
                 continue
             if name not in options:
                 raise ValueError(f"there is no option {name!r}; options are {', '.join(options)}")
+            if name.startswith("ssl_") and not is_secure:
+                raise ValueError(f"the option {name!r} is for rediss://, which speaks TLS")
             is_right, right = options[name]
             if not is_right(value):
                 raise ValueError(f"the option {name!r} is {value!r} and not {right}")

@@ -63,7 +63,7 @@ _STYLES = (
             closing="</function>\n</tool_call>",
         ),
     ),
-    (("<tool_call>", '{"name"'), OutputStyle(before="<tool_call>\n", after="\n</tool_call>")),
+    (("<tool_call>", '"name"'), OutputStyle(before="<tool_call>\n", after="\n</tool_call>")),
     (
         ('"parameters": dictionary of argument',),  # Llama 3
         OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>"),
@@ -99,8 +99,9 @@ def output_style(chat_template: str, response_template: Any = None) -> OutputSty
     A `response_template` of `transformers` has precedence for what it says in words. What it says
     in patterns is taken from the chat template.
     """
+    shown = chat_template.replace('\\"', '"')  # a mark may be in a text of the template
     style = next(
-        (style for marks, style in _STYLES if all(mark in chat_template for mark in marks)),
+        (style for marks, style in _STYLES if all(mark in shown for mark in marks)),
         OutputStyle(),
     )
     for before, after in _REASONING:

@@ -377,6 +377,8 @@ def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) 
     if isinstance(wanted, GrammarOutput):
         if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
             reason = f"line {listed[1]}: {_reworded(listed[2])}"
+        elif reason.startswith("NoExtension"):
+            reason = "no text matches it"
         return f"{wanted.field}: the grammar is refused: {reason}"
     if isinstance(wanted, RegexOutput | ChoiceOutput):
         kind = "regex" if isinstance(wanted, RegexOutput) else "choice"

@@ -6,6 +6,7 @@ other thread could end it. jinja2 is imported only here.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,6 +106,12 @@ def _length(value: Any) -> int:
         size += _length(item) + 2
         _check(size)
     return size
+
+
+def _json_of(value: Any) -> str:
+    """A text, or the JSON of a call's arguments: some templates take these for a text."""
+    _check(_length(value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _int_of(value: Any) -> int:
@@ -230,6 +237,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "+" and type(left) is type(right) is str:  # the most frequent one
             _check(len(left) + len(right))
             return _kept(left + right)
+        if operator == "+" and {type(left), type(right)} == {str, dict}:
+            left, right = map(_json_of, (left, right))
         sizes = [len(it) for it in (left, right) if isinstance(it, _MEASURED)]
         numbers = [it for it in (left, right) if isinstance(it, int)]
         match operator:

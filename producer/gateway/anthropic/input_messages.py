@@ -88,6 +88,7 @@ def _plain(role: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
 
 def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     call_id, name, arguments = (block.get(it) for it in ("id", "name", "input"))
+    arguments = {} if arguments is None else arguments
     if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
         raise _wrong(f"{where}: a tool_use needs id and name, texts, and input, an object")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
@@ -118,6 +119,13 @@ def _format_of(name: str, given: Any) -> dict[str, Any]:
         return asked
     if kind == "json_object" and given is True:
         return {"type": "json_object"}
+    if kind == "json" and isinstance(given, str):  # as vLLM takes it, too
+        try:
+            given = from_json(given)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{name}: the schema is not JSON: {error}", field=name
+            ) from None
     if not isinstance(given, dict):
         raise InvalidRequestError(f"{name}: the schema must be a JSON object", field=name)
     return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}

@@ -84,11 +84,14 @@ def _checked(index: int, item: Any) -> dict[str, Any]:
             content = _parts(index, "content", item.get("content"), part)
             return {"status": "completed", **item, "type": kind, "content": content}
         case "function_call":
+            if item.get("arguments") is None:
+                item = {**item, "arguments": "{}"}
             for name in ("call_id", "name", "arguments"):
                 if not isinstance(item.get(name), str):
                     raise _wrong(index, f"a function_call needs {name}, a text")
             if item.get("status") != "incomplete" and not _is_object(item["arguments"]):
-                raise _wrong(index, "the arguments of a function_call are no JSON object")
+                shown = repr(item["arguments"][:80])
+                raise _wrong(index, f"arguments must be a JSON object, as text, got {shown}")
             return {"status": "completed", **item, "type": kind}
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):

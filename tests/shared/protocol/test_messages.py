@@ -29,17 +29,31 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
 
 
 def test_parts_become_one_text_and_nothing_becomes_an_empty_one() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, "b"]
     assert read(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": parts, "name": None},
         {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
         {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": ""},
         {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "No."},
+    ]
+
+
+def test_a_function_call_is_a_tool_call() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    called = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert read(
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "f", "content": "2"},
+    ) == [
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "name": "f", "content": "2"},
     ]
 
 
@@ -86,8 +100,23 @@ def test_arguments_that_are_no_object_are_named(arguments: str) -> None:
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
             "messages[0].content[1]: a part of type 'image_url' is not served, only text is",
         ),
-        ({"role": "user", "content": ["a"]}, "messages[0].content[0]: a part of type 'a'"),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]: a part of"),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            'messages[0].content[0]: must be like {"type": "text", "text": TEXT}, got an object'
+            " with nothing as text",
+        ),
+        (
+            {"role": "user", "content": ["a", 5]},
+            'messages[0].content[1]: must be like {"type": "text", "text": TEXT}, got a number',
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": {"a": 1}},
+            "messages[0].reasoning_content: must be text, got an object",
+        ),
+        (
+            {"role": "assistant", "function_call": {"name": "f", "arguments": "[]"}},
+            "messages[0].function_call.arguments: must be a JSON object, got '[]'",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_by_its_place(message: dict[str, Any], said: str) -> None:

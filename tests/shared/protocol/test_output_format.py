@@ -17,7 +17,7 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.shared.protocol.request import Request
 
-SCHEMA = {"type": "integer"}
+SCHEMA = {"type": "object", "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -130,6 +130,20 @@ WRONG_TYPE = "tools: a tool of type"
             "tool_choice: names the function 'x', which is not among the tools",
         ),
         ({"tools": [{"name": "f"}], "tool_choice": "required"}, "tools: each must be like"),
+        *(
+            (
+                {
+                    "tools": [{"type": "function", "function": {"name": "f", "parameters": given}}],
+                    "tool_choice": "required",
+                },
+                f"tools: the parameters of 'f' must {right}",
+            )
+            for given, right in (
+                ({"type": "array"}, "have the type 'object', got 'array'"),
+                ({"type": None}, "have the type 'object', got None"),
+                ([], "be an object, a JSON schema"),
+            )
+        ),
         *(
             ({"tools": [TOOL, tool], "tool_choice": choice}, message)
             for choice in (None, "none", "auto", "required")

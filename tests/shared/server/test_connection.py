@@ -110,6 +110,13 @@ def test_refuses_an_option_that_would_break_it_by_name(scheme: str, option: str)
         assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("scheme", sorted(PLACES.keys() - {"rediss"}))
+def test_refuses_options_of_tls_where_there_is_none(scheme: str) -> None:
+    for connect in (open_redis, make_async_redis):
+        with pytest.raises(ConfigurationError, match="option 'ssl_cert_reqs' is for rediss://"):
+            connect(f"{scheme}://{PLACES[scheme]}?ssl_cert_reqs=none")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # redis-py's, of `lib_name`
 async def test_takes_every_option_that_does_no_harm(redis_url: str) -> None:
     options = (

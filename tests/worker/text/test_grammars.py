@@ -27,7 +27,7 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.structured_output import Grammars, _refused
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES
 from tests.worker.text.structured import SCHEMAS, closed, compilations
@@ -155,6 +155,11 @@ def test_a_refused_grammar_is_an_error_with_the_line(grammar: str, reason: str) 
     assert str(caught.value).startswith(f"response_format: the grammar is refused: {reason}")
     assert "|" not in str(caught.value)
     assert (caught.value.field, caught.value.error_type) == ("response_format", "unsupported")
+
+
+def test_a_grammar_without_an_end_is_refused_in_words() -> None:
+    said = _refused(GrammarOutput("start: start"), "NoExtensionBias", str)  # the vetter's word
+    assert said == "response_format: the grammar is refused: no text matches it"
 
 
 @pytest.mark.parametrize(

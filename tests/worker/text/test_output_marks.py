@@ -153,6 +153,13 @@ def test_the_styles_of_templates() -> None:
     assert styles["DeepSeek V3"].reasoning_marks == ("<think>", "</think>")
     assert styles["Hermes"].reasoning_marks == ()
     assert output_style("") == OutputStyle()
+    for written in (
+        '<tool_call>\n{"arguments": <args-dict>, "name": <function-name>}\n</tool_call>',
+        r"""{{ "<tool_call>\n{\"name\": <function-name>, \"arguments\": {}}\n</tool_call>" }}""",
+    ):
+        assert output_style(written) == styles["Hermes"]
+    command_r = FAMILIES["Command R"].template.replace('"', r"\"")
+    assert output_style(command_r) == styles["Command R"]
 
 
 def test_what_a_response_template_says_in_words_has_precedence() -> None:

@@ -334,7 +334,7 @@ def test_a_fault_is_named_by_its_path(
     path = f".properties['a b'].anyOf[1].items{place}: {reason}"
     message = refusal(compiled, response_format=json_schema(schema))
     assert message.startswith(f"response_format.json_schema.schema{path}"), message
-    tools = [_tool(fine["p0"], "fine"), _tool(schema)]
+    tools = [_tool(OBJECT, "fine"), _tool(schema)]
     message = refusal(compiled, tools=tools, tool_choice="required")
     assert message.startswith(f"tools[1].function.parameters{path}"), message
     one = {"type": "function", "function": {"name": "f"}}

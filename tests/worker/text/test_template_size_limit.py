@@ -86,6 +86,17 @@ def test_what_grows_is_refused_in_one_sentence_before_it_takes_the_memory(templa
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 800 * 1024
 
 
+def test_arguments_of_calls_are_json_where_a_template_takes_them_for_a_text() -> None:
+    """As DeepSeek's does, for example."""
+    called = {"function": {"name": "f", "arguments": '{"a": ["é", null]}'}}
+    template = (
+        "{% for call in messages[0].tool_calls %}{{ 'f' + call.function.arguments + '.' }}"
+        "{{ call.function.arguments.a[0] }}{{ call.function.arguments | tojson }}{% endfor %}"
+    )
+    text = rendered(template, messages=[{"role": "assistant", "tool_calls": [called]}])
+    assert text == 'f{"a": ["é", null]}.é{"a": ["é", null]}'
+
+
 def test_what_templates_do_gives_the_same() -> None:
     """As the library itself renders it."""
     template = (

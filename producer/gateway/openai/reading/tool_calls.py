@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
+
+from pydantic_core import from_json
 
 from promptq.producer.gateway.openai.reading.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
@@ -53,14 +56,15 @@ class ToolText:
         self._is_object, self._is_tagged = style.form not in (NAMED, TAGGED), style.form == TAGGED
         self._before, self._after = _squeezed(style.before), _squeezed(style.after)
         self._between, self._closing = _squeezed(style.between), _squeezed(style.closing)
+        self._name_key, self._arguments_key = style.name_key, style.arguments_key
         self._middle, self._name_end = _squeezed(style.middle), _squeezed(style.name_end)
         opening, prelude = _squeezed(style.opening), _squeezed(style.prelude)
         if self._is_tagged:
             self._head, starts = (_NAME,), {opening: 0}
             self._tags = (style.key_before, style.key_after, style.value_after, style.closing)
         else:
-            key = json.dumps(style.arguments_key)
-            of_object = ("{", json.dumps(style.name_key), ":", _STRING, ",", key, ":", "{")
+            key = json.dumps(self._arguments_key)
+            of_object = ("{", json.dumps(self._name_key), ":", _STRING, ",", key, ":", "{")
             self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
             starts = {self._before: 1, opening: 0, prelude: 0}
         self._starts = {mark: element for mark, element in starts.items() if mark}
@@ -68,7 +72,8 @@ class ToolText:
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._held = ""  # text that may still turn out to be a call
-        self._element, self._matched, self._name = 0, "", ""
+        self._object: list[str] = []  # a call whose members come in another order
+        self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
         self._dense = ""  # what is matched, without white space
         self._depth, self._in_string, self._escaped = 0, False, False
         self._arguments: TaggedArguments | None = None
@@ -93,6 +98,8 @@ class ToolText:
                 self._begin_call("")
         elif self._state in (self._in_content, self._in_head):
             self._content.append(self._held if self._held.strip() or not self.num_calls else "")
+        elif self._state == self._in_whole_object:
+            self._content += [self._held, *self._object]
         self._held = ""
         return self._take()
 
@@ -175,12 +182,24 @@ class ToolText:
     def _next_element(self) -> None:
         self._matched = self._dense = ""
         self._element += 1
+        if self._element == 2:
+            self._opened_at = len(self._held) - 1
         if self._element == len(self._head):
             self._begin_call("" if self._is_tagged else "{")
 
     def _no_call(self) -> None:
-        """The text only looked like a call. Another one may begin behind its first letter."""
+        """The text only looked like a call. Another one may begin behind its first letter.
+
+        Members of an object that come in another order are read once the object is whole.
+        """
         held, self._held = self._held, ""
+        if self._is_object and self._before and self._element > 1 and not self._forced:
+            self._held, self._object = held[: self._opened_at], []
+            self._depth, self._in_string, self._escaped = 0, False, False
+            self._state = self._in_whole_object
+            for letter in held[self._opened_at :]:
+                self._state(letter)
+            return
         num_read = 0 if self._is_at_start else 1
         self._is_at_start = False
         self._content.append(held[:num_read])
@@ -221,6 +240,39 @@ class ToolText:
         self._read_json(letter)
         if self._depth == 0:
             self._state = self._in_tail
+
+    def _in_whole_object(self, letter: str) -> None:
+        self._object.append(letter)
+        self._read_json(letter)
+        if self._depth:
+            return
+        held, self._held = self._held, ""
+        text, self._object = "".join(self._object), []
+        name, arguments = self._call_of(text)
+        if name is None:
+            self._content.append(held + text)
+            self._state = self._in_content
+            return
+        self._deltas.append(
+            ToolDelta(self.num_calls, json.dumps(arguments, ensure_ascii=False), name)
+        )
+        self.num_calls += 1
+        self._depth = 1
+        self._state = self._in_tail
+
+    def _call_of(self, text: str) -> tuple[str | None, Any]:
+        """Returns the name and the arguments of a call that is a JSON object; no name for none."""
+        try:
+            call = from_json(text, allow_inf_nan=False)
+            arguments = call.get(self._arguments_key)
+            if isinstance(arguments, str):
+                arguments = from_json(arguments or "{}", allow_inf_nan=False)
+        except ValueError:
+            return None, None
+        arguments = {} if arguments is None else arguments
+        name = call.get(self._name_key)
+        is_call = isinstance(name, str) and isinstance(arguments, dict)
+        return (name if is_call else None), arguments
 
     def _read_json(self, letter: str) -> None:
         if self._in_string:

@@ -98,7 +98,7 @@ def test_a_conversation_becomes_a_chat(gateway: LiveGateway, own_worker: HandWor
             {"type": "redacted_thinking", "data": "x"},
             {"type": "text", "text": "Look:"},
             {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
-            {"type": "tool_use", "id": "t2", "name": "g", "input": {}},
+            {"type": "tool_use", "id": "t2", "name": "g", "input": None},
         ]},
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "t1", "content": "5", "is_error": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,7 @@ def payload_of(http: httpx2.Client, worker: HandWorker, **fields: Any) -> dict[s
     [
         {"structured_outputs": {"json": SCHEMA}},
         {"guided_json": SCHEMA},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
     ],
 )
 def test_vllms_names_of_a_schema(

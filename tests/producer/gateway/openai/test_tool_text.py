@@ -62,6 +62,23 @@ def read(style: OutputStyle, pieces: list[str]) -> tuple[str, list[tuple[str, st
         (TAGS, "a < b <tool", "a < b <tool", []),
         (TAGS, "<tool_call>no</tool_call>", "<tool_call>no</tool_call>", []),
         (TAGS, CALL, CALL, []),
+        (
+            TAGS,
+            f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call><tool_call>{CALL}',
+            "",
+            [("f", '{"a": {"b": "}\\"{"}}'), ("f", ARGUMENTS)],
+        ),
+        (TAGS, 'a <tool_call>{"id": 1, "name": "f"}</tool_call> b', "a  b", [("f", "{}")]),
+        (TAGS, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "", [("f", "{}")]),
+        *(
+            (TAGS, text, text, [])
+            for text in (
+                '<tool_call>{"arguments": {"a": 1',
+                '<tool_call>{"arguments": [], "name": "f"}</tool_call>.',
+                '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>.',
+                '<tool_call>{"arguments": {}}</tool_call>.',
+            )
+        ),
     ],
 )
 def test_calls_in_a_text(

@@ -205,7 +205,7 @@ def test_items_become_the_messages_of_a_chat(gateway: LiveGateway, own_worker: H
         {"type": "function_call_output", "call_id": "c2", "output": [
             {"type": "input_text", "text": "6"},
         ]},
-        {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c3", "name": "f", "arguments": None},
     ]  # fmt: skip
 
     def call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -342,6 +342,11 @@ def test_an_answer_by_schema(stories: OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0: type 'item_ref"),
         ({"input": [{"role": "boss", "content": "x"}]}, "input", "role 'boss' is not one of"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "needs call_id"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]},
+            "input",
+            "item 0: arguments must be a JSON object, as text, got '[1]'",
+        ),
         ({"input": [7]}, "input", "item 0: is not an object"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
