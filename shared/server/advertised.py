@@ -141,7 +141,7 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
     lived when the connection was made, so it was the one that listened.
     """
     found = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
-    if found is None or found[1] not in {_mark_of(it) for it in _folders() if _is_ours(it)}:
+    if found is None or found[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
         return None
     password = found[0]
 

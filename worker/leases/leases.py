@@ -257,9 +257,9 @@ class Leases:
         lease = self.ready.first_of(newcomers)
         # The engine decides whether one of these has more than its share.
         shares = Counter(
-            it.claim.tenant
-            for it in self._preemptible
-            if it.prepared.priority >= lease.prepared.priority
+            other.claim.tenant
+            for other in self._preemptible
+            if other.prepared.priority >= lease.prepared.priority
         )
         return lease if max(shares.values(), default=0) > 1 else None
 

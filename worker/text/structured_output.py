@@ -352,7 +352,7 @@ def _simplified(wanted: Output) -> Output:
     if isinstance(wanted, JsonOutput):
         return replace(wanted, schema=closed(plain(wanted.schema)))
     if isinstance(wanted, ToolCallOutput):
-        tools = [replace(it, parameters=closed(plain(it.parameters))) for it in wanted.tools]
+        tools = [replace(tool, parameters=closed(plain(tool.parameters))) for tool in wanted.tools]
         return replace(wanted, tools=tuple(tools))
     return wanted
 

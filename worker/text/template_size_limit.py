@@ -158,14 +158,14 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
         case "format":
             _check_format(str(value), given)
         case "wordwrap":
-            longest = max((len(it) for it in given if isinstance(it, str)), default=1)
+            longest = max((len(item) for item in given if isinstance(item, str)), default=1)
             _check(len(str(value)) * longest)
         case "round":
             _check(width // _MOST_DECIMALS * MOST_BYTES)
         case "tojson":
             longest = max([width, *map(_length, given)], default=0)
             _check(longest // _LONGEST_SEPARATOR * MOST_BYTES)
-        case "sum" if any(isinstance(it, _MEASURED) for it in args[1:] or [kwargs.get("start")]):
+        case "sum" if any(isinstance(arg, _MEASURED) for arg in args[1:] or [kwargs.get("start")]):
             raise TemplateSizeError
 
 
@@ -181,7 +181,7 @@ def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             of_item = (
                 str if attribute is None else make_attrgetter(context[0].environment, attribute)
             )
-            value = [of_item(it) if attribute is not None else it for it in value]
+            value = [of_item(item) if attribute is not None else item for item in value]
             separator = str(given[0] if given else kwargs.get("d", ""))
             _check_method(separator, "join", [value])
             return _kept(separator.join(map(str, value)))
@@ -230,15 +230,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "+" and type(left) is type(right) is str:  # the most frequent one
             _check(len(left) + len(right))
             return _kept(left + right)
-        sizes = [len(it) for it in (left, right) if isinstance(it, _MEASURED)]
-        numbers = [it for it in (left, right) if isinstance(it, int)]
+        sizes = [len(operand) for operand in (left, right) if isinstance(operand, _MEASURED)]
+        numbers = [operand for operand in (left, right) if isinstance(operand, int)]
         match operator:
             case "+":
                 _check(sum(sizes))
             case "*" if sizes and numbers:
                 _check(sys.getsizeof(left if numbers[0] is right else right) * max(0, *numbers, 0))
             case "*":
-                _check_bits(sum(it.bit_length() for it in numbers))
+                _check_bits(sum(number.bit_length() for number in numbers))
             case "**" if isinstance(left, int) and isinstance(right, int):
                 _check_bits(left.bit_length() * abs(right))
             case "%" if isinstance(left, str | bytes):

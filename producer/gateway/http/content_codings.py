@@ -89,9 +89,9 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
     Raises ApiError 415 for one that is not served.
     """
-    found = [it.strip().lower() for it in ",".join(headers).split(",")]
-    found = [it for it in found if it not in ("", "identity")]
-    wrong = [it for it in found if it not in _DECODERS]
+    found = [coding.strip().lower() for coding in ",".join(headers).split(",")]
+    found = [coding for coding in found if coding not in ("", "identity")]
+    wrong = [coding for coding in found if coding not in _DECODERS]
     if wrong or len(found) > _MOST_CODINGS:
         told = f"{wrong[0][:80]!r} is not one of" if wrong else f"at most {_MOST_CODINGS} of"
         raise ApiError(

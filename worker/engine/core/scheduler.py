@@ -236,9 +236,9 @@ class Scheduler:
             return last
         shares = self._shares()
         lesser = takewhile(
-            lambda it: it.request.priority == last.request.priority, reversed(self.running[1:])
+            lambda one: one.request.priority == last.request.priority, reversed(self.running[1:])
         )
-        return max(lesser, key=lambda it: shares.of_tenant(it.request))
+        return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
 
     def _admit_urgent(self, plan: _Plan) -> None:
         """Admit sequences that are more urgent than a running one, by preempting that one."""
@@ -372,7 +372,7 @@ class Scheduler:
                 del by_tenant[request.tenant]
 
     def _shares(self) -> Shares:
-        running = ((it.request, len(it.block_table)) for it in self.running)
+        running = ((sequence.request, len(sequence.block_table)) for sequence in self.running)
         return Shares(self.max_num_seqs, self.block_manager.num_blocks, running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:

@@ -49,12 +49,12 @@ class Disjointness:
         if any(self._of(part, other, depth) for part in parts):
             return True
         unions = [branches for name in ("anyOf", "oneOf") if (branches := _list(one, name))]
-        return any(all(self._of(it, other, depth) for it in branches) for branches in unions)
+        return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
         """Whether a required property excludes the other schema's, or is none of the other's."""
         for first, second in ((one, other), (other, one)):
-            required = [it for it in _list(first, "required") if isinstance(it, str)]
+            required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})
             if not isinstance(others, dict):
                 continue
@@ -62,7 +62,7 @@ class Disjointness:
             is_closed = second.get("additionalProperties") is False
             if is_closed and not second.get("patternProperties") and {*required} - others.keys():
                 return True
-            also_required = {it for it in _list(second, "required") if isinstance(it, str)}
+            also_required = {name for name in _list(second, "required") if isinstance(name, str)}
             if isinstance(named, dict) and any(
                 self._of(named[name], others[name], depth)
                 for name in required
@@ -91,7 +91,7 @@ def _kinds(schema: dict[str, Any]) -> frozenset[str]:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         if "number" in named:
             named = [*named, "integer", "fraction"]
-        kinds &= {it for it in named if isinstance(it, str)}
+        kinds &= {name for name in named if isinstance(name, str)}
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(listed, list):
         kinds &= {_kind_of(value) for value in listed}
@@ -114,7 +114,7 @@ def _plain_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_plain_numbers(it) for it in value]
+        return [_plain_numbers(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain_numbers(it) for key, it in value.items()}
     return value

@@ -114,7 +114,7 @@ def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
 
     pydantic leaves them out of `required` where they have a default.
     """
-    if not any("discriminator" in it and "oneOf" in it for it in all_objects(schema)):
+    if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
     schema = deepcopy(schema)
     for found in [*all_objects(schema)]:
