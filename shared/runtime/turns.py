@@ -19,7 +19,7 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """All long work of one owner: in each round of the loop one slice of it is done."""
+    """Does one slice of an owner's long work in each round of the loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -125,7 +125,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """A path is no mark: containers have the same paths and user ids, but other folders."""
+    """Returns the folder's mark. Its path is none, as containers share paths and user ids."""
     found = folder.stat()
     which = f"{found.st_dev} {found.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"

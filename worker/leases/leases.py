@@ -231,7 +231,7 @@ class Leases:
 
     @property
     def by_tenant(self) -> list[Holding]:
-        """What each tenant has at each priority."""
+        """Running sequences and their tokens by tenant and priority."""
         found = {(0, lease.claim.tenant): [0, 0] for lease in self}
         for lease in self._preemptible:
             counts = found.setdefault((lease.prepared.priority, lease.claim.tenant), [0, 0])

@@ -197,7 +197,7 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Why the library refuses a grammar; empty if it accepts it, or takes too long."""
+        """Returns why the library refuses a grammar; empty if it accepts it or takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:

@@ -22,9 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 MOST_BYTES = 2**26
-"""Of one value."""
+"""The limit of one value."""
 MOST_BYTES_IN_ALL = 2**29
-"""Of all values that one rendering makes."""
+"""The limit of all values that one rendering makes."""
 
 _SMALL = 256
 """Texts with fewer characters are not counted: no template makes enough of them in its time."""
@@ -73,13 +73,13 @@ def size_limit() -> Iterator[None]:
 
 
 def _check(size: int) -> None:
-    """Raise TemplateSizeError if a value of so many characters or items is too large."""
+    """Raise TemplateSizeError if a value has too many characters or items."""
     if size > MOST_BYTES:
         raise TemplateSizeError
 
 
 def _kept(value: Any) -> Any:
-    """A value that was made, which counts."""
+    """Count a value that was made, and return it."""
     if type(value) is str and len(value) < _SMALL:
         return value
     if isinstance(value, _MEASURED):
@@ -112,7 +112,7 @@ def _int_of(value: Any) -> int:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """For `%` and `format`. Each field may be as wide as any number says."""
+    """Check `%` and `format`. Each field may be as wide as any number says."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
     num_fields = text.count("%") + text.count("{")

@@ -344,7 +344,7 @@ class ForwardingEngine:
     async def _next_with_tokens(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
         """The next chunk that has tokens or is the last one; None after the server's end.
 
-        Events and comments without a token are no life: some servers send them for ever.
+        Events and comments without a token do not count, since some servers send them for ever.
         """
         try:
             async with asyncio.timeout(self._idle_seconds):
@@ -437,7 +437,7 @@ class ForwardingEngine:
         self._outbox.put(SequenceOutput(sequence.sequence_id, [], given_back=given_back))
 
     def _try_again(self, sequence: _Sequence, reason: str) -> None:
-        """Have a request go back to the queue whose answer is unusable, or end it after some."""
+        """Give back a request whose answer is unusable, and end it after several such answers."""
         request_id = sequence.request.order[1]
         if self._note_fault(request_id) <= _BLAMELESS_FAULTS:
             self._give_back(sequence, reason, is_blameless=True)

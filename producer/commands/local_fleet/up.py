@@ -129,7 +129,7 @@ def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
 
 
 def beside(url: str) -> list[str]:
-    """What commands in other terminals mean, if another embedded server of this user runs."""
+    """Lines about commands in other terminals, if this user runs another embedded server."""
     latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
         return []

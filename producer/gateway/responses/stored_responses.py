@@ -56,7 +56,7 @@ class StoredResponses:
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
-        """For long work with their outputs."""
+        """Shares the event loop among long work with outputs."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, asked: AskedResponse, tenant: str, queue: str) -> None:

@@ -1,4 +1,4 @@
-"""Proves that no value matches two schemas, so that `oneOf` asks for the same as `anyOf`."""
+"""Proves that no value matches two schemas, so that `oneOf` means `anyOf`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Disjointness:
         self._steps_left = _MAX_STEPS
 
     def of_all(self, schemas: Sequence[Any]) -> bool:
-        """Whether each two of the schemas are known to exclude each other."""
+        """Whether all pairs of the schemas are known to exclude each other."""
         return all(self._of(one, other, 0) for one, other in combinations(schemas, 2))
 
     def _of(self, one: Any, other: Any, depth: int) -> bool:
@@ -43,7 +43,7 @@ class Disjointness:
         return kinds == {"object"} and self._of_objects(one, other, depth + 1)
 
     def _part_of(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether something that a schema refers to, or combines, excludes the other one."""
+        """Whether a schema excludes the other one by its reference or its combined schemas."""
         parts = [target_of(one["$ref"], self._root)] if "$ref" in one else []
         parts += _list(one, "allOf")
         if any(self._of(part, other, depth) for part in parts):
