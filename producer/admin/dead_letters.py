@@ -49,7 +49,9 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
     for start in range(0, len(ids), _RECORDS):
         page = ids[start : start + _RECORDS]
         records = yield [lookups.record(keys, request_id) for request_id in page]
-        letters = readable(keys.dead, zip(page, records, strict=True), lambda it: _dead_letter(*it))
+        letters = readable(
+            keys.dead, zip(page, records, strict=True), lambda pair: _dead_letter(*pair)
+        )
         found += [letter for letter in letters if letter is not None]
     return found
 

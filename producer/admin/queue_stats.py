@@ -29,7 +29,7 @@ class QueueStats(BaseModel):
     now_ms: int = 0
     """The server's time; heartbeats use the same clock."""
     server_warning: str = ""
-    """How the server endangers requests; empty if it does not."""
+    """A warning if the server may delete requests, otherwise empty."""
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:

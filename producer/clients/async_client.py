@@ -94,7 +94,7 @@ class AsyncClient:
         self._silence = silence_seconds
         self._tracing = tracing
         self.turns = Turns()
-        """For long work with what its streams bring."""
+        """Shares the event loop among long work with events."""
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)

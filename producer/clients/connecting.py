@@ -36,7 +36,7 @@ def server_url(url: str | None = None) -> str:
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
-    """`error` with what to do about it, if nothing answers."""
+    """Returns the error, with advice unless a server answered."""
     if isinstance(error, RedisBusyError):
         return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
@@ -53,7 +53,7 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raise ConfigurationError for a client that reads text, or writes it not in UTF-8."""
+    """Raise ConfigurationError for a client that reads text, or does not write UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")

@@ -232,7 +232,7 @@ class _Stream:
         if event.is_last and self._was_cut:  # other tokens may have replaced lost ones unseen
             record = yield from self._read_record()
             if record is not None and record[2] is not None:
-                result = yield from self._in_turns(_folded_in(record[2]))
+                result = yield from sliced(_folded_in(record[2]), Sleep(0))
                 if result is not None:
                     self._check(0, result.token_ids)
         yield self._delivered(event)
@@ -298,7 +298,7 @@ class _Stream:
             return  # only the log and the channel can be read
         state, last_event, folded = record[0], record[1], None
         if last_event is not None and record[2] is not None:
-            folded = yield from self._in_turns(_folded_in(record[2]))
+            folded = yield from sliced(_folded_in(record[2]), Sleep(0))
         over = folded is not None
         is_spoilt = not over and state is not None and state.is_final
         if not over and not is_spoilt and (state is not None or (yield from self._is_known())):
@@ -318,17 +318,6 @@ class _Stream:
             )
         self._check(0, folded.token_ids)
         yield self._delivered(self._rest(last_event, folded))
-
-    def _in_turns(self, work: Work[T]) -> Generator[Action, Any, T]:
-        """What long work gives. Everybody else has turns meanwhile."""
-        slices = sliced(work)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                value: T = end.value
-                return value
-            yield Sleep(0)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
         """Deliver what continues the stream. Gives whether there was anything."""

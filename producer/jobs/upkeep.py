@@ -70,7 +70,7 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 
 def _watched(client: Any, keys: Keys) -> tuple[int, int]:
-    """When the jobs reaped last, and since when without a break; 0 for what is not known."""
+    """Returns the times of the last reaping and of the first since a break; 0 for unknown ones."""
     try:
         seen, since = client.hmget(keys.upkeep, "seen", "since")
     except redis.ResponseError as error:

@@ -12,7 +12,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """What a tenant has at a worker at one priority: how many sequences run that may be preempted,
+    """A tenant's part of a worker at one priority: how many sequences run that may be preempted,
     and their KV tokens. Both are 0 if it only holds others."""
 
     priority: int

@@ -1,4 +1,4 @@
-"""A chat's messages, from what OpenAI's clients send to what chat templates expect."""
+"""Brings the messages of OpenAI's clients into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _SEPARATORS = ",[{"
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Make content one text and arguments of tool calls objects, and replace other names of roles.
 
-    A `function_call`, the former name, becomes a tool call. What is normalised stays as it is.
-
+    A `function_call`, the former name, becomes a tool call. Normalised messages stay as they are.
     Raises ValueError that names the part that is wrong.
     """
     num_values = 0
@@ -106,7 +105,7 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """The arguments of a call; `{}` for none. Those of a call that was cut go as far as it came."""
+    """Returns the arguments of a call; `{}` for none. Of a text that was cut, what came."""
     read = arguments
     if isinstance(arguments, str):
         try:

@@ -34,7 +34,7 @@ _PATHS = _files_in("requests", "upkeep")
 _PARTS = _files_in("basics", "parts")
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""How Redis 7.0 says it, and how later releases and Valkey do."""
+"""The words of Redis 7.0, and those of later releases and of Valkey."""
 
 SCRIPT_NAMES = tuple(sorted(_PATHS))
 

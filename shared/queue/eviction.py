@@ -14,14 +14,14 @@ from promptq.shared.queue.call import Call
 from promptq.shared.runtime.logs import get_logger
 
 LOOK_SECONDS = 5.0
-"""How often a process looks at the policy, which an operator may change at any time."""
+"""The time between two looks at the policy, which an operator may change at any time."""
 
 _REPEAT_SECONDS = 60.0
 _LOST = {
     "allkeys": "waiting and running requests may vanish, and nobody is notified",
     "volatile": "results, responses, batches and idempotency keys may vanish before their time",
 }
-"""What a policy may delete, by the first word of its name."""
+"""The losses that a policy may cause, by the first word of its name."""
 
 
 def eviction_warning() -> Call[str]:

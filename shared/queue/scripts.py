@@ -96,7 +96,7 @@ def claim(
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
     args += [context.number, model.output_style.to_json() if model.output_style else ""]
-    args += [room.num_sharing, " ".join(":".join(map(str, it)) for it in room.held)]
+    args += [room.num_sharing, " ".join(":".join(map(str, holding)) for holding in room.held)]
 
     def parse(reply: list[Any]) -> Claims:
         kind = text_of(reply[0])

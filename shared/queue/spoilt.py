@@ -1,4 +1,4 @@
-"""Records that are not as the protocol says: each fails alone, with a line in the log.
+"""Lets each record that breaks the protocol fail alone, with a line in the log.
 
 Anybody who may write to a queue may spoil its records. Code that goes through many records reads
 them with `readable` or works on each inside `alone`, so that one of them hinders no other.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What reading raises for a value that is of another kind than expected."""
+"""The errors of reading a value of another kind than expected."""
 
 _TURN_SECONDS = 60.0
 _MOST_IN_A_TURN = 10
@@ -80,7 +80,7 @@ def alone(name: str) -> Iterator[None]:
 
 
 def readable(name: str, items: Iterable[T], read: Callable[[T], U]) -> list[U]:
-    """What `read` returns for each item of a record. Items that are spoilt are left out."""
+    """Returns the results of `read` for the items of a record, without those that are spoilt."""
     found: list[U] = []
     for item in items:
         try:

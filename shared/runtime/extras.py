@@ -15,7 +15,7 @@ _REQUIREMENT = re.compile(
 )
 
 _IS_ELSEWHERE = re.compile("sys_platform|python_version")
-"""What another system or Python needs may be missing here."""
+"""Packages that only another system or Python needs may be missing."""
 
 
 def require(what: str, *extras: str) -> None:

@@ -16,8 +16,10 @@ _AT_ONCE = 16
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """The object that a JSON text is. `readers` make something of each item of its lists, by the
-    name of the list. Raises ValueError, RecursionError, and what a reader raises."""
+    """Parse a JSON object. `readers`, by the name of a list, convert each of its items.
+
+    Raises ValueError, RecursionError, and what a reader raises.
+    """
     decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
     found: dict[str, Any] = {}
     at, end = _after(text, 0, "{"), "}"

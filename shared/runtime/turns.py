@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import TypeVar
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 Work = Generator[None, None, T]
 
@@ -18,7 +19,7 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """All long work of one owner: in each round of the loop one slice of it is done."""
+    """Does one slice of an owner's long work in each round of the loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -30,7 +31,7 @@ class Turns:
 
     async def run(self, steps: Work[T]) -> T:
         """Do the work, and return what it returns."""
-        slices = sliced(steps)
+        slices = sliced(steps, None)
         while True:
             try:
                 next(slices)
@@ -40,8 +41,8 @@ class Turns:
             await self.give_way()
 
 
-def sliced(steps: Work[T]) -> Work[T]:
-    """The work, with an interruption after each slice only."""
+def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
+    """Do the work, and yield `pause` after each slice of it."""
     until = time.perf_counter() + SLICE_SECONDS
     while True:
         try:
@@ -50,7 +51,7 @@ def sliced(steps: Work[T]) -> Work[T]:
             value: T = end.value
             return value
         if time.perf_counter() > until:
-            yield
+            yield pause
             until = time.perf_counter() + SLICE_SECONDS
 
 

@@ -88,7 +88,7 @@ class Role:
         prefix = Keys("all").prefix.replace("all", queue)
         keys = [f"~{prefix}{it}" for family in self.writes for it in FAMILIES[family]]
         keys += [f"%R~{prefix}{it}" for family in self.reads for it in FAMILIES[family]]
-        channels = [f"&{prefix}{at}{it}" for it in self.channels for at in _DATABASES]
+        channels = [f"&{prefix}{at}{channel}" for channel in self.channels for at in _DATABASES]
         commands = [f"+{it}" for it in sorted(set(self.commands.split()))]
         rules = ["reset", "on", *keys, *channels, *self.others, "-@all"]
         return [*rules, *_CONNECT.split(), *commands]  # a category overrides the rules before it

@@ -125,7 +125,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """A path is no mark: containers have the same paths and user ids, but other folders."""
+    """Returns the folder's mark. Its path is none, as containers share paths and user ids."""
     found = folder.stat()
     which = f"{found.st_dev} {found.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -141,7 +141,7 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
     lived when the connection was made, so it was the one that listened.
     """
     found = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
-    if found is None or found[1] not in {_mark_of(it) for it in _folders() if _is_ours(it)}:
+    if found is None or found[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
         return None
     password = found[0]
 

@@ -1,4 +1,4 @@
-"""Which errors say that a server is away for now, and how calls are repeated meanwhile."""
+"""Recognises errors of a server that is away for now, and repeats calls meanwhile."""
 
 from __future__ import annotations
 

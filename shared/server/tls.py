@@ -15,7 +15,7 @@ _ADVICE = (
 
 
 def what_is_wrong(error: BaseException) -> str:
-    """What is wrong with the encryption, if that is why an error was raised; otherwise empty."""
+    """Returns the fault of the encryption that caused an error; empty if another thing did."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__

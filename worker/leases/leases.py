@@ -231,7 +231,7 @@ class Leases:
 
     @property
     def by_tenant(self) -> list[Holding]:
-        """What each tenant has at each priority."""
+        """Running sequences and their tokens by tenant and priority."""
         found = {(0, lease.claim.tenant): [0, 0] for lease in self}
         for lease in self._preemptible:
             counts = found.setdefault((lease.prepared.priority, lease.claim.tenant), [0, 0])
@@ -257,9 +257,9 @@ class Leases:
         lease = self.ready.first_of(newcomers)
         # The engine decides whether one of these has more than its share.
         shares = Counter(
-            it.claim.tenant
-            for it in self._preemptible
-            if it.prepared.priority >= lease.prepared.priority
+            other.claim.tenant
+            for other in self._preemptible
+            if other.prepared.priority >= lease.prepared.priority
         )
         return lease if max(shares.values(), default=0) > 1 else None
 

@@ -56,7 +56,9 @@ class StartUp:
     def __str__(self) -> str:
         """The stages that no log line named, in short: `weights 0.8 s, checking 1.2 s`."""
         stages = self.seconds.items()
-        return ", ".join(f"{it} {took:.1f} s" for it, took in stages if it not in self._logged)
+        return ", ".join(
+            f"{name} {took:.1f} s" for name, took in stages if name not in self._logged
+        )
 
     def _end_stage(self) -> None:
         if self._stage is None:

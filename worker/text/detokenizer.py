@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_BROKEN_TOKENS = 1024
-"""How many tokens at the end of a context may be no whole character."""
+"""The most tokens at the end of a context that may be no whole character."""
 
 _MOST_TOKENS = 16
 _MOST_BYTES = 4

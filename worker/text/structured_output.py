@@ -197,7 +197,7 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Why the library refuses a grammar; empty if it accepts it, or takes too long."""
+        """Returns why the library refuses a grammar; empty if it accepts it or takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:
@@ -352,7 +352,7 @@ def _simplified(wanted: Output) -> Output:
     if isinstance(wanted, JsonOutput):
         return replace(wanted, schema=closed(plain(wanted.schema)))
     if isinstance(wanted, ToolCallOutput):
-        tools = [replace(it, parameters=closed(plain(it.parameters))) for it in wanted.tools]
+        tools = [replace(tool, parameters=closed(plain(tool.parameters))) for tool in wanted.tools]
         return replace(wanted, tools=tuple(tools))
     return wanted
 

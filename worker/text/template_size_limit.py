@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 MOST_BYTES = 2**26
-"""Of one value."""
+"""The limit of one value."""
 MOST_BYTES_IN_ALL = 2**29
-"""Of all values that one rendering makes."""
+"""The limit of all values that one rendering makes."""
 
 _SMALL = 256
 """Texts with fewer characters are not counted: no template makes enough of them in its time."""
@@ -74,13 +74,13 @@ def size_limit() -> Iterator[None]:
 
 
 def _check(size: int) -> None:
-    """Raise TemplateSizeError if a value of so many characters or items is too large."""
+    """Raise TemplateSizeError if a value has too many characters or items."""
     if size > MOST_BYTES:
         raise TemplateSizeError
 
 
 def _kept(value: Any) -> Any:
-    """A value that was made, which counts."""
+    """Count a value that was made, and return it."""
     if type(value) is str and len(value) < _SMALL:
         return value
     if isinstance(value, _MEASURED):
@@ -119,7 +119,7 @@ def _int_of(value: Any) -> int:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """For `%` and `format`. Each field may be as wide as any number says."""
+    """Check `%` and `format`. Each field may be as wide as any number says."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
     num_fields = text.count("%") + text.count("{")
@@ -165,14 +165,14 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
         case "format":
             _check_format(str(value), given)
         case "wordwrap":
-            longest = max((len(it) for it in given if isinstance(it, str)), default=1)
+            longest = max((len(item) for item in given if isinstance(item, str)), default=1)
             _check(len(str(value)) * longest)
         case "round":
             _check(width // _MOST_DECIMALS * MOST_BYTES)
         case "tojson":
             longest = max([width, *map(_length, given)], default=0)
             _check(longest // _LONGEST_SEPARATOR * MOST_BYTES)
-        case "sum" if any(isinstance(it, _MEASURED) for it in args[1:] or [kwargs.get("start")]):
+        case "sum" if any(isinstance(arg, _MEASURED) for arg in args[1:] or [kwargs.get("start")]):
             raise TemplateSizeError
 
 
@@ -188,7 +188,7 @@ def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             of_item = (
                 str if attribute is None else make_attrgetter(context[0].environment, attribute)
             )
-            value = [of_item(it) if attribute is not None else it for it in value]
+            value = [of_item(item) if attribute is not None else item for item in value]
             separator = str(given[0] if given else kwargs.get("d", ""))
             _check_method(separator, "join", [value])
             return _kept(separator.join(map(str, value)))
@@ -239,15 +239,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return _kept(left + right)
         if operator == "+" and {type(left), type(right)} == {str, dict}:
             left, right = map(_json_of, (left, right))
-        sizes = [len(it) for it in (left, right) if isinstance(it, _MEASURED)]
-        numbers = [it for it in (left, right) if isinstance(it, int)]
+        sizes = [len(operand) for operand in (left, right) if isinstance(operand, _MEASURED)]
+        numbers = [operand for operand in (left, right) if isinstance(operand, int)]
         match operator:
             case "+":
                 _check(sum(sizes))
             case "*" if sizes and numbers:
                 _check(sys.getsizeof(left if numbers[0] is right else right) * max(0, *numbers, 0))
             case "*":
-                _check_bits(sum(it.bit_length() for it in numbers))
+                _check_bits(sum(number.bit_length() for number in numbers))
             case "**" if isinstance(left, int) and isinstance(right, int):
                 _check_bits(left.bit_length() * abs(right))
             case "%" if isinstance(left, str | bytes):

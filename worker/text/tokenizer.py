@@ -354,7 +354,7 @@ def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
             if backend is not None:
                 text: str = backend.decode(kept, skip_special_tokens=False)
             else:
-                kept = [it for it in kept if it < num_ids()]
+                kept = [token for token in kept if token < num_ids()]
                 text = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
             return text
 
@@ -369,7 +369,7 @@ def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
         return decode_fast
 
     def decode(token_ids: Sequence[int]) -> str:
-        known = [it for it in token_ids if it < num_ids()]
+        known = [token for token in token_ids if token < num_ids()]
         text: str = tokenizer.decode(
             known, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

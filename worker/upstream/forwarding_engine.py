@@ -251,21 +251,21 @@ class ForwardingEngine:
         """The first waiting sequence of this priority whose tenant has no stream, and the last
         stream of the tenant that has most. None if no tenant is beyond its share."""
         running = [*self._running_sequences(), *self._successors.values()]
-        tenants = {it.request.tenant for it in running}
-        waiting = [it for it in self._waiting if it.request.priority == priority]
-        newcomer = min((it for it in waiting if it.request.tenant not in tenants), default=None)
+        tenants = {stream.request.tenant for stream in running}
+        waiting = [one for one in self._waiting if one.request.priority == priority]
+        newcomer = min((one for one in waiting if one.request.tenant not in tenants), default=None)
         if newcomer is None:
             return None
         request = newcomer.request
-        shares = Shares(self.limits.max_num_seqs, 1, ((it.request, 0) for it in running))
+        shares = Shares(self.limits.max_num_seqs, 1, ((stream.request, 0) for stream in running))
         victim = max(
             (
-                it
-                for it in able
-                if it.request.priority == priority
-                and shares.may_make_room(it.request, 0, request, 0)
+                stream
+                for stream in able
+                if stream.request.priority == priority
+                and shares.may_make_room(stream.request, 0, request, 0)
             ),
-            key=lambda it: (shares.of_tenant(it.request), it.request.order),
+            key=lambda stream: (shares.of_tenant(stream.request), stream.request.order),
             default=None,
         )
         return None if victim is None else (newcomer, victim)
@@ -344,7 +344,7 @@ class ForwardingEngine:
     async def _next_with_tokens(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
         """The next chunk that has tokens or is the last one; None after the server's end.
 
-        Events and comments without a token are no life: some servers send them for ever.
+        Events and comments without a token do not count, since some servers send them for ever.
         """
         try:
             async with asyncio.timeout(self._idle_seconds):
@@ -437,7 +437,7 @@ class ForwardingEngine:
         self._outbox.put(SequenceOutput(sequence.sequence_id, [], given_back=given_back))
 
     def _try_again(self, sequence: _Sequence, reason: str) -> None:
-        """Have a request go back to the queue whose answer is unusable, or end it after some."""
+        """Give back a request whose answer is unusable, and end it after several such answers."""
         request_id = sequence.request.order[1]
         if self._note_fault(request_id) <= _BLAMELESS_FAULTS:
             self._give_back(sequence, reason, is_blameless=True)

@@ -21,7 +21,7 @@ _LONGEST_RETRY_AFTER = 60.0
 """A server may be well long before the time that it names."""
 _LONGEST_LINE = 2**20
 _MOST_BYTES = 2**24
-"""Of an answer that is no stream. What is asked for has less than a megabyte."""
+"""The limit for an answer that is no stream. Answers have less than a megabyte."""
 _MOST_BYTES_OF_ERROR = 2**16
 _MOST_SHOWN = 500
 _OVERLOADED = (429, 503)
@@ -176,7 +176,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event, until the end that the server tells of."""
+    """Yields the data of each event up to the server's end mark."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

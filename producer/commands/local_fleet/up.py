@@ -129,8 +129,8 @@ def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
 
 
 def beside(url: str) -> list[str]:
-    """What commands in other terminals mean, if another embedded server of this user runs."""
-    latest, *others = [urlsplit(it).port for it in all_advertised()] or [None]
+    """Lines about commands in other terminals, if this user runs another embedded server."""
+    latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
         return []
     ports = " and ".join(f"on port {port}" for port in others)

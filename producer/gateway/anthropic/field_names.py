@@ -9,5 +9,5 @@ NAMES = {
     ".function.parameters": ".input_schema",
     "output_prefix": "messages",
 }
-"""By their names in a payload. An output's prefix is the last message, if it is the assistant's.
+"""Keys are names in a payload. An output's prefix is the last message, if it is the assistant's.
 Names with a dot are inside of fields."""

@@ -107,7 +107,7 @@ class ServedQueues:
         """The gateway's own queue first. With `now`, names and aliases are read anew."""
         names = [*self._names]
         if self._finds_others or now:
-            names += [it for it in (await self._read(now=now)).names if it not in names]
+            names += [name for name in (await self._read(now=now)).names if name not in names]
         if len(self._opened) >= _MOST_OPENED:
             names = [it for it in names if it in self._opened]
         return [self._served(name) for name in names if not self._is_refused(name)]
@@ -140,8 +140,8 @@ class ServedQueues:
         """The queues that this gateway may read, as they were at most a second ago; or as they are
         `now`, which is then what all others see for a second."""
         served = await self.all(now=now)
-        old = [it for it in served if now or it.watch.is_old]
-        looks = (it.watch.look(now=now) for it in old)
+        old = [queue for queue in served if now or queue.watch.is_old]
+        looks = (queue.watch.look(now=now) for queue in old)
         errors = await asyncio.gather(*looks, return_exceptions=True)
         for queue, error in zip(old, errors, strict=True):
             if isinstance(error, BaseException):

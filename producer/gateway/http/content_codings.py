@@ -53,7 +53,7 @@ class _Zlib:
 
 
 _Making = Callable[[bytes], tuple[_Decoder, type[Exception]]]
-"""From the beginning of a member to its decoder, and the error of wrong data."""
+"""Returns a decoder for a member that begins so, and the error that it raises for wrong data."""
 
 
 def _gzip(_begin: bytes) -> tuple[_Decoder, type[Exception]]:
@@ -61,7 +61,7 @@ def _gzip(_begin: bytes) -> tuple[_Decoder, type[Exception]]:
 
 
 def _deflate(begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """Some clients leave out the header of zlib, which is the format that HTTP names `deflate`."""
+    """Also decodes data without the header of zlib, which some clients leave out."""
     has_header = begin[0] & 0x0F == 8
     return _Zlib(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS), zlib.error
 
@@ -89,9 +89,9 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
     Raises ApiError 415 for one that is not served.
     """
-    found = [it.strip().lower() for it in ",".join(headers).split(",")]
-    found = [it for it in found if it not in ("", "identity")]
-    wrong = [it for it in found if it not in _DECODERS]
+    found = [coding.strip().lower() for coding in ",".join(headers).split(",")]
+    found = [coding for coding in found if coding not in ("", "identity")]
+    wrong = [coding for coding in found if coding not in _DECODERS]
     if wrong or len(found) > _MOST_CODINGS:
         told = f"{wrong[0][:80]!r} is not one of" if wrong else f"at most {_MOST_CODINGS} of"
         raise ApiError(
@@ -129,7 +129,7 @@ async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[b
                 yield piece
                 await asyncio.sleep(0)
     if decoder is not None and not decoder.eof:
-        raise _wrong(f"ends in the midst of its {coding}")
+        raise _wrong(f"ends in the middle of its {coding}")
 
 
 def _wrong(what: str) -> ApiError:

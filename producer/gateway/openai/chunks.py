@@ -138,7 +138,9 @@ class ChoiceWriter:
         if not self._with_logprobs:
             return "null"
         if self._is_chat:
-            shown = yield from chat_logprobs(it for it in logprobs if isinstance(it, TokenLogprob))
+            shown = yield from chat_logprobs(
+                one for one in logprobs if isinstance(one, TokenLogprob)
+            )
         else:
             offset, self._offset = self._offset, self._offset + text_length(logprobs)
             shown = yield from completion_logprobs(logprobs, offset)

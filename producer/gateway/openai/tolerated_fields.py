@@ -148,7 +148,7 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
             ' [{"type": "function", "function": {"name": ...}}]}',
             field="tool_choice",
         )
-    tools = [it for it in tools if isinstance(it, dict)] if isinstance(tools, list) else []
+    tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     try:
         check_tools(tools)  # also those that are not shown
     except ValueError as error:

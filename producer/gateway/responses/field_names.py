@@ -11,4 +11,4 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-"""By their names in a payload. Names with a dot are inside of fields."""
+"""Keys are names in a payload. Names with a dot are inside of fields."""

@@ -88,7 +88,7 @@ class ResponseWriter:
         is_calling = self._item is not None and self._item.kind == "call"
         is_calling = is_calling or any(piece.kind == "call" for piece in pieces)
         if logprobs and self._call.with_logprobs and not is_calling:
-            self._logprobs += [json.dumps(chat_logprob(it)) for it in logprobs]
+            self._logprobs += [json.dumps(chat_logprob(entry)) for entry in logprobs]
         self._write(pieces)
         return self._take()
 
@@ -234,7 +234,7 @@ class _Item:
         self.name = name
         self.texts: list[str] = []
         self.logprobs: list[str] = []
-        """Each as JSON."""
+        """Returns each item as JSON."""
         self._called = called
 
     def begun(self) -> str:

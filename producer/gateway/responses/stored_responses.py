@@ -56,7 +56,7 @@ class StoredResponses:
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
-        """For long work with their outputs."""
+        """Shares the event loop among long work with outputs."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, asked: AskedResponse, tenant: str, queue: str) -> None:
@@ -111,7 +111,7 @@ class StoredResponses:
         if not ids:
             return []
         records = await self._queue.run([self._read(it) for it in ids])
-        found = [it for it in records if it is not None and it.result is None]
+        found = [record for record in records if record is not None and record.result is None]
         gone = {*ids} - {it.call.id for it in found}
         calls: list[Call[Any]] = [
             Call("", ["ZADD", key, "XX", now, it.call.id], int) for it in found

@@ -142,7 +142,7 @@ async def cancel_stream(
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     statuses = await served.queue.run(scripts.cancel(completion.request_ids))
-    status = next((it for it in _BY_WEIGHT if it in statuses), CancelStatus.FINISHED)
+    status = next((one for one in _BY_WEIGHT if one in statuses), CancelStatus.FINISHED)
     is_cancelled = status is not CancelStatus.FINISHED
     return {"id": completion.id, "object": "stream", "cancelled": is_cancelled, "status": status}
 

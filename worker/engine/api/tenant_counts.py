@@ -1,4 +1,4 @@
-"""How many of something each tenant has."""
+"""Counts things by tenant."""
 
 from __future__ import annotations
 

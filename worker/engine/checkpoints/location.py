@@ -55,7 +55,7 @@ def check_source(name_or_dir: str) -> str:
 
 
 def _check_directory(directory: Path, name: str) -> None:
-    files = sorted(it for it in directory.iterdir() if it.suffix.lower() == _GGUF)
+    files = sorted(file for file in directory.iterdir() if file.suffix.lower() == _GGUF)
     if files and not any(directory.glob("*.safetensors")):
         raise ModelNotFoundError(
             f"{name}: has no *.safetensors weights; to serve its GGUF file, name that:"

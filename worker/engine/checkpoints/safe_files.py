@@ -40,7 +40,7 @@ def check_files(folder: Path) -> None:
             if file.suffix not in _READ:
                 continue
             target = file.resolve()
-            if not any(target.is_relative_to(it) for it in homes):
+            if not any(target.is_relative_to(root) for root in homes):
                 raise UnsupportedModelError(
                     f"{folder}: {file.relative_to(folder)} leads out of the folder; put the file"
                     " itself there"

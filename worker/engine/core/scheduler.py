@@ -236,9 +236,9 @@ class Scheduler:
             return last
         shares = self._shares()
         lesser = takewhile(
-            lambda it: it.request.priority == last.request.priority, reversed(self.running[1:])
+            lambda one: one.request.priority == last.request.priority, reversed(self.running[1:])
         )
-        return max(lesser, key=lambda it: shares.of_tenant(it.request))
+        return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
 
     def _admit_urgent(self, plan: _Plan) -> None:
         """Admit sequences that are more urgent than a running one, by preempting that one."""
@@ -272,7 +272,7 @@ class Scheduler:
 
     def _newcomers(self) -> list[Sequence]:
         """The first waiting sequence of each tenant of which none runs, if none that waits is more
-        urgent. None if nothing runs: the queue's order decides then."""
+        urgent. Empty if nothing runs: the queue's order decides then."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
@@ -337,8 +337,8 @@ class Scheduler:
     def _find_room_for_newcomer(
         self, sequence: Sequence, prefix: list[int]
     ) -> list[Sequence] | None:
-        """Which sequences to preempt so that one fits of whose tenant none runs: the last ones of
-        the tenants that have most. None if it does not fit beside what is left to each of them."""
+        """The sequences to preempt so that a newcomer's fits: the last ones of the tenants that
+        have most. None if it does not fit beside what is left to each of them."""
         num_needed = self._num_needed(sequence, prefix, len(self.running))
         if self._num_places > 0 and num_needed <= self.block_manager.num_free:
             return []
@@ -372,7 +372,7 @@ class Scheduler:
                 del by_tenant[request.tenant]
 
     def _shares(self) -> Shares:
-        running = ((it.request, len(it.block_table)) for it in self.running)
+        running = ((sequence.request, len(sequence.block_table)) for sequence in self.running)
         return Shares(self.max_num_seqs, self.block_manager.num_blocks, running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:

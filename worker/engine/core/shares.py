@@ -9,8 +9,8 @@ from promptq.worker.engine.api.messages import EngineRequest
 
 
 class Shares:
-    """What each tenant has of the slots or of the KV cache, whichever part is larger, divided by
-    its weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
+    """Each tenant's part of the slots or of the KV cache, whichever is larger, divided by its
+    weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
 
     `running` has the running requests, each with its number of blocks.
     """
@@ -26,7 +26,7 @@ class Shares:
             self._blocks[request.tenant] += blocks
 
     def of_tenant(self, request: EngineRequest) -> float:
-        """What the tenant of a request has."""
+        """Returns the share of the request's tenant."""
         return self._share(request, 0, 0)
 
     def may_make_room(
@@ -35,7 +35,7 @@ class Shares:
         """Whether the tenant of `victim`, without its `blocks`, still has as much as that of
         `newcomer` with the blocks that it needs.
 
-        So no tenant gets below its share, and none that made room can take it back.
+        So no tenant falls below its share, and a tenant that made room cannot take it back.
         """
         return self._share(victim, -1, -blocks) >= self._share(newcomer, 1, needed)
 

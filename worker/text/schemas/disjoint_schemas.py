@@ -1,4 +1,4 @@
-"""Proves that no value matches two schemas, so that `oneOf` asks for the same as `anyOf`."""
+"""Proves that no value matches two schemas, so that `oneOf` means `anyOf`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Disjointness:
         self._steps_left = _MAX_STEPS
 
     def of_all(self, schemas: Sequence[Any]) -> bool:
-        """Whether each two of the schemas are known to exclude each other."""
+        """Whether all pairs of the schemas are known to exclude each other."""
         return all(self._of(one, other, 0) for one, other in combinations(schemas, 2))
 
     def _of(self, one: Any, other: Any, depth: int) -> bool:
@@ -43,18 +43,18 @@ class Disjointness:
         return kinds == {"object"} and self._of_objects(one, other, depth + 1)
 
     def _part_of(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether something that a schema refers to, or combines, excludes the other one."""
+        """Whether a schema excludes the other one by its reference or its combined schemas."""
         parts = [target_of(one["$ref"], self._root)] if "$ref" in one else []
         parts += _list(one, "allOf")
         if any(self._of(part, other, depth) for part in parts):
             return True
         unions = [branches for name in ("anyOf", "oneOf") if (branches := _list(one, name))]
-        return any(all(self._of(it, other, depth) for it in branches) for branches in unions)
+        return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
         """Whether a required property excludes the other schema's, or is none of the other's."""
         for first, second in ((one, other), (other, one)):
-            required = [it for it in _list(first, "required") if isinstance(it, str)]
+            required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})
             if not isinstance(others, dict):
                 continue
@@ -62,7 +62,7 @@ class Disjointness:
             is_closed = second.get("additionalProperties") is False
             if is_closed and not second.get("patternProperties") and {*required} - others.keys():
                 return True
-            also_required = {it for it in _list(second, "required") if isinstance(it, str)}
+            also_required = {name for name in _list(second, "required") if isinstance(name, str)}
             if isinstance(named, dict) and any(
                 self._of(named[name], others[name], depth)
                 for name in required
@@ -91,7 +91,7 @@ def _kinds(schema: dict[str, Any]) -> frozenset[str]:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         if "number" in named:
             named = [*named, "integer", "fraction"]
-        kinds &= {it for it in named if isinstance(it, str)}
+        kinds &= {name for name in named if isinstance(name, str)}
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(listed, list):
         kinds &= {_kind_of(value) for value in listed}
@@ -114,7 +114,7 @@ def _plain_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_plain_numbers(it) for it in value]
+        return [_plain_numbers(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain_numbers(it) for key, it in value.items()}
     return value

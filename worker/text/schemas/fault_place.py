@@ -1,4 +1,4 @@
-"""Finds the place in a schema for which the grammar library refuses it, since it names none."""
+"""Finds the place in a schema that the grammar library refuses without naming it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Keys = tuple[Any, ...]
 
 
 class _TooManyTrialsError(Exception):
-    """A place is not worth more trials."""
+    """The limit of trials or of time is reached."""
 
 
 def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]], str]) -> Keys:

@@ -1,4 +1,4 @@
-"""Rewrites keywords that the grammar library refuses although they ask for nothing new."""
+"""Rewrites keywords that the grammar library refuses although they add no constraint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HINTS = frozenset(
         *("double", "float", "int32", "int64", "textarea"),
     }
 )
-"""Formats that ask nothing of a text's letters: how to show or use it, or of numbers."""
+"""Formats that do not constrain a text's letters: they are for display, use or numbers."""
 _STANDARD_FORMATS = frozenset(
     {
         *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname"),
@@ -114,7 +114,7 @@ def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
 
     pydantic leaves them out of `required` where they have a default.
     """
-    if not any("discriminator" in it and "oneOf" in it for it in all_objects(schema)):
+    if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
     schema = deepcopy(schema)
     for found in [*all_objects(schema)]:
@@ -169,11 +169,11 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""When a keyword asks for nothing, whatever is beside it."""
+"""Tests whether a keyword's value is no constraint, whatever is beside it."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
-    """Returns the keywords that ask for nothing. The schemas inside are plain already."""
+    """Returns the keywords that are no constraint. The schemas inside are plain already."""
     found = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
     found += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])

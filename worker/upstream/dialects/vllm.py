@@ -176,12 +176,12 @@ def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
 
     Raises UnusableAnswerError for a value that is no log-probability, such as a NaN.
     """
-    ranked = sorted(item["top_logprobs"], key=lambda it: it["rank"])
+    ranked = sorted(item["top_logprobs"], key=lambda token: token["rank"])
     try:
         top = [
-            TopLogprob(token_id=it["token_id"], logprob=_floored(it["logprob"]))
-            for it in ranked
-            if it["rank"] <= num_top
+            TopLogprob(token_id=token["token_id"], logprob=_floored(token["logprob"]))
+            for token in ranked
+            if token["rank"] <= num_top
         ]
         return TokenLogprob(
             token_id=item["token_id"],

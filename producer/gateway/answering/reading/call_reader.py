@@ -65,7 +65,7 @@ _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 Endpoint = Literal[
     "completions", "chats", "embeddings", "responses", "input_counts", "messages", "counts"
 ]
-"""What a call may be one of. Counts are those of a message's tokens, or of a response's input."""
+"""The kinds of calls. Counts are of a message's tokens, or of a response's input."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
