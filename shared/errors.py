@@ -136,6 +136,13 @@ class RequestExistsError(RequestError):
 class RequestNotFoundError(RequestError):
     """No request with this id is known; it never was enqueued or its record has expired."""
 
+    @classmethod
+    def of(cls, request_id: str, queue: str) -> RequestNotFoundError:
+        return cls(
+            f"no request {request_id!r} is known; it was never enqueued in the queue {queue!r}, or"
+            " its record has expired"
+        )
+
 
 class StreamChangedError(RequestError):
     """The server has lost tokens that a stream had delivered, and others took their place."""

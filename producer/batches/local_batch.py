@@ -103,7 +103,8 @@ def run_batch(
 
     try:
         if not source.is_file():
-            raise BatchFileError("no_file", f"there is no file {source}")
+            is_what = "is not a file" if source.exists() else "does not exist"
+            raise BatchFileError("no_file", f"{source} {is_what}")
         mark = output.with_name(output.name + ".batch")
         _check_apart(source, output, errors, mark)
         outcome = asyncio.run(run(count_lines(source)))

@@ -90,10 +90,7 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
     events, record = yield [lookups.log_after(keys, request_id, 0), _record(keys, request_id)]
     payload, tenant, result = record
     if payload is None:
-        raise RequestNotFoundError(
-            f"no request {request_id!r} is known; it was never enqueued in the queue"
-            f" {keys.queue!r}, or its record has expired"
-        )
+        raise RequestNotFoundError.of(request_id, keys.queue)
     try:
         fields = from_json(payload)
         logged = [_Output.model_validate_json(event) for event in events or [result] if event]

@@ -312,10 +312,7 @@ class _Stream:
                 " and result do not say how"
             )
         if last_event is None or folded is None:
-            raise RequestNotFoundError(
-                f"no request {self._id!r} is known; it was never enqueued in the queue"
-                f" {self._keys.queue!r}, or its record has expired"
-            )
+            raise RequestNotFoundError.of(self._id, self._keys.queue)
         self._check(0, folded.token_ids)
         yield self._delivered(self._rest(last_event, folded))
 

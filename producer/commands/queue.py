@@ -161,12 +161,12 @@ def reprioritise(
     with open_client_of(redis, queue, request_id) as client:
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
-        raise RequestNotFoundError(f"no request {request_id!r} waits")
+        raise RequestNotFoundError.of(request_id, client.queue.keys.queue)
     write(
         {
             PriorityStatus.CHANGED: f"it waits with priority {priority}",
             PriorityStatus.ACTIVE: "nothing changed: a worker holds it",
-            PriorityStatus.FINISHED: "nothing changed: it is over",
+            PriorityStatus.FINISHED: "nothing changed: it has already ended",
         }[status]
     )
 

@@ -93,7 +93,7 @@ def submit(
     if "prompt" not in fields and "messages" not in fields:
         fields |= _prompt_fields(prompt, chat, system)
     with open_client(redis, queue, model) as client:
-        request_id = request_id or new_request_id()
+        request_id = new_request_id() if request_id is None else request_id
         try:
             request_id = client.enqueue(request_id=request_id, **fields)
         except KeyboardInterrupt:
@@ -150,7 +150,7 @@ def fork(
         "priority": priority,
     }
     changes |= {name: value for name, value in given.items() if value is not None}
-    fork_id = fork_id or new_request_id()
+    fork_id = new_request_id() if fork_id is None else fork_id
     with open_client_of(redis, queue, request_id) as client:
         try:
             client.fork(request_id, at=at, append=append, fork_id=fork_id, **changes)
@@ -164,7 +164,7 @@ def embed(
     texts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[TEXT]...",
+            metavar="TEXT",
             help="The texts; if they are left out or are -, standard input.",
             show_default=False,
         ),
@@ -249,7 +249,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
     with open_client_of(redis, queue, request_id) as client:
         status = client.cancel(request_id)
     if status is CancelStatus.UNKNOWN:
-        raise RequestNotFoundError(f"no request {request_id!r} is known")
+        raise RequestNotFoundError.of(request_id, client.queue.keys.queue)
     write(
         {
             CancelStatus.CANCELLED: "cancelled",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from promptq.producer.admin.scaling import TARGET_SECONDS
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.command_options import DataDir, Queue, Redis, Target
 from promptq.producer.commands.local_fleet.autoscaler import HOLD_SECONDS, WorkerRange
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.settings import read_settings
 
@@ -164,11 +166,14 @@ def supervise(
     _, *command = context.args or [""]
     if not command:
         raise typer.BadParameter("say which command starts a worker: -- promptq worker ...")
+    worker_range = WorkerRange.parse(workers)
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(f"-- {command[0]}: there is no such program")
     run_supervised(
         server_url(redis),
         queue or read_settings().queue,
         command,
-        WorkerRange.parse(workers),
+        worker_range,
         SafeConsole(),
         target_seconds=target_seconds,
         hold_seconds=hold_seconds,

@@ -41,10 +41,12 @@ from promptq.producer.gateway.routes import (
 )
 from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
+from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
 from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
 from promptq.shared.runtime.tasks import end, kept_up
 from promptq.shared.runtime.tracing import start_tracing
+from promptq.shared.server.acl import ALL_QUEUES
 from promptq.shared.server.connection import make_async_redis
 
 _ROUTERS = (
@@ -74,7 +76,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     Raises RedisUnavailableError if no server is given, and ConfigurationError for a wrong URL.
     """
     url = server_url(settings.redis_url)
-    make_async_redis(url)  # only to refuse a wrong URL before anything starts
+    # Only to refuse a wrong URL or name before anything starts.
+    make_async_redis(url)
+    for name in settings.served_queues:
+        if name != ALL_QUEUES:
+            Keys(name)
     tracing = start_tracing("promptq-gateway", settings.otlp_endpoint)
 
     @asynccontextmanager

@@ -14,6 +14,7 @@ from promptq.producer.command_options import Redis
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.acl import ALL_QUEUES, ROLES, acl_file
 from promptq.shared.server.advertised import advertised
+from promptq.shared.server.connection import make_async_redis
 
 _LOOK_SECONDS = 0.1
 
@@ -47,6 +48,7 @@ def url(
     REDISCLI_AUTH="$(promptq url --password)" redis-cli -p 6399 ping
     """
     found = _for_redis_cli(_wait_for_url(redis, port, wait))
+    make_async_redis(found)  # only to refuse a wrong address, which redis-cli may not
     if not password:
         print(found)
         return
@@ -60,7 +62,7 @@ def acl(
     queues: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[QUEUE]...", help="Names of queues, or '*' for all; default: `default`."
+            metavar="QUEUE", help="Names of queues, or '*' for all; default: `default`."
         ),
     ] = None,
 ) -> None:

@@ -23,6 +23,7 @@ from promptq.producer.commands.local_fleet.child_process import promptq_command,
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.producer.commands.screens.render import queue_option
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.advertised import all_advertised, how_to_find, is_free
 from promptq.shared.server.connection import open_redis, without_password
@@ -78,6 +79,8 @@ def run_up(options: UpOptions, console: Console) -> None:
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
         )
+    for queue in options.models:
+        Keys(queue)  # refuses a wrong name before anything starts
     signals = StopSignals()
     try:
         with _server(options) as url:
@@ -160,6 +163,7 @@ def run_supervised(
         named = {f"worker {number}": command for number in range(1, workers.least + 1)}
         with Client(url, queue) as client, ExitStack() as stack:
             client.scaling(target_seconds)  # what is wrong is told at once
+            show(f"queue {queue}: {workers.least} to {workers.most} workers, as its load needs")
             supervisor = Supervisor(named, env, show)
             stack.callback(supervisor.drain, signals.asked_to_stop)
             scaler = Autoscaler(supervisor, client, "worker", command, workers, show, **times)
@@ -248,9 +252,10 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         prefix = f"promptq:{{{queue}}}:"
         lines += [
             "or with nothing but redis-cli:",
-            f"""  {cli} hset '{prefix}request:1' payload '{{"prompt":"Hi"}}'""",
-            f"  {cli} zadd '{prefix}pending' 0 1",
-            f"  {cli} xrange '{prefix}tokens:1' - +",
+            "  id=$(date +%s)  [dim]# an id can be used only once[/]",
+            f"""  {cli} hset "{prefix}request:$id" payload '{{"prompt":"Hi"}}'""",
+            f'  {cli} zadd "{prefix}pending" 0 $id',
+            f'  {cli} xread block 5000 streams "{prefix}tokens:$id" 0',
         ]
         if found := beside(url):
             lines += ["", *(f"[yellow]{escape(line)}[/]" for line in found)]

@@ -95,6 +95,7 @@ class StreamPrinter:
         if isinstance(prompt, str):
             shown = Text(printable(prompt, keep="\n\t"), "dim")
             SafeConsole(highlight=False).print(shown, end="", soft_wrap=True)
+            self._ends_in_newline = not prompt or prompt.endswith("\n")
 
     def _print(self, event: TokenEvent) -> None:
         if event.token_ids and self._first_token_ms is None and self._enqueued_at is not None:

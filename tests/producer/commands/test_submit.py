@@ -133,7 +133,7 @@ def test_tells_at_a_terminal_how_it_went(
 
 
 def test_begins_at_a_terminal_with_the_prompt(
-    own_worker: HandWorker, environment: dict[str, str], redis_url: str
+    run: Run, own_worker: HandWorker, environment: dict[str, str], redis_url: str
 ) -> None:
     """Dimmed, and escaped like all text; `watch` reads it from the record. JSON stays JSON."""
 
@@ -148,6 +148,9 @@ def test_begins_at_a_terminal_with_the_prompt(
     assert submitted.startswith("\x1b[2mHi\\x07 [bold]\x1b[0mabc\r\n")
     assert shown("watch", "mine").startswith("\x1b[2mHi\\x07 [bold]\x1b[0mabc\r\n")
     assert shown("watch", "mine", "--json").startswith('{"index"')
+    run("submit", "Hi", "--detach", "--id", "other")
+    run("cancel", "other")
+    assert "Hi\x1b[0m\r\npromptq: request other was cancelled" in shown("watch", "other")
 
 
 @pytest.mark.parametrize(

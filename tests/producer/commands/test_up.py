@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -46,6 +47,8 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     assert without_password(url) in welcome
     assert str(urlsplit(url).password) not in welcome
     assert 'redis-cli -u "$(promptq url)" ' in welcome
+    assert "id=$(date +%s)" in welcome
+    assert re.findall(r"(?:request|tokens):([^\"']+)", welcome) == ["$id", "$id"], "new each time"
     assert f"http://127.0.0.1:{port}/ is the dashboard" in welcome
     not_ready = {"worker 1", "worker 2", "gateway", "jobs"}
     while not_ready:
