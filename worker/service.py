@@ -17,7 +17,8 @@ from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import directory, lookups
-from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
+from promptq.shared.queue.eviction import eviction_warning
+from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger

@@ -43,7 +43,8 @@ from promptq.producer.gateway.routes.monitoring import docs, health, metrics, sc
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
-from promptq.shared.queue.eviction import LOOK_SECONDS, EvictionLog, eviction_warning
+from promptq.shared.queue.eviction import eviction_warning
+from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
 from promptq.shared.runtime.tasks import end, kept_up
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.acl import ALL_QUEUES

@@ -16,7 +16,8 @@ from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_queues import JsonCron, batch_queue, open_jobs_redis, upkeep_queue
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.eviction import EvictionLog, eviction_warning
+from promptq.shared.queue.eviction import eviction_warning
+from promptq.shared.queue.eviction_log import EvictionLog
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger

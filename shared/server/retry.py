@@ -21,8 +21,6 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from promptq.shared.runtime.logs import get_logger
-
 T = TypeVar("T")
 
 _FIRST_BACKOFF_SECONDS = 0.05
@@ -73,6 +71,8 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     nothing twice, so a call may be repeated after any error: a lost connection or reply, a server
     that loads, is a replica, or is out of memory or disk. Refused credentials are raised at once.
     """
+    from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
+
     tried_seconds = 0.0
     failures = 0
     while True:

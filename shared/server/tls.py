@@ -17,9 +17,11 @@ _ADVICE = (
 def what_is_wrong(error: BaseException) -> str:
     """Returns the fault of the encryption that caused an error; empty if another thing did."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLError):
+    seen = set[int]()  # an error that was raised again may be in its own context
+    while cause is not None and not isinstance(cause, ssl.SSLError) and id(cause) not in seen:
+        seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    if not isinstance(cause, ssl.SSLError):
         return ""
     said = re.sub(r"\[.*?\] | \(_ssl\.c:\d+\)", "", str(cause.args[-1])).rstrip(".")
     code = f"{getattr(cause, 'reason', '')} {said}"

@@ -167,7 +167,10 @@ def named(what: str) -> str:
         ('{"prompt": "x", "bad_words": [1,' + repeated("1") + "]}", "bad_words"),
         ('{"prompt": "x", "logit_bias": {' + named("1") + "}}", "logit_bias"),
         ("{" + named("1") + "}", "a0"),
-        ('{"messages": [{}], "tools": [{}], "tool_choice": {' + named("1") + "}}", "tool_choice"),
+        (
+            '{"messages": [{"role": "user"}], "tools": [{}], "tool_choice": {' + named("1") + "}}",
+            "tool_choice",
+        ),
     ],
     ids=["prompt", "messages", "tools", "stop", "bad_words", "logit_bias", "names", "tool_choice"],
 )

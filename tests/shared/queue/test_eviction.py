@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from promptq.shared.queue.eviction import EvictionLog, eviction_warning
+from promptq.shared.queue.eviction import eviction_warning
+from promptq.shared.queue.eviction_log import EvictionLog
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.acl import ROLES
 from tests.roles import as_role

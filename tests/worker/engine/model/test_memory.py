@@ -242,9 +242,9 @@ def test_forced_tf32_is_told_and_tolerated(
     used: list[float] = []
     difference = comparison.Difference
 
-    def noting(median: float, worst: float, tolerance: float) -> Any:
+    def noting(median: float, worst: float, tolerance: float, *more: Any) -> Any:
         used.append(tolerance)
-        return difference(median, worst, tolerance)
+        return difference(median, worst, tolerance, *more)
 
     monkeypatch.setattr(comparison, "Difference", noting)
     check_model(loaded(), [TorchPaged()], 32)
