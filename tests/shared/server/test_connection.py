@@ -121,7 +121,7 @@ def test_refuses_options_of_tls_where_there_is_none(scheme: str) -> None:
 async def test_takes_every_option_that_does_no_harm(redis_url: str) -> None:
     options = (
         "decode_responses=False&encoding=UTF-8&encoding_errors=strict&protocol=3&socket_timeout=2"
-        "&socket_connect_timeout=2.5&socket_keepalive=no&socket_read_size=1&retry_on_timeout=yes"
+        "&socket_connect_timeout=2.5&socket_keepalive=no&retry_on_timeout=yes"
         "&max_connections=2&health_check_interval=1&client_name=me&lib_name=it&lib_version=1"
     )
     request_id = "caf-1"
