@@ -332,7 +332,7 @@ async def test_a_dead_letter_is_kept_though_its_line_is_written_down(
 def test_files_that_cannot_be_run(tmp_path: Path, redis_url: str) -> None:
     """No file, an empty one, one with too many lines, an output that is taken or in use."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    with pytest.raises(BatchFileError, match="no file"):
+    with pytest.raises(BatchFileError, match="does not exist"):
         run_batch(source, output, server=redis_url)
     source.write_text("\n \n")
     with pytest.raises(BatchFileError, match="no lines"):
@@ -435,7 +435,7 @@ async def test_lines_whose_records_are_spoilt_fail_alone(
         own_worker.redis.hset(KEYS.request(claim.request_id), mapping=spoilt)
     own_worker.finish(own_worker.take(), "Well")
     outcome = await running
-    assert texts_in(output) == {f"id-{len(values)}": "Well"}
+    assert [*texts_in(output).values()] == ["Well"]
     assert outcome.progress == BatchProgress(len(values) + 1, 1, len(values), 0)
     errors = read_lines(errors_beside(output)).values()
     assert {it["response"]["body"]["error"]["code"] for it in errors} == {"spoilt_record"}

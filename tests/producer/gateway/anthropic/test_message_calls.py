@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx2
@@ -239,7 +239,7 @@ def test_the_tool_runner_goes_on_without_a_thread(stories_gateway: LiveGateway) 
     heroes: list[str] = []
 
     @anthropic.beta_tool
-    def paint(hero: str) -> str:
+    def paint(hero: Literal["fox", "owl"]) -> str:
         """Paint a hero."""
         heroes.append(hero)
         return "painted"
