@@ -36,19 +36,19 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
         name_or_dir = check_source(name_or_dir)
     try:
         config: Any = AutoConfig.from_pretrained(name_or_dir, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        places: list[Any] = [config, text]
+        with suppress(OSError):  # a model need not have one
+            places.insert(0, GenerationConfig.from_pretrained(name_or_dir))
+        return ModelFacts(
+            vocab_size=text.vocab_size,
+            end_token_ids=end_token_ids(places),
+            dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
+        )
     except LOADING_ERRORS as error:
         raise ModelNotFoundError(
             f"{name_or_dir} has no usable configuration: {first_sentence(error)}"
         ) from error
-    text = config.get_text_config()
-    places: list[Any] = [config, text]
-    with suppress(OSError):  # a model need not have one
-        places.insert(0, GenerationConfig.from_pretrained(name_or_dir))
-    return ModelFacts(
-        vocab_size=text.vocab_size,
-        end_token_ids=end_token_ids(places),
-        dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
-    )
 
 
 def require_for_gguf() -> None:

@@ -7,6 +7,7 @@ process' secrets to whoever sends a chat, and a FIFO would stop the start for ev
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
 """Endings of the files that we or the library may read."""
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling")
-_COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?)|block_count")
+_COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
-"""The most layers, or experts of a layer, for which modules are made."""
+"""The most layers, experts of a layer, or labels, for each of which the library makes an object."""
+_LONGEST_NAME = 200
 _INDEX = "model.safetensors.index.json"
 
 
@@ -39,7 +41,7 @@ def check_files(folder: Path) -> None:
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             if file.suffix not in _READ:
                 continue
-            target = file.resolve()
+            target = Path(os.path.realpath(file))  # `resolve` fails at a link to itself
             if not any(target.is_relative_to(root) for root in homes):
                 raise UnsupportedModelError(
                     f"{folder}: {file.relative_to(folder)} leads out of the folder; put the file"
@@ -97,7 +99,8 @@ def shards_of(folder: Path, source: str) -> list[str] | None:
             f"{source}: {_INDEX} does not say which files there are: {reason}"
         ) from error
     for name in sorted(names):
-        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+        is_file_name = name.isprintable() and len(name) <= _LONGEST_NAME
+        if not is_file_name or "/" in name or "\\" in name or not name.endswith(".safetensors"):
             raise UnsupportedModelError(
                 f"{source}: {_INDEX} names {name[:100]!r}, and only safetensors files beside it are"
                 " read"

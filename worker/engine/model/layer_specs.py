@@ -108,7 +108,7 @@ def record_layers(
         _calls.reset(token)
     modules = [call.module for call in calls]
     num_layers = loaded.text_config.num_hidden_layers
-    if len(set(modules)) != num_layers or len(calls) != num_layers:
+    if not modules or len(set(modules)) != num_layers or len(calls) != num_layers:
         raise UnsupportedModelError(
             f"{family}: {len(set(modules))} modules of a model of {num_layers} layers make "
             f"{len(calls)} attention calls; each layer must make exactly one, or requests in a "

@@ -16,6 +16,8 @@ def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
     positions of one sequence depend on the others in the batch.
     """
     limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
+    if limit is not None and limit < 1:
+        raise UnsupportedModelError(f"{loaded.name}: its max_position_embeddings are {limit}")
     if asked is not None and limit is not None and asked > limit:
         raise ConfigurationError(
             f"--max-model-len: {asked} is more than the {limit} positions that {loaded.name} has"

@@ -255,6 +255,7 @@ class ModelRunner:
         cache = KVCache(
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
         )
+        length = min(length, num_blocks * options.block_size)  # or tables would have any size
         progress("compiling" if options.compile and checked.why_no_own_code else "packing")
         expected: Expectation | None = None
         if checked.decoder is not None and checked.decoder.unpacked and not checked.is_known:

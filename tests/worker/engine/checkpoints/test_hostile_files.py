@@ -148,6 +148,9 @@ NESTED = "[" * 100_000
         ({"num_hidden_layers": 2**31}, "has num_hidden_layers 2147483648, more than"),
         ({"text_config": {"n_layer": 10**9}}, "has n_layer 1000000000, more than 2000"),
         ({"num_local_experts": 10**6}, "has num_local_experts 1000000, more than 2000"),
+        ({"num_labels": 10**9}, "has num_labels 1000000000, more than 2000"),
+        ({"num_hidden_layers": 0}, "0 modules of a model of 0 layers"),
+        ({"max_position_embeddings": -1}, "its max_position_embeddings are -1"),
         ({"num_attention_heads": 7}, ""),
         ({"num_key_value_heads": 3}, ""),
         ({"hidden_size": "x"}, ""),
@@ -170,6 +173,47 @@ def test_deep_nesting_is_named(name: str, folder: Path) -> None:
     (folder / name).write_text(NESTED)
     load = loads(folder)[1 if "tokenizer" in name else 0]
     assert str(folder) in refusal(load)
+
+
+def test_tables_of_positions_are_no_longer_than_the_cache(folder: Path) -> None:
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), "max_position_embeddings": 10**12}
+    file.write_text(json.dumps(config))
+    options = LoadOptions(device="cpu", kv_cache_memory=2**20, max_num_seqs=2)
+    runner = ModelRunner.load(str(folder), options)
+    assert runner.max_model_len <= runner.kv_layout.num_blocks * runner.kv_layout.block_size
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("generation_config.json", '{"eos_token_id": [[1]]}', "eos_token_id: [1] is no token id"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id: 'x' is no token id"),
+        ("generation_config.json", "[1]", ""),
+        ("generation_config.json", NESTED, "sizes that cannot be"),
+        ("generation_config.json", '{"cache_implementation": "x"}', "cache_implementation"),
+        ("config.json", '{"model_type": "llama", "text_config": {"a": 1}}', ""),
+    ],
+)
+def test_settings_of_a_wrong_kind_are_refused(
+    name: str, content: str, expected: str, folder: Path
+) -> None:
+    """Also where an inference server computes, and only the settings are read."""
+    (folder / name).write_text(content)
+    for load in (loads(folder)[0], loads(folder)[2]):
+        assert expected in refusal(load)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000 + ".safetensors", "a\x1b[2J\n.safetensors"])
+def test_a_shard_that_no_file_can_be_is_refused(name: str, folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "only safetensors files beside it are read" in refusal(loads(folder)[0])
+
+
+def test_a_link_to_itself_hinders_nothing(folder: Path) -> None:
+    (folder / "merges.txt").symlink_to("merges.txt")
+    for load in loads(folder):
+        load()
 
 
 def test_a_gguf_file_of_endless_layers_is_refused(tmp_path: Path) -> None:
