@@ -261,7 +261,7 @@ class Prefetcher:
             return self._preparation.prepare(lease.claim, only_quick=only_quick)
         except (InvalidRequestError, TakesLongError) as error:
             return error
-        except Exception as error:  # it must not stop the other requests
+        except BaseException as error:  # a panic, too; it must not stop the other requests
             self._log.exception("preparation failed", request_id=lease.request_id)
             return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
 

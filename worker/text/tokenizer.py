@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -160,21 +161,24 @@ class HuggingFaceTokenizer:
             return request.prompt
         if request.prompt is not None:
             self._check_length("prompt", request.prompt)
-            return self.encode_text(request.prompt, add_special_tokens=True)
+            with _failing_alone("prompt"):
+                return self.encode_text(request.prompt, add_special_tokens=True)
         text = self._render(request)
         self._check_length("messages", text)
-        # The template writes the special tokens itself.
-        return self.encode_text(text, add_special_tokens=False)
+        with _failing_alone("messages"):
+            # The template writes the special tokens itself.
+            return self.encode_text(text, add_special_tokens=False)
 
     def encode_output(self, text: str) -> list[int]:
         self._check_length("output_prefix", text)
-        token_ids = self.encode_text(text)
-        if not self._adds_space:
-            return token_ids
-        # In the middle of a line the space would be too much. Behind a line break none is added.
-        lead = self.encode_text("\n")
-        behind = self.encode_text("\n" + text)
-        return behind[len(lead) :] if behind[: len(lead)] == lead else token_ids
+        with _failing_alone("output_prefix"):
+            token_ids = self.encode_text(text)
+            if not self._adds_space:
+                return token_ids
+            # In the middle of a line the space is too much. Behind a line break none is added.
+            lead = self.encode_text("\n")
+            behind = self.encode_text("\n" + text)
+            return behind[len(lead) :] if behind[: len(lead)] == lead else token_ids
 
     @cached_property
     def _adds_space(self) -> bool:
@@ -250,7 +254,8 @@ class HuggingFaceTokenizer:
         forms = [form for word in words for form in (word, " " + word)]
         if not forms:
             return []
-        spellings = self._tokenizer(forms, add_special_tokens=False)["input_ids"]
+        with _failing_alone("bad_words"):
+            spellings = self._tokenizer(forms, add_special_tokens=False)["input_ids"]
         return [tokens for tokens in spellings if tokens]
 
     def decoder(self, marks: Sequence[str]) -> Decode:
@@ -332,6 +337,23 @@ class HuggingFaceTokenizer:
         """The token ids of a text, however long it is."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
+
+
+@contextmanager
+def _failing_alone(field: str) -> Iterator[None]:
+    """Refuse a text at which the tokenizer fails: the model's author chose its expressions.
+
+    The library panics where one of them takes too long, and a panic is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, CpuTimeLimitError | KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise InvalidRequestError(
+            f"{field}: the model's tokenizer fails at this text: {str(error)[:_MOST_REASON]}",
+            field=field,
+        ) from error
 
 
 def _num_ids(tokenizer: Any) -> int:

@@ -138,8 +138,12 @@ class House:
         return request_id
 
 
+class PanicError(BaseException):
+    """Stands for the panic of a library in Rust, which is no Exception."""
+
+
 class BlockingTokenizer(ByteTokenizer):
-    """Stands at the word `wait` until it is let go, and falls over `boom`."""
+    """Stands at the word `wait` until it is let go, and falls over `boom` and `panic`."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -151,6 +155,8 @@ class BlockingTokenizer(ByteTokenizer):
             self.go_on.wait()
         if request.prompt == "boom":
             raise RuntimeError("the tokenizer fell over")
+        if request.prompt == "panic":
+            raise PanicError("the tokenizer fell over")
         return super().encode_prompt(request)
 
 
@@ -257,15 +263,17 @@ async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any
     house = House(client, depth=9, tokenizer=BlockingTokenizer())
     bad = await house.put(prompt=[99999], priority=-2)
     boom = await house.put(prompt="boom", priority=-1)
+    panic = await house.put(prompt="panic", priority=-1)
     good = await house.put()
     house.intake.start()
     await house.until_available(1)
-    await async_until(lambda: len(house.publisher.refused) >= 2)
+    await async_until(lambda: len(house.publisher.refused) >= 3)
     reasons = house.publisher.refused
     assert str(reasons[bad]).startswith("prompt: ")
-    assert reasons[boom].error_type == "internal_error"
-    assert "fell over" in str(reasons[boom])
-    assert house.meter.num_refused == 2
+    for fallen in (boom, panic):
+        assert reasons[fallen].error_type == "internal_error"
+        assert "fell over" in str(reasons[fallen])
+    assert house.meter.num_refused == 3
     held = house.hand_out()
     assert held is not None
     assert held.request_id == good

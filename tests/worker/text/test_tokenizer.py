@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import ByT5Tokenizer
 
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import Request
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.detokenizer import prompt_texts
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
@@ -37,3 +43,33 @@ def test_ids_beyond_the_tokenizer_are_no_text(kind: str) -> None:
     end = tokenizer.end_token_id
     assert end is not None
     assert tokenizer.token_text(end) in ("<|im_end|>", "</s>")
+
+
+SLOW_EXPRESSION = {
+    "type": "Split",
+    "pattern": {"Regex": "(a+)+$"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+"""It takes exponential time, so the library panics at a limit."""
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages", "output_prefix", "bad_words"])
+def test_a_text_at_which_the_library_panics_is_refused(tmp_path: Path, field: str) -> None:
+    folder = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+    file = folder / "tokenizer.json"
+    settings = {**json.loads(file.read_text()), "pre_tokenizer": SLOW_EXPRESSION}
+    file.write_text(json.dumps(settings))
+    tokenizer, text = HuggingFaceTokenizer.load(str(folder)), "a" * 40 + "b"
+
+    def encode() -> Any:
+        if field == "output_prefix":
+            return tokenizer.encode_output(text)
+        if field == "bad_words":
+            return tokenizer.encode_words([text])
+        messages = [{"role": "user", "content": text}]
+        given = {"prompt": text} if field == "prompt" else {"messages": messages}
+        return tokenizer.encode_prompt(Request.model_validate(given))
+
+    with pytest.raises(InvalidRequestError, match=f"^{field}: the model's tokenizer fails at this"):
+        encode()
