@@ -35,5 +35,5 @@ def malformed_as_fault() -> Iterator[None]:
     """Raise ServerFaultError where an answer is not built as this kind of server builds it."""
     try:
         yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ServerFaultError(f"the server's answer is malformed: {error!r}") from error

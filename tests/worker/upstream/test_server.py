@@ -15,8 +15,14 @@ from aiohttp.test_utils import TestServer
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import LEAST, EngineRequest, SequenceOutput
 from promptq.worker.upstream.dialect import ServerDescription
+from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
-from promptq.worker.upstream.faults import OverloadedError, RefusedError, ServerFaultError
+from promptq.worker.upstream.faults import (
+    OverloadedError,
+    RefusedError,
+    ServerFaultError,
+    malformed_as_fault,
+)
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from promptq.worker.upstream.server import Server
 from tests.servers import free_port
@@ -258,3 +264,16 @@ def test_a_server_that_says_nonsense_of_itself_cannot_be_used(wrong: dict[str, A
     assert ServerDescription(**told).model == "m"
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ServerDescription(**{**told, **wrong})
+
+
+async def test_a_number_beyond_integers_is_a_fault_of_the_server() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(text='{"data": [{"id": "m", "max_model_len": 1e999}]}')
+
+    app = web.Application()
+    app.router.add_get("/v1/models", answer)
+    async with TestServer(app) as stranger:
+        server = Server(str(stranger.make_url("")).rstrip("/"))
+        with pytest.raises(ServerFaultError, match="malformed"), malformed_as_fault():
+            await OpenAIDialect().describe(server)
+        await server.close()
