@@ -4,7 +4,8 @@ PromptqError
 ├── ConfigurationError            a setting or an option that cannot work
 ├── RedisSideError                the way to the server, or the server
 │   ├── RedisUnavailableError     nothing answers there
-│   │   └── RedisBusyError        it loads its data, has no master, or runs a script without end
+│   │   ├── RedisBusyError        it loads its data, has no master, or runs a script without end
+│   │   └── RedisProtocolError    what answers speaks another protocol than the address says
 │   ├── RedisFullError            its memory is full, so it accepts no request
 │   ├── RedisAuthError            it answers, but not to these credentials
 │   └── RedisTooOldError          it answers, but lacks what the scripts need
@@ -46,6 +47,10 @@ class RedisUnavailableError(RedisSideError):
 
 class RedisBusyError(RedisUnavailableError):
     """The server answers, but serves nobody yet: it loads, has no master, or runs a long script."""
+
+
+class RedisProtocolError(RedisUnavailableError):
+    """What answers at the address fails at TLS, or does not speak Redis' protocol."""
 
 
 class RedisFullError(RedisSideError):

@@ -8,7 +8,12 @@ from contextlib import contextmanager
 import redis
 import redis.asyncio
 
-from promptq.shared.errors import ConfigurationError, RedisBusyError, RedisUnavailableError
+from promptq.shared.errors import (
+    ConfigurationError,
+    RedisBusyError,
+    RedisProtocolError,
+    RedisUnavailableError,
+)
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.cluster import address_of_nodes
 from promptq.shared.server.connection import explain
@@ -37,7 +42,7 @@ def server_url(url: str | None = None) -> str:
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
     """Returns the error, with advice unless a server answered."""
-    if isinstance(error, RedisBusyError):
+    if isinstance(error, RedisBusyError | RedisProtocolError):
         return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
 

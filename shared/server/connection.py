@@ -32,6 +32,7 @@ from promptq.shared.errors import (
     RedisAuthError,
     RedisBusyError,
     RedisFullError,
+    RedisProtocolError,
     RedisSideError,
     RedisTooOldError,
     RedisUnavailableError,
@@ -335,10 +336,10 @@ def explain(
             " let it have more (max_connections)"
         )
     if fault := what_is_wrong(error):
-        return RedisSideError(f"the server at {shown} cannot be reached by TLS: {fault}")
+        return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")
     said = str(error).rstrip(".")  # more text may follow this message
     if isinstance(error, InvalidResponse):
-        return RedisSideError(
+        return RedisProtocolError(
             f"the program at {shown} answers, but not as a Redis server does: {said}"
         )
     if shown.startswith("rediss") and isinstance(error, RedisTimeoutError):

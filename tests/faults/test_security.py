@@ -11,7 +11,7 @@ import pytest
 
 from promptq import AsyncClient, Client
 from promptq.shared.errors import (
-    RedisSideError,
+    RedisUnavailableError,
     RequestFailedError,
     RequestNotFoundError,
 )
@@ -107,7 +107,7 @@ async def test_a_server_that_asks_for_certificates_gets_the_clients(tmp_path: Pa
         request_id = client.enqueue("a")
         async with AsyncClient(shown) as asynchronous:
             assert await asynchronous.state(request_id) is RequestState.WAITING
-        with pytest.raises(RedisSideError, match="cannot be reached by TLS"):
+        with pytest.raises(RedisUnavailableError, match="cannot be reached by TLS"):
             Client(url)
 
 
@@ -127,9 +127,9 @@ async def test_workers_and_clients_speak_tls_and_check_the_certificate(tmp_path:
         assert client.generate("a", seed=1, max_tokens=50).text == text_of(1, 50)
         async with AsyncClient(url) as asynchronous:
             assert (await asynchronous.generate("a", seed=2, max_tokens=9)).text == text_of(2, 9)
-        with pytest.raises(RedisSideError, match="certificate verify failed"):
+        with pytest.raises(RedisUnavailableError, match="certificate verify failed"):
             Client(f"rediss://127.0.0.1:{port}/0")
-        with pytest.raises(RedisSideError, match="rediss://"):
+        with pytest.raises(RedisUnavailableError, match="rediss://"):
             Client(f"redis://127.0.0.1:{port}/0")
         worker.terminate()
         assert worker.wait() == 0

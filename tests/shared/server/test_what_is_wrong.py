@@ -16,7 +16,7 @@ from promptq import Client
 from promptq.shared.errors import (
     ConfigurationError,
     RedisAuthError,
-    RedisSideError,
+    RedisProtocolError,
     RedisUnavailableError,
 )
 from promptq.shared.server.connection import open_async_redis
@@ -68,12 +68,12 @@ async def check(url: str, kind: type[Exception], *said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ("", RedisSideError, ["TLS", "self-signed", "?ssl_ca_certs=FILE"]),
-        ("?ssl_ca_certs={folder}/client.crt", RedisSideError, ["certificate verify failed"]),
+        ("", RedisProtocolError, ["TLS", "self-signed", "?ssl_ca_certs=FILE"]),
+        ("?ssl_ca_certs={folder}/client.crt", RedisProtocolError, ["certificate verify failed"]),
         ("?ssl_ca_certs={folder}/none", ConfigurationError, ["'ssl_ca_certs'", "can be read"]),
         ("?ssl_keyfile={folder}/none", ConfigurationError, ["'ssl_keyfile'", "can be read"]),
-        ("?ssl_ca_certs={folder}/ca.key", RedisSideError, ["TLS", "no certificate"]),
-        ("?ssl_ciphers=none", RedisSideError, ["TLS", "cipher"]),
+        ("?ssl_ca_certs={folder}/ca.key", RedisProtocolError, ["TLS", "no certificate"]),
+        ("?ssl_ciphers=none", RedisProtocolError, ["TLS", "cipher"]),
         ("?ssl_min_version=9", ConfigurationError, ["'ssl_min_version'", "771"]),
         ("?ssl_cert_reqs=maybe", ConfigurationError, ["maybe"]),
     ],
@@ -106,7 +106,7 @@ async def test_a_certificate_that_is_not_right(
     make_certificates(tmp_path)
     with Guarded(tmp_path, tmp_path / "it.crt") as server:
         url = f"rediss://127.0.0.1:{server.tls}/0?ssl_ca_certs={tmp_path / 'it.crt'}"
-        await check(url, RedisSideError, "certificate", said)
+        await check(url, RedisProtocolError, "certificate", said)
 
 
 async def test_tls_and_none_are_mixed_up(guarded: Guarded) -> None:
@@ -120,8 +120,8 @@ async def test_a_port_that_speaks_http() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
         place = f"127.0.0.1:{served.server_port}"
-        await check(f"redis://{place}", RedisSideError, "not as a Redis server does")
-        await check(f"rediss://{place}", RedisSideError, "give redis:// instead of rediss://")
+        await check(f"redis://{place}", RedisProtocolError, "not as a Redis server does")
+        await check(f"rediss://{place}", RedisProtocolError, "give redis:// instead of rediss://")
         served.shutdown()
 
 
