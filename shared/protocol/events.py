@@ -179,7 +179,10 @@ class ErrorInfo(_Wire):
 
 
 class TokenEvent(_TellsPrompt):
-    """One message of a request's stream. `index` counts the tokens that came before it."""
+    """One message of a request's stream. `index` counts the tokens that came before it.
+
+    A stranger's log may count as far as the ids of a stream go, and its request must end too.
+    """
 
     index: Annotated[int, Field(ge=0, le=2**64)]
     token_ids: list[StoredTokenId]

@@ -129,9 +129,8 @@ class MessagesErrorAnswer(BaseModel):
 
 def _word_for(status: int) -> str:
     """Returns a code for errors that have no narrower one, such as `not_found`."""
-    return (
-        "invalid_request" if status == 400 else HTTPStatus(status).phrase.lower().replace(" ", "_")
-    )
+    phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
+    return phrase.lower().replace(" ", "_")
 
 
 class ApiError(Exception):

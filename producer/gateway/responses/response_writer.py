@@ -234,7 +234,7 @@ class _Item:
         self.name = name
         self.texts: list[str] = []
         self.logprobs: list[str] = []
-        """Returns each item as JSON."""
+        """The log-probabilities of each token, as JSON."""
         self._called = called
 
     def begun(self) -> str:

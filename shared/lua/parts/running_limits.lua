@@ -22,19 +22,14 @@ function running_limits.forget_gone(key)
   server.for_all(redis.pcall, 'ZADD', key, alive)
 end
 
-local function num_held(key)
-  local num = redis.pcall('ZCARD', key)
-  return type(num) == 'number' and num or 0
-end
-
 -- Whether workers hold as many requests of a tenant as they may.
 function running_limits.is_reached(tenant)
   local limit = server.number('max_running:' .. tenant, server.number('tenant_max_running', 0))
   if limit <= 0 then return false end
   local key = keys.running_of(tenant)
   if not numbers_held[key] then
-    if num_held(key) >= limit then running_limits.forget_gone(key) end
-    numbers_held[key] = num_held(key)
+    if server.size(key) >= limit then running_limits.forget_gone(key) end
+    numbers_held[key] = server.size(key)
   end
   return numbers_held[key] + #(claimed[key] or {}) / 2 >= limit
 end

@@ -50,11 +50,7 @@ async def scale(
         try:
             asking = scaling(Keys(name), target_seconds)
             found.append(await carry_out_async(asking, gateway.queue.run))
-        except (
-            RedisError,
-            RedisSideError,
-            SpoiltRecordError,
-        ):  # of this one alone
-            if len(names) == 1:
+        except (RedisError, RedisSideError, SpoiltRecordError):
+            if len(names) == 1:  # of several queues, one may be away or spoilt
                 raise
     return ScalingOfQueues(queues=found)
