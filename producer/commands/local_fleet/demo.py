@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -90,7 +91,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
         with EmbeddedServer() as server:
             console.print(f"[green]✓[/] server   {without_password(server.url)}")
             with _running_worker(server.url, worker_args, console) as worker:
-                asyncio.run(_interruptible(_play(console, server.url, worker)))
+                asyncio.run(_interruptible(partial(_play, console, server.url, worker)))
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
         console.print("\nstopped; nothing is left running")
         return 130
@@ -120,9 +121,12 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
         worker.kill()
 
 
-async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
-    """Let SIGTERM do the same as Ctrl-C."""
-    this, task = asyncio.current_task(), asyncio.create_task(playing)
+async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `play` until it ends, or until SIGTERM or Ctrl-C.
+
+    A function, and not its coroutine: a signal before the first step would leave that unawaited.
+    """
+    this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     try:
