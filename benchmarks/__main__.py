@@ -1,156 +1,38 @@
-"""Side by side with the engines one would pick instead: `make bench`, or `python -m benchmarks`."""
+"""All benchmarks: `python -m benchmarks NAME`."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import signal
 import sys
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+from tests.program_list import Program, run
 
-from benchmarks import peers
-from benchmarks.models import MODELS
-from benchmarks.suite import plot, table, targets
-from benchmarks.suite.floor import torch_dtype
-from benchmarks.suite.measuring import Plan, Run, carry_out
-from benchmarks.suite.registry import ROWS
-from benchmarks.suite.workloads import WORKLOADS
+_PINNED = {"OMP_WAIT_POLICY": "passive", "OMP_PLACES": "cores", "OMP_PROC_BIND": "close"}
 
-_FOLDER = Path(__file__).parent
-_WORKLOADS = [*WORKLOADS, "poisson", "queue"]
-
-
-def main() -> None:
-    plan, options = _read_options()
-    # Ending it ends the row that runs, too: an engine left over would spoil the next measurement.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console = Console(width=None if os.isatty(1) else 160)
-    plan.cache.mkdir(parents=True, exist_ok=True)
-    run = carry_out(plan, lambda line: console.print(line, style="dim", highlight=False))
-    measured = run.measured
-    table.print_results(console, measured, run.missing)
-    console.print(_rates(run, plan))
-    found = list(targets.targets(measured, run.floor_ratio("473m")))
-    table.print_targets(console, found)
-    if options.json:
-        options.json.write_text(json.dumps(_report(plan, run, found), indent=1) + "\n")
-    if options.plot:
-        plot.plot(measured, options.plot)
-
-
-def _rates(run: Run, plan: Plan) -> str:
-    rates = run.rates
-    lines = [
-        f"memory reads at {rates.bytes_per_second / 1e9:.1f} GB/s, the matrix product runs at "
-        f"{rates.operations_per_second / 1e12:.2f} TFLOP/s, in {torch_dtype()}",
-        f"vLLM and transformers compute in {torch_dtype()}, all others in bfloat16",
-    ]
-    if plan.shorten > 1:
-        lines.append(f"outputs are {plan.shorten} times shorter than the workloads say")
-    for model in plan.models:
-        floor = f"{run.floor_seconds(model) * 1000:.1f} ms"
-        ratio = run.floor_ratio(model)
-        ours = "" if ratio is None else f"; the engine's takes {ratio:.2f} times that"
-        lines.append(f"floor of a decode step, {model}, full batch at length 250: {floor}{ours}")
-    lines += [
-        f"poisson, {model}: {rate:.1f} requests a second" for model, rate in run.arrivals.items()
-    ]
-    return "\n".join(lines)
-
-
-def _report(plan: Plan, run: Run, found: list[targets.Target]) -> dict[str, Any]:
-    return {
-        "machine": {"cores": os.cpu_count(), "processor": _processor()},
-        "seed": plan.seed,
-        "shorten": plan.shorten,
-        "rates": {
-            "bytes_per_second": run.rates.bytes_per_second,
-            "operations_per_second": run.rates.operations_per_second,
-        },
-        "torch_dtype": torch_dtype(),
-        "floor_seconds": {model: run.floor_seconds(model) for model in plan.models},
-        "arrivals_per_second": run.arrivals,
-        "rounds": [
-            {"model": model, "workload": workload, "row": row, "figures": rounds}
-            for (model, workload, row), rounds in run.rounds.items()
-        ],
-        "missing": [
-            {"model": model, "row": row, "reason": reason}
-            for (model, row), reason in run.missing.items()
-        ],
-        "targets": [
-            {
-                "name": each.name,
-                "measured": each.measured,
-                "at_least": each.at_least,
-                "aim": each.aim,
-                "verdict": each.verdict,
-            }
-            for each in found
-        ],
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "")
-
-
-def _read_options() -> tuple[Plan, argparse.Namespace]:
-    parser = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    parser.add_argument("--workloads", default=",".join(_WORKLOADS), help="default: %(default)s")
-    parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="medians are over these")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long poisson goes on")
-    parser.add_argument("--rate", type=float, help="requests/s of poisson; default: by the peers")
-    parser.add_argument("--queue-requests", type=int, default=20_000)
-    parser.add_argument(
-        "--shorten", type=int, default=1, help="outputs are so many times shorter: slow machines"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="54m, one round, burst, solo and queue, few requests"
-    )
-    parser.add_argument("--cache", type=Path, default=_FOLDER / ".cache", help="models, logs")
-    parser.add_argument("--peers", type=Path, default=peers.DEFAULT)
-    parser.add_argument("--json", type=Path, default=_FOLDER / ".cache" / "bench.json")
-    parser.add_argument("--plot", type=Path, help="PNG or SVG; needs the extra `bench`")
-    options = parser.parse_args()
-    if options.quick:
-        options.models, options.workloads = "54m", "burst,solo,queue"
-        options.rounds, options.queue_requests = 1, 5000
-
-    def chosen(name: str, known: list[str]) -> list[str]:
-        names: list[str] = getattr(options, name).split(",")
-        for each in names:
-            if each not in known:
-                parser.error(f"--{name}: {each!r} is none of {', '.join(known)}")
-        return names
-
-    return Plan(
-        models=chosen("models", list(MODELS)),
-        workloads=chosen("workloads", _WORKLOADS),
-        rows=chosen("rows", list(ROWS)),
-        rounds=options.rounds,
-        seed=options.seed,
-        seconds=options.seconds,
-        rate=options.rate,
-        queue_requests=options.queue_requests,
-        shorten=options.shorten,
-        cache=options.cache.resolve(),
-        peers=options.peers.resolve(),
-        log=options.cache.resolve() / "rows.log",
-    ), options
-
+PROGRAMS = {
+    "table": Program("benchmarks.table"),
+    "peers": Program("benchmarks.lib.peers"),
+    "pairs": Program("benchmarks.pairs"),
+    "pairs-at-server": Program("benchmarks.engine.pairs_at_server"),
+    "cancel": Program("benchmarks.engine.cancel"),
+    "cancel-at-server": Program("benchmarks.engine.cancel_at_server"),
+    "drafting": Program("benchmarks.engine.drafting"),
+    "formats": Program("benchmarks.engine.formats"),
+    "quality": Program("benchmarks.engine.quality"),
+    "sampling": Program("benchmarks.engine.sampling"),
+    "grammar": Program("benchmarks.engine.grammar_masks"),
+    "lock": Program("benchmarks.engine.interpreter_lock", environment=_PINNED),
+    "metering": Program("benchmarks.engine.metering"),
+    "stream-clients": Program("benchmarks.engine.stream_clients"),
+    "gpu": Program("benchmarks.gpu"),
+    "gpu-steps": Program("benchmarks.gpu.step_model", environment={"TRITON_INTERPRET": "1"}),
+    "gateway": Program("benchmarks.gateway"),
+    "batch": Program("benchmarks.batch"),
+    "long-queue": Program("benchmarks.queue.long_queue"),
+    "scaling-out": Program("benchmarks.queue.scaling_out"),
+    "memory": Program("benchmarks.queue.redis_memory"),
+    "swap": Program("benchmarks.model_swap"),
+    "import": Program("benchmarks.client_import"),
+}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("python -m benchmarks", PROGRAMS))

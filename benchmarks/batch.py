@@ -1,4 +1,4 @@
-"""What a large batch costs, over HTTP as at OpenAI: `python -m benchmarks.batch`.
+"""Measures large batch files: time, and the memory of gateway and jobs.
 
 A file goes through a gateway's `/v1/files` and `/v1/batches`, `promptq jobs` runs it, and a worker
 on the model-free engine answers: first as many lines as a file may have, then about as many bytes,
@@ -19,8 +19,8 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.children import child
-from benchmarks.memory import peak_bytes
+from benchmarks.lib.children import child
+from benchmarks.lib.memory import peak_bytes
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES, MAX_LINES
 from promptq.shared.server.embedded import EmbeddedServer
 
@@ -104,7 +104,7 @@ def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks batch", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
     options = parser.parse_args()
     share = 50 if options.quick else 1

@@ -1,4 +1,4 @@
-"""What `from promptq import Client` costs: milliseconds of CPU, beside those of redis-py alone.
+"""Measures what `from promptq import Client` costs, beside redis-py alone.
 
 Each figure is the median over fresh interpreters, in turns, less that of one that imports nothing.
 """
@@ -25,7 +25,7 @@ def cpu_ms(program: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-import", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks import", description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     rounds = parser.parse_args().rounds
     taken: dict[str, list[float]] = {name: [] for name in PROGRAMS}

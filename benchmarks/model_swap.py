@@ -1,6 +1,6 @@
-"""How long no token comes while two models change places on one device.
+"""Measures how long no token comes while two models change places on one device.
 
-`make bench-model-swap`. Both queues have a backlog all the time, so that the models change as often
+Both queues have a backlog all the time, so that the models change as often
 as the rule lets them. A change is compared with reading the weights from the page cache once, into
 memory. The models have the same random weights and two names.
 """
@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.children import child
-from benchmarks.models import MODELS, model_dir
+from benchmarks.lib.children import child
+from benchmarks.lib.models import CACHE, MODELS, model_dir
 from promptq import AsyncClient
 from promptq.shared.server.embedded import EmbeddedServer
 
-_CACHE = Path(__file__).parent / ".cache"
 _STREAMS = 8
 _MAX_TOKENS = 32
 _TURN_SECONDS = "4"
@@ -94,11 +93,11 @@ def swapping(url: str, folder: Path, *, overlaps: bool) -> AbstractContextManage
 
 def main() -> None:
     """Measure with both models in memory during a change, and with one at a time."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks swap", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="54m")
     parser.add_argument("--changes", type=int, default=6)
     options = parser.parse_args()
-    model = model_dir(MODELS[options.model], _CACHE)
+    model = model_dir(MODELS[options.model], CACHE)
     with TemporaryDirectory() as made:
         for name in ("a", "b"):
             (Path(made) / name).symlink_to(model)

@@ -1,6 +1,6 @@
-"""This checkout against another one, in alternating pairs: has anything become slower?
+"""Compares this checkout with another one, in alternating pairs.
 
-`make bench-pairs ARGS="../earlier"`, with a checkout that has an environment of its own (`make
+The other one is a checkout that has an environment of its own (`make
 .venv/.set-up`). Both have a worker with a 54M model on a server of their own all the time, and the
 same requests go to one and then to the other, the first one changing. So what else the machine does
 hits both: a single request takes seconds, where a run of the whole suite takes minutes. Nothing is
@@ -18,11 +18,11 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.models import MODELS, model_dir
+from benchmarks.lib.models import MODELS, model_dir
 from promptq.shared.server.embedded import EmbeddedServer
 
 _ROOT = Path(__file__).parent.parent
-_MEMBER = _ROOT / "benchmarks" / "driving" / "pair_member.py"
+_MEMBER = _ROOT / "benchmarks" / "pair_member.py"
 _FIGURES = {
     "solo": ("first_token_p50", "tokens_per_second"),
     "burst": ("first_token_p50", "first_token_p95", "tokens_per_second"),
@@ -69,7 +69,7 @@ class Member:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-pairs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks pairs", description=__doc__)
     parser.add_argument("other", type=Path, help="another checkout")
     parser.add_argument("--solo", type=int, default=61, help="pairs of single requests")
     parser.add_argument("--burst", type=int, default=9, help="pairs of bursts of 64")

@@ -1,4 +1,4 @@
-"""How long a cancelled request keeps its KV blocks: `python -m benchmarks.engine.cancel`.
+"""Measures how long a cancelled request keeps its KV blocks.
 
 While a full batch of the shipped model decodes, a plain client sets the flag and publishes the
 message. Measured is the time from just before that to the moment at which the engine has freed the
@@ -108,7 +108,7 @@ async def _cancel(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cancel", description=__doc__)
     parser.add_argument("--cancels", type=int, default=300)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     options = parser.parse_args()

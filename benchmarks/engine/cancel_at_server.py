@@ -1,4 +1,4 @@
-"""How long a cancelled request runs on at an inference server: `make bench-cancel-at-server`.
+"""Measures how long a cancelled request still runs at an inference server.
 
 A worker forwards to the real server, where a few requests run with the suite's 54M model. One of
 them is cancelled, and the server is asked how many it still computes until it is one less. Times in
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.cancel import percentile
-from benchmarks.models import MODELS, model_dir
+from benchmarks.lib.models import CACHE, MODELS, model_dir
 from promptq import Client
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.server.embedded import EmbeddedServer
@@ -36,7 +36,6 @@ from tests.roles import as_role, bring_in_roles
 DIALECTS: dict[str, Any] = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect}
 _AT_ONCE = 4
 _ASK_SECONDS = 0.005
-_CACHE = Path(__file__).parents[1] / ".cache"
 _ENDLESS: dict[str, Any] = {
     "max_tokens": 900,
     "temperature": 0.0,
@@ -106,7 +105,9 @@ async def _read(http: Server, dialect: Dialect, number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-cancel-at-server", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks cancel-at-server", description=__doc__
+    )
     parser.add_argument("--cancels", type=int, default=30)
     parser.add_argument("--apart", action="store_true", help="the server has a core of its own")
     options = parser.parse_args()
@@ -114,7 +115,7 @@ def main() -> None:
     of_server, of_others = (cores[:1], cores[1:]) if options.apart else (cores, cores)
     if options.apart:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[0])
-    model = model_dir(MODELS["54m"], _CACHE)
+    model = model_dir(MODELS["54m"], CACHE)
     for name in NAMES:
         if why := why_missing(name):
             print(f"{name}: {why}")

@@ -1,5 +1,4 @@
-"""What drafting gains where a text repeats itself, and costs where it does not:
-`python -m benchmarks.engine.drafting`.
+"""Measures drafts where a text repeats itself and where it does not.
 
 The engine alone, on the suite's 54M model, with and without drafts in turns; each pair has prompts
 of its own. A model of random weights soon repeats itself when it is greedy, so a prompt that ends
@@ -18,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
+from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
@@ -122,14 +121,14 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks drafting", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--speculative-tokens", type=int, default=7)
     parser.add_argument("--model", type=Path, help="a directory with its 32,000 tokens")
     arguments = parser.parse_args()
-    model = arguments.model or model_dir(MODELS["54m"], Path(__file__).parents[1] / ".cache")
+    model = arguments.model or model_dir(MODELS["54m"], CACHE)
     settings = read_settings(
         model=str(model), dtype=arguments.dtype, max_model_len=1024, kv_cache_memory="1G"
     )

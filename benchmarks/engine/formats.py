@@ -1,4 +1,4 @@
-"""Formats of weights side by side, ours and llama.cpp's: `make bench-formats`.
+"""Compares formats of weights, ours and llama.cpp's, in turns.
 
 All are loaded at once and measured in turns, so what else the machine does hits all of them.
 Nothing is drafted. A rate is between the first and the last token; "prompt" is the time to the
@@ -20,19 +20,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.driving.gguf_file import gguf_file
-from benchmarks.driving.serving import free_port, running_server
-from benchmarks.driving.streaming import drive, wait_until_healthy
-from benchmarks.memory import watching_own_memory
-from benchmarks.models import MODELS, VOCAB_SIZE, Shape, model_dir
-from benchmarks.peers import DEFAULT as PEERS
-from benchmarks.rows import engine as engine_row
-from benchmarks.rows import llama_server
-from benchmarks.suite import workloads
-from benchmarks.suite.floor import measure_reading
-from benchmarks.suite.jobs import Outcome, Workload
+from benchmarks.lib.gguf_file import gguf_file
+from benchmarks.lib.memory import watching_own_memory
+from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, Shape, model_dir
+from benchmarks.lib.peers import DEFAULT as PEERS
+from benchmarks.lib.serving import free_port, running_server
+from benchmarks.lib.streaming import drive, wait_until_healthy
+from benchmarks.table import workloads
+from benchmarks.table.floor import measure_reading
+from benchmarks.table.jobs import Outcome, Workload
+from benchmarks.table.rows import engine as engine_row
+from benchmarks.table.rows import llama_server
 
-_CACHE = Path(__file__).parents[1] / ".cache"
 _LENGTH = 2048
 OURS = ("bf16", "int8", "int4")
 PEER = ("Q8_0", "Q4_0")
@@ -168,7 +167,7 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-formats", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks formats", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="473m")
     parser.add_argument(
         "--rounds", type=int, default=5, help="of solo requests and of prompts, at least one"
@@ -180,7 +179,7 @@ def main() -> None:
     if options.rounds < 1:
         parser.error("--rounds: at least one is needed")
     shape = MODELS[options.model]
-    folder = model_dir(shape, _CACHE)
+    folder = model_dir(shape, CACHE)
     if options.start:
         start(folder, options.start)
         return

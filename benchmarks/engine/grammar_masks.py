@@ -1,4 +1,4 @@
-"""What grammars cost a step: in the engine's thread, and in the thread beside it.
+"""Measures what grammars add to a step.
 
 A made-up vocabulary of 150,000 tokens, a batch of 64 sequences that each have a grammar. Beside the
 masks' thread nothing runs here; what the sampler waits for in a worker is what is left of its time

@@ -1,4 +1,4 @@
-"""What sharing an interpreter with the publishing side costs the engine: `make bench-lock`.
+"""Measures what the engine loses to the publisher's share of the interpreter lock.
 
 The engine decodes a full batch of the suite's 54M model. After each step somebody else turns its
 tokens into events, as a worker does: nobody, a thread of the same process, or a process of its own.
@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
-from benchmarks.rows.engine import engine_request
-from benchmarks.suite.jobs import Request
+from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
+from benchmarks.table.jobs import Request
+from benchmarks.table.rows.engine import engine_request
 from promptq.shared.protocol.events import token_event_json
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import Engine
@@ -98,9 +98,9 @@ def rate(engine: Engine, first_id: int, batch: int, tell: Tell) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-lock ARGS=...", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks lock", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="medians are over these")
-    parser.add_argument("--cache", type=Path, default=Path(__file__).parents[1] / ".cache")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     options = parser.parse_args()
     shape = MODELS["54m"]
     settings = read_settings(

@@ -1,4 +1,4 @@
-"""What metrics cost a token: `python -m benchmarks.engine.metering`.
+"""Measures what metrics add to a token.
 
 A batch of 64 decodes: each step's outputs are noted as a worker notes them, against a histogram of
 prometheus_client that is told of each token.

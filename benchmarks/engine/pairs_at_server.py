@@ -1,4 +1,4 @@
-"""One vLLM server, asked by HTTP and through Redis and a worker: `make bench-pairs-at-server`.
+"""Compares vLLM's server alone with the same server behind a worker, in turns.
 
 Bursts as large as the batch go to the same server in turns, the first one changing, with the same
 lengths and other tokens, so that nothing is found in the prefix cache. So what else the machine
@@ -14,16 +14,16 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.driving.streaming import Stream, drive
-from benchmarks.models import MODELS, Shape, model_dir
-from benchmarks.rows import vllm_server, whole_path
-from benchmarks.rows.vllm_worker import server_for_workers, worker_flags
-from benchmarks.rows.whole_path import start_worker
-from benchmarks.suite import workloads
-from benchmarks.suite.floor import torch_dtype
-from benchmarks.suite.jobs import Job
-from benchmarks.suite.measuring import MAX_MODEL_LEN
-from benchmarks.suite.statistics import Figures, figures
+from benchmarks.lib.models import MODELS, Shape, model_dir
+from benchmarks.lib.streaming import Stream, drive
+from benchmarks.table import workloads
+from benchmarks.table.floor import torch_dtype
+from benchmarks.table.jobs import Job
+from benchmarks.table.measuring import MAX_MODEL_LEN
+from benchmarks.table.rows import vllm_server, whole_path
+from benchmarks.table.rows.vllm_worker import server_for_workers, worker_flags
+from benchmarks.table.rows.whole_path import start_worker
+from benchmarks.table.statistics import Figures, figures
 from promptq import AsyncClient
 from promptq.shared.server.embedded import EmbeddedServer
 
@@ -61,7 +61,9 @@ def tell(found: Mapping[str, list[Figures]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-pairs-at-server", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks pairs-at-server", description=__doc__
+    )
     parser.add_argument("--model", choices=[*MODELS], default="473m")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--shorten", type=int, default=4, help="times shorter outputs")

@@ -1,4 +1,4 @@
-"""How much a model loses to quantization: `make bench-quality`.
+"""Measures what quantization costs: perplexity, and greedy tokens that change.
 
 The same texts are given to the engine in each format. Perplexity is of their tokens. A greedy token
 is the likeliest one in the place of each; "same" is the share that is the same as in bf16. The
@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
-from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
+from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -27,7 +26,6 @@ from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import document
 
-_CACHE = Path(__file__).parents[1] / ".cache"
 _BASE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "kv_cache_memory": 2**28}
 _WITH_EMBEDDINGS = "embedding and head too"
 FORMATS: dict[str, dict[str, Any]] = {
@@ -83,12 +81,12 @@ def written(runner: ModelRunner, seed: int, count: int) -> list[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-quality", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks quality", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--texts", type=int, default=200, help="documents for the shipped model")
     options = parser.parse_args()
     print(f"seed {options.seed}")
-    random_model = str(model_dir(MODELS["54m"], _CACHE))
+    random_model = str(model_dir(MODELS["54m"], CACHE))
     for name, folder in (("shipped", str(MODEL_DIR)), ("random, 54M", random_model)):
         texts: list[list[int]] = []
         expected: Read | None = None

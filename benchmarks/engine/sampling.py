@@ -1,4 +1,4 @@
-"""What sampling takes of a decode step: `make bench-sampling`.
+"""Measures the sampler's part of a decode step.
 
 The suite's 473m model with a vocabulary of 150,000, random weights, decodes 64 sequences around a
 length of 250 in the real engine. For each set of parameters, the time within the sampler and that
@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import MODELS, random_model
+from benchmarks.lib.models import MODELS, random_model
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -109,7 +109,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sampling", description=__doc__)
     parser.add_argument("--no-native", action="store_true", help="torch samples and computes")
     options = parser.parse_args()
     runner = ModelRunner.of(

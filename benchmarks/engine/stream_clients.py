@@ -1,4 +1,4 @@
-"""What it costs to read a server's streams: `python -m benchmarks.engine.stream_clients`.
+"""Measures the CPU time of reading a server's streams, by HTTP client.
 
 A server in another process sends one token to each of 32 streams every 20 ms, as a decoding batch
 does. The clients take turns. Measured is this process's CPU time for each event, JSON included.
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 
 import httpx2
 
-from benchmarks.driving.streaming import http_events
+from benchmarks.lib.streaming import http_events
 from promptq.worker.upstream.server import Server, read_json
 
 _STREAMS, _EVENTS, _STEP_SECONDS = 32, 200, 0.02
@@ -92,7 +92,9 @@ async def cost(client: Callable[[int], AsyncIterator[None]], port: int) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks stream-clients", description=__doc__
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", 0), backlog=_STREAMS)

@@ -1,4 +1,4 @@
-"""What the gateway adds to a token, and what a bare relay: `python -m benchmarks.gateway`.
+"""Measures what the gateway adds to a token, beside a bare relay.
 
 Workers on the model-free engine make tokens at a fixed rate. A plain subscriber of all channels, a
 process of its own, notes when Redis has published each event, and bare HTTP clients, in another
@@ -36,9 +36,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.children import child
-from benchmarks.memory import peak_bytes
-from benchmarks.suite.statistics import percentile
+from benchmarks.lib.children import child
+from benchmarks.lib.memory import peak_bytes
+from benchmarks.table.statistics import percentile
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.server import allow_many_connections
@@ -339,7 +339,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gateway", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
     parser.add_argument("--attacked", action="store_true", help="one gateway, attacked and not")
     parser.add_argument("--rounds", type=int, default=_NUM_ROUNDS, help="of --attacked")

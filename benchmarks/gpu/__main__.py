@@ -1,4 +1,4 @@
-"""Checks and measures the engine on a GPU: `python -m benchmarks.gpu`, in less than nine minutes.
+"""Checks and measures the engine on a GPU.
 
 Needs PyTorch, Triton and transformers. First the kernels are held against references, and whole
 models against `generate`; then a random 8B model of Qwen3's shape is measured against what the
@@ -37,7 +37,7 @@ VLLM = {1: 1.2, 64: 1.0, 256: 1.0}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model and short lengths")
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this long")

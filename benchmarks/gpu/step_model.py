@@ -1,4 +1,4 @@
-"""What a decode step launches, and how long that has to take.
+"""Counts the kernels of a decode step, and models their time.
 
 `TRITON_INTERPRET=1 python -m benchmarks.gpu.step_model` needs no GPU. It is a model and no
 measurement: a kernel takes its launch, and as long as the memory needs for the bytes that it moves.

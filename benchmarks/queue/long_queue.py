@@ -1,6 +1,6 @@
-"""From enqueueing an urgent request to its first event, behind a long queue and behind a short one.
+"""Measures an urgent request's wait behind 1,000,000 others and behind 2,000.
 
-`make bench-long-queue`. Two servers have a worker without a model each, whose places are all taken
+Two servers have a worker without a model each, whose places are all taken
 by requests that run for minutes. Behind them wait 2,000 requests on one server and 1,000,000 on the
 other. Urgent requests of one token go to one server and then to the other, in turns; the worker of
 the server whose turn it is not is stopped meanwhile, so that both find the machine alike.
@@ -15,7 +15,7 @@ import statistics
 import time
 from contextlib import ExitStack
 
-from benchmarks.children import child
+from benchmarks.lib.children import child
 from promptq import Client
 from promptq.shared.server.embedded import EmbeddedServer
 
@@ -68,7 +68,7 @@ class Side:
 
 def main() -> None:
     """Measure in turns, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks long-queue", description=__doc__)
     parser.add_argument("--waiting", type=int, default=1_000_000)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--requests", type=int, default=20, help="of a side in each turn")

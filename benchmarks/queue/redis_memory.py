@@ -1,5 +1,4 @@
-"""Bytes of the server for a request that waits, a live token, and a finished request: `make
-bench-redis-memory`.
+"""Measures the server's memory for a waiting request, a token and a finished one.
 
 A waiting request is measured by the server's whole memory over many of them. Tokens come from the
 shipped model, and their log is asked for its size when the last one has come. Logs are kept for a
@@ -13,7 +12,7 @@ from typing import Any
 
 import redis
 
-from benchmarks.rows.whole_path import start_worker
+from benchmarks.table.rows.whole_path import start_worker
 from promptq import Client
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
@@ -63,7 +62,7 @@ def _size(plain: Any, key: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench-redis-memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
     parser.add_argument("--requests", type=int, default=50_000)
     options = parser.parse_args()
     with EmbeddedServer() as server:

@@ -1,6 +1,6 @@
-"""Two workers over one, each with the same share of the machine: how much more do they serve?
+"""Compares two workers with one, each with the same share of the machine.
 
-`make bench-scaling-out`, and the same with `ARGS="--model model-free"`. Bursts go in turns to one
+Bursts go in turns to one
 worker and to both, on one server; the second worker is stopped while it is not its turn. A real
 model computes nearly all the time, so each worker has a core of its own. The model-free one has
 nothing to compute, so server and client need as much as the workers do: each worker gets a part of
@@ -19,12 +19,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.children import child
-from benchmarks.models import MODELS, model_dir
+from benchmarks.lib.children import child
+from benchmarks.lib.models import CACHE, MODELS, model_dir
 from promptq import Client
 from promptq.shared.server.embedded import EmbeddedServer
 
-_CACHE = Path(__file__).parents[1] / ".cache"
 _GROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000
 _BURSTS = {"54m": (96, 24), "model-free": (6000, 1)}
@@ -79,13 +78,13 @@ def keep_to_core(pid: int, core: int) -> None:
 
 def main() -> None:
     """Measure in alternating pairs, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scaling-out", description=__doc__)
     parser.add_argument("--model", choices=_BURSTS, default="54m")
     parser.add_argument("--share", type=float, help="of a core; without a model, a quarter")
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     is_real = options.model in MODELS
-    model = str(model_dir(MODELS[options.model], _CACHE)) if is_real else options.model
+    model = str(model_dir(MODELS[options.model], CACHE)) if is_real else options.model
     count, num_tokens = _BURSTS[options.model]
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url

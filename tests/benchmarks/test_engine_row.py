@@ -1,7 +1,7 @@
 """The engine's row drives a real engine: every request gets its tokens, and arrives when due."""
 
-from benchmarks.rows.engine import drive
-from benchmarks.suite.jobs import Request, Workload
+from benchmarks.table.jobs import Request, Workload
+from benchmarks.table.rows.engine import drive
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.served_model import build
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.models import MODELS
-from benchmarks.suite.floor import Rates, decode_floor
+from benchmarks.lib.models import MODELS
+from benchmarks.table.floor import Rates, decode_floor
 
 
 def test_models_have_the_sizes_in_their_names() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.suite.jobs import Outcome, Trace
-from benchmarks.suite.statistics import figures, guest_ratio, medians, percentile
+from benchmarks.table.jobs import Outcome, Trace
+from benchmarks.table.statistics import figures, guest_ratio, medians, percentile
 
 
 def test_a_percentile_lies_between_its_neighbours() -> None:

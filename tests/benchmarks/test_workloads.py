@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.models import MODELS, VOCAB_SIZE, Shape
-from benchmarks.suite import workloads
-from benchmarks.suite.workloads import WORKLOADS
+from benchmarks.lib.models import MODELS, VOCAB_SIZE, Shape
+from benchmarks.table import workloads
+from benchmarks.table.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)

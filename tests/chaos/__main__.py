@@ -1,4 +1,4 @@
-"""`make chaos ARGS="--seconds 3600 --seed 7"`: real processes under seeded faults, and an audit.
+"""Kills, freezes and cuts off real processes, and audits all streams.
 
 `--mutant lost-fence` has all processes send scripts that are broken in one place, until that is
 caught; `--mutant all` takes everything in `mutants.py`, one after the other.
@@ -25,7 +25,7 @@ from tests.chaos.schedule import MEAN_SECONDS, MEAN_SECONDS_ON_A_CLUSTER, Fault
 
 def main() -> int:
     """Exit code 1 at any violation; of mutants, if there is none."""
-    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults come")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and the requests")
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")

@@ -1,6 +1,6 @@
 """Runs other people's programs against a gateway, and writes docs/compatibility.md.
 
-``python -m tests.compat openai litellm``; without names all of them. Each program has a version, an
+`openai litellm` for some of them. Each program has a version, an
 environment and an empty home of its own, and no network but loopback. It passes by what it got. The
 exit code is 1 if something fails that passes according to the committed page.
 """
@@ -21,7 +21,7 @@ from tests.compat.serving import served
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests compat", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROGRAMS))
     parser.add_argument("--wheel", type=Path, help="one that is built already")
     options = parser.parse_args()

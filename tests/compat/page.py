@@ -17,11 +17,11 @@ _CELL = 400
 _PASSES, _FAILS = "passes", "**fails**"
 _HEAD = """# Other people's programs
 
-`make compat` wrote this page. It runs each program for real, in the version that is named here,
-against a gateway with the shipped model. A program has an environment and a home of its own, no
-network but loopback, an API key, and the alias `gpt-4o` for the model. It passes by what it got:
-the same text, usage and reason to finish as a plain call, a stream in several chunks, arguments
-that follow the schema, and errors that say to the program's user what would be right.
+`python -m tests compat` wrote this page. It runs each program for real, in the version that is
+named here, against a gateway with the shipped model. A program has an environment and a home of its
+own, no network but loopback, an API key, and the alias `gpt-4o` for the model. It passes by what it
+got: the same text, usage and reason to finish as a plain call, a stream in several chunks,
+arguments that follow the schema, and errors that say to the program's user what would be right.
 """
 _CHANGING = (
     (re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost):\d+"), "GATEWAY"),

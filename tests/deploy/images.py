@@ -1,4 +1,4 @@
-"""`make test-images`: builds the image for CPUs, serves with it, and stops it under load.
+"""Builds the image for CPUs, serves with it, and stops it under load.
 
 It needs root's rights, podman with netavark, aardvark-dns and catatonit, buildah, and mmdebstrap.
 No image is fetched: the base is made of Debian's packages, and wheels come through pip.
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from promptq import Client
 from tests.deploy.composed import serve_composed
+from tests.package import building
 from tests.paths import ROOT
 from tests.roles import as_role
 from tests.servers import embedded_server, free_port
@@ -60,6 +61,7 @@ def make_base(folder: Path) -> None:
 
 def build(folder: Path) -> None:
     """Installs this machine's torch for CPUs, and all else by the hashes of requirements.txt."""
+    building.build(ROOT / "dist")
     wheels = folder / "wheels"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels]
     lines = (ROOT / "deploy" / "images" / "requirements.txt").read_text().splitlines()
@@ -137,7 +139,7 @@ def serve_and_stop() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make test-images", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests images", description=__doc__)
     parser.add_argument("--built", action="store_true", help="use the image of the last run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="promptq-images-") as temporary:

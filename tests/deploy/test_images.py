@@ -1,4 +1,4 @@
-"""The files that images are made of; `make test-images` builds one and serves with it."""
+"""The files that images are made of; `python -m tests images` builds one and serves with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pinned(file: Path) -> dict[str, str]:
 
 
 def test_images_install_what_is_tested_and_know_its_hashes() -> None:
-    """`make requirements` writes the files."""
+    """`deploy/images/lock.py` writes the files."""
     tested = pinned(ROOT / "constraints.txt")
     installed = pinned(IMAGES / "requirements.txt")
     differing = {it for it in installed.keys() & tested.keys() if installed[it] != tested[it]}

@@ -1,6 +1,6 @@
-"""The example changes of docs/design/changes, each applied to a copy of this tree and tested there.
+"""Applies the examples of docs/design/cost-of-a-change.md to copies of the tree.
 
-Run: python -m tests.docs.changes [NAME ...]
+Names choose some of them.
 """
 
 from __future__ import annotations

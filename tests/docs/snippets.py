@@ -1,6 +1,6 @@
-"""Runs the shell and Python snippets of a page in their order, as a reader pastes them.
+"""Runs the shell and Python snippets of a page as a reader pastes them.
 
-Run: python -m tests.docs.snippets README.md
+`README.md` for example.
 
 The snippets of a page share an empty folder, an empty HOME, one shell and one Python interpreter.
 They have no network but loopback. `make` only checks that its target exists. A comment above a

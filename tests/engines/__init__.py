@@ -1,1 +1,1 @@
-"""The real inference servers behind workers: `make test-engines`."""
+"""The real inference servers behind workers: `python -m tests engines`."""

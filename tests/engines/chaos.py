@@ -1,4 +1,4 @@
-"""`python -m tests.engines.chaos stand-in`: workers and their inference servers are killed.
+"""Kills workers and their inference servers: `stand-in`, `vllm` or `llama.cpp`.
 
 Each stream must have the tokens of an undisturbed run, with no gap and no repeat; nothing may
 become a dead letter, and at the end nothing may run at a server. `vllm` and `llama.cpp` kill the

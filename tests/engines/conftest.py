@@ -1,4 +1,4 @@
-"""These tests run real servers, which `make test-engines` builds first."""
+"""These tests run real servers, which `python -m tests engines` builds first."""
 
 from __future__ import annotations
 

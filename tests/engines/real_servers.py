@@ -13,8 +13,8 @@ from typing import IO, Any
 
 import httpx2
 
-from benchmarks.driving.gguf_file import gguf_file
-from benchmarks.peers import DEFAULT as PEERS
+from benchmarks.lib.gguf_file import gguf_file
+from benchmarks.lib.peers import DEFAULT as PEERS
 from promptq.worker.shipped import MODEL_DIR
 from tests.processes import start
 from tests.servers import free_port
@@ -31,7 +31,7 @@ def why_missing(name: str) -> str:
     missing = folder.with_suffix(".missing")
     if missing.exists():
         return missing.read_text().strip()
-    return "" if folder.exists() else "it is not built: make bench-peers"
+    return "" if folder.exists() else "it is not built: python -m benchmarks peers"
 
 
 @dataclass

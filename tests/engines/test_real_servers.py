@@ -1,6 +1,6 @@
 """Through a real vLLM and a real llama.cpp: the tokens of transformers, whatever dies.
 
-Run by `make test-engines`, which builds the servers first. Skipped where they are not built.
+Run by `python -m tests engines`, which builds the servers first. Skipped where they are not built.
 """
 
 from __future__ import annotations

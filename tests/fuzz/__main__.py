@@ -1,4 +1,4 @@
-"""`make fuzz ARGS="--count 100000 --seed 7"`: malformed requests against a worker and a gateway.
+"""Sends malformed requests to a worker and a gateway.
 
 With `--queue` or `--http` only against one of them.
 """
@@ -24,7 +24,7 @@ from tests.roles import bring_in_roles
 def main() -> int:
     """Exit code 1 at any fault."""
     hear_signals()
-    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--queue", action="store_true", help="the worker's queue alone")

@@ -1,4 +1,4 @@
-"""The short form of `make fuzz`: whatever is pushed, no crash and nothing left waiting."""
+"""A short run of `python -m tests fuzz`: no crash, and nothing is left waiting."""
 
 from __future__ import annotations
 

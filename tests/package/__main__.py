@@ -1,6 +1,6 @@
-"""The package as strangers meet it: installed from its wheel, beside other people's folders.
+"""Installs the wheel in an empty folder and uses all of it.
 
-Run it with ``python -m tests.package``, with ``--newest`` on the newest versions of all but torch.
+`--newest` takes the newest versions of all packages but torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.package import building, strangers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.package", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests package", description=__doc__)
     parser.add_argument("--newest", action="store_true", help="not the versions of constraints.txt")
     parser.add_argument("--wheel", type=Path, help="one that is built already")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""The client on old and new versions of redis-py, as programs have them that need them elsewhere.
+"""Runs the client on old and new versions of redis-py.
 
-``python -m tests.package.redis_py 5.2.1 6.4.0``; without versions on all that are to work.
+`5.2.1 6.4.0` for some of them; without versions on all that are supported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check(wheel: Path, version: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.package.redis_py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests redis-py", description=__doc__)
     parser.add_argument("versions", nargs="*", default=VERSIONS)
     parser.add_argument("--wheel", type=Path, help="one that is built already")
     options = parser.parse_args()

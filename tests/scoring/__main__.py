@@ -1,9 +1,9 @@
-"""Compares what lm-eval measures through the gateway with what it measures of the model itself.
+"""Compares lm-eval's scores through the gateway with those of the model itself.
 
 lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) scores texts by the log-probabilities
 of prompts. Its backend `local-completions` asks the gateway for them, and its backend `hf` computes
 them with transformers, both with the shipped model in fp32. All scores must agree. It runs in an
-environment of its own, and asks nobody but the gateway. Run it with ``python -m tests.scoring``.
+environment of its own, and asks nobody but the gateway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ known, 1 if the text is what greedy choice gives and else 0."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.scoring", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests scoring", description=__doc__)
     parser.add_argument("--python", type=Path, help="of an environment that has lm-eval already")
     python = parser.parse_args().python or build(ROOT / ".cache" / "lm-eval")
     with tempfile.TemporaryDirectory(prefix="promptq-scoring-") as name:

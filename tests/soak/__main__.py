@@ -1,4 +1,4 @@
-"""`make soak ARGS="--seconds 3600"`: steady load; are memory and latency flat?"""
+"""Measures whether memory and latency stay flat under steady load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.soak.soaking import report, soak
 def main() -> int:
     """Exit code 1 if something grows, or an answer was not whole."""
     hear_signals()
-    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--faster", type=float, default=1.0, help="so many times as many requests")
     options = parser.parse_args()

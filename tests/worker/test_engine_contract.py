@@ -99,7 +99,7 @@ def stand_ins() -> Iterator[dict[str, str]]:
 
 
 REAL = NAMES if os.environ.get("PROMPTQ_TEST_ENGINES") else ()
-"""Real servers, which `make test-engines` has built. Their model is the shipped one."""
+"""Real servers, which `python -m tests engines` has built. Their model is the shipped one."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`make states`: explores every world and says how large it is, then walks through a larger one."""
+"""Explores every state of small queues, and walks at random through a larger one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_STEPS = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests states", description=__doc__)
     parser.add_argument("--worlds", default="", help="only those whose name has this in it")
     parser.add_argument("--walks", type=int, default=2000, help="how many (2000)")
     options = parser.parse_args()

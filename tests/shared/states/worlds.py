@@ -1,4 +1,4 @@
-"""The worlds that are explored: the small ones by the tests, all of them by `make states`."""
+"""The worlds that `python -m tests states` explores; the tests explore the small ones."""
 
 from __future__ import annotations
 

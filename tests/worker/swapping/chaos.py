@@ -1,4 +1,4 @@
-"""`make chaos-swapping ARGS="--seconds 600 --seed 7"`: models change places while processes die.
+"""Kills processes while two models change places.
 
 Both queues of one worker have streams all the time, so that its models change every few seconds.
 The process of a model and the worker itself are killed, and the worker is drained and started
@@ -139,7 +139,7 @@ class Run:
 
 def main() -> int:
     """Exit code 1 at any violation."""
-    parser = argparse.ArgumentParser(prog="make chaos-swapping", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests swapping", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()

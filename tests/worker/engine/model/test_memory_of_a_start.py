@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {
 }
 LOAD = """
 import json, sys
-from benchmarks.memory import watching_own_memory
+from benchmarks.lib.memory import watching_own_memory
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 

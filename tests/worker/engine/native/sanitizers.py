@@ -1,4 +1,4 @@
-"""Runs the tests of the native code on a build of it that watches itself.
+"""Tests the native code built with the address and undefined-behaviour sanitizers.
 
 The address sanitizer ends a run at the first read or write beside an object, the other one at the
 first step whose result C++ leaves undefined. Each warning of the compiler is an error here. The

@@ -1,4 +1,4 @@
-"""Builds the peers' environments: `python -m benchmarks.peers [NAME ...]`.
+"""Builds the environments of the other engines.
 
 Each lives in a folder of its own. One that cannot be built leaves the reason in NAME.missing, which
 the tables show in its place.
@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-DEFAULT = Path(__file__).parent / ".peers"
+DEFAULT = Path(__file__).parents[1] / ".peers"
 _TORCH = "torch==2.13.0"
 _VLLM = "0.32.0"
 _LLAMA_CPP_PYTHON = "0.3.36"
@@ -128,7 +128,7 @@ def build(name: str, peers: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     print(f"building {name} in {folder} ...", flush=True)
-    missing.write_text("its build was broken off: make bench-peers\n")
+    missing.write_text("its build was broken off: python -m benchmarks peers\n")
     try:
         BUILDERS[name](folder)
         missing.unlink()
@@ -146,7 +146,7 @@ def _name(requirement: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(BUILDERS), metavar="NAME")
     parser.add_argument("--peers", type=Path, default=DEFAULT)
     options = parser.parse_args()

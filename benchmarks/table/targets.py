@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.suite.registry import ROWS
-from benchmarks.suite.statistics import Figures
+from benchmarks.table.registry import ROWS
+from benchmarks.table.statistics import Figures
 
 Measured = dict[tuple[str, str, str], Figures]
 """Medians by (model, workload, row)."""

@@ -10,10 +10,10 @@ from contextlib import aclosing
 
 import redis.asyncio
 
-from benchmarks.driving.streaming import Stream, drive
-from benchmarks.memory import peak_bytes, reset_peak, tree
-from benchmarks.rows.engine import COUNTERS
-from benchmarks.suite.jobs import Job, Outcome, Request, main
+from benchmarks.lib.memory import peak_bytes, reset_peak, tree
+from benchmarks.lib.streaming import Stream, drive
+from benchmarks.table.jobs import Job, Outcome, Request, main
+from benchmarks.table.rows.engine import COUNTERS
 from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.driving.serving import free_port, running_server
-from benchmarks.driving.streaming import wait_until_healthy
-from benchmarks.driving.vllm_command import vllm_command
-from benchmarks.rows.whole_path import run_worker
-from benchmarks.suite.jobs import Job, Outcome, main
-from benchmarks.suite.registry import vllm_python, vllm_variables
+from benchmarks.lib.serving import free_port, running_server
+from benchmarks.lib.streaming import wait_until_healthy
+from benchmarks.lib.vllm_command import vllm_command
+from benchmarks.table.jobs import Job, Outcome, main
+from benchmarks.table.registry import vllm_python, vllm_variables
+from benchmarks.table.rows.whole_path import run_worker
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:

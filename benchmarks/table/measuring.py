@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.models import MODELS, model_dir
-from benchmarks.suite import workloads
-from benchmarks.suite.floor import Rates, decode_floor, measure_rates, torch_dtype
-from benchmarks.suite.jobs import Job, Request, Workload
-from benchmarks.suite.registry import ROWS, Row
-from benchmarks.suite.running import run_row
-from benchmarks.suite.statistics import Figures, figures, guest_ratio, medians
-from benchmarks.suite.targets import Measured, best
+from benchmarks.lib.models import MODELS, model_dir
+from benchmarks.table import workloads
+from benchmarks.table.floor import Rates, decode_floor, measure_rates, torch_dtype
+from benchmarks.table.jobs import Job, Request, Workload
+from benchmarks.table.registry import ROWS, Row
+from benchmarks.table.running import run_row
+from benchmarks.table.statistics import Figures, figures, guest_ratio, medians
+from benchmarks.table.targets import Measured, best
 
 MAX_MODEL_LEN = 4096
 _LOAD = 0.7

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from benchmarks.memory import own_tree, peak_bytes, reset_peak
-from benchmarks.suite.jobs import Job, Outcome, Request, Trace, Workload, main, now
+from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
+from benchmarks.table.jobs import Job, Outcome, Request, Trace, Workload, main, now
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest

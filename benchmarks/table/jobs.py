@@ -109,7 +109,7 @@ def read_outcomes(path: Path) -> tuple[dict[str, Outcome], str | None]:
 
 
 def main(run: Callable[[Job, Callable[[str, Outcome], None]], None]) -> None:
-    """A row's process: `python -m benchmarks.rows.NAME JOB RESULT`.
+    """A row's process: `python -m benchmarks.table.rows.NAME JOB RESULT`.
 
     `run` calls back after each workload, so that a failure keeps what came before it.
     """

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from benchmarks.suite.jobs import Outcome, Trace
+from benchmarks.table.jobs import Outcome, Trace
 
 Figures = dict[str, float]
 """By name: `tokens_per_second`, `requests_per_second`, `first_token_p50`, `first_token_p95`,

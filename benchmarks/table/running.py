@@ -9,8 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.suite.jobs import Job, Outcome, read_outcomes, write_job
-from benchmarks.suite.registry import Row
+from benchmarks.table.jobs import Job, Outcome, read_outcomes, write_job
+from benchmarks.table.registry import Row
 
 ROOT = Path(__file__).parents[2]
 _MOST_SECONDS = 1800.0
@@ -26,7 +26,13 @@ def run_row(row: Row, job: Job, log: Path) -> tuple[dict[str, Outcome], str | No
         job_file, result_file = Path(folder) / "job.json", Path(folder) / "result.json"
         write_job(job_file, job)
         interpreter = row.interpreter(peers)
-        command = [str(interpreter), "-m", f"benchmarks.rows.{row.module}", job_file, result_file]
+        command = [
+            str(interpreter),
+            "-m",
+            f"benchmarks.table.rows.{row.module}",
+            job_file,
+            result_file,
+        ]
         environment = {
             **os.environ,
             **row.variables(peers),

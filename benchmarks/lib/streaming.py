@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from benchmarks.suite.jobs import Outcome, Request, Trace, Workload, now
+from benchmarks.table.jobs import Outcome, Request, Trace, Workload, now
 
 Stream = Callable[[Request], AsyncIterator[int]]
 """Sends a request and yields the number of tokens of each event."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.models import Shape
+from benchmarks.lib.models import Shape
 
 _BYTES = 2**29
 _ROWS, _WIDTH = 1024, 4096

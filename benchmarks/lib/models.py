@@ -1,4 +1,4 @@
-"""The suite's models: Qwen3-shaped, random weights in bf16, made once and kept in a cache."""
+"""The benchmarks' models: Qwen3-shaped, random weights in bf16, made once and kept in a cache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ VOCAB_SIZE = 32_000
 END_OF_TEXT = "<|endoftext|>"
 _SEED = 20_240
 _MAX_MODEL_LEN = 8192
+
+CACHE = Path(__file__).parents[1] / ".cache"
+"""Where models are kept between runs."""
 
 
 @dataclass(frozen=True, slots=True)

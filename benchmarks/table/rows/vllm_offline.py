@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.memory import own_tree, peak_bytes, reset_peak
-from benchmarks.suite.jobs import Job, Outcome, Trace, Workload, main, now
+from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
+from benchmarks.table.jobs import Job, Outcome, Trace, Workload, main, now
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:

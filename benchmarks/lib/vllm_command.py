@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.suite.jobs import Job
+from benchmarks.table.jobs import Job
 
 MODEL = "bench"
 """What it calls its model."""

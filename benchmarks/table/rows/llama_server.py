@@ -6,10 +6,10 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from benchmarks.driving.gguf_file import gguf_file
-from benchmarks.driving.serving import free_port, serve
-from benchmarks.driving.streaming import Stream, http_events
-from benchmarks.suite.jobs import Job, Outcome, Request, main
+from benchmarks.lib.gguf_file import gguf_file
+from benchmarks.lib.serving import free_port, serve
+from benchmarks.lib.streaming import Stream, http_events
+from benchmarks.table.jobs import Job, Outcome, Request, main
 
 
 def command(peer: Path, model: Path, port: int, slots: int, context: int) -> list[str]:

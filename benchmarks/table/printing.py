@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.suite.registry import ROWS
-from benchmarks.suite.statistics import Figures
-from benchmarks.suite.targets import Measured, Target, get
+from benchmarks.table.registry import ROWS
+from benchmarks.table.statistics import Figures
+from benchmarks.table.targets import Measured, Target, get
 
 _PEERS = ("vllm-offline", "vllm-server", "llama-server", "continuous", "static")
 _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": "llama.cpp"}

@@ -7,11 +7,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import driving
-from benchmarks.suite.jobs import Job, Outcome, Trace, main, now
+from benchmarks.table.jobs import Job, Outcome, Trace, main, now
 from promptq.shared.server.embedded import EmbeddedServer
 
-_SCRIPT = Path(driving.__file__).with_name("bullmq.mjs")
+_SCRIPT = Path(__file__).with_name("bullmq.mjs")
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:

@@ -18,7 +18,7 @@ class Row:
     name: str
     title: str
     module: str
-    """Of `benchmarks.rows`."""
+    """Of `benchmarks.table.rows`."""
     workloads: frozenset[str]
     peer: str | None = None
     """Folder among the peers' that it needs."""
@@ -35,7 +35,7 @@ class Row:
         reason = peers / f"{self.peer}.missing"
         if reason.exists():
             return reason.read_text().strip()
-        return None if (peers / self.peer).exists() else "not built: make bench-peers"
+        return None if (peers / self.peer).exists() else "not built: python -m benchmarks peers"
 
     def interpreter(self, peers: Path) -> Path:
         """The Python that its process runs in."""

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from benchmarks.models import VOCAB_SIZE, Shape
-from benchmarks.suite.jobs import Request, Workload
+from benchmarks.lib.models import VOCAB_SIZE, Shape
+from benchmarks.table.jobs import Request, Workload
 
 END_TOKEN = VOCAB_SIZE - 1
 LOOSE_LIMIT = 1024

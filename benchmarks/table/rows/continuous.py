@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.memory import own_tree, peak_bytes, reset_peak
-from benchmarks.suite.jobs import Job, Outcome, Trace, Workload, main, now
+from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
+from benchmarks.table.jobs import Job, Outcome, Trace, Workload, main, now
 
 _PAGE_TOKENS, _BATCH_TOKENS = 256, 512
 """The fastest of pages of 16 to 256 tokens and budgets of 256 to 2,048, by a few percent."""

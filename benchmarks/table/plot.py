@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.suite.registry import ROWS
-from benchmarks.suite.targets import Measured, get
+from benchmarks.table.registry import ROWS
+from benchmarks.table.targets import Measured, get
 
 
 def plot(measured: Measured, file: Path) -> None:

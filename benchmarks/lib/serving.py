@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from benchmarks.driving.streaming import Stream, drive, wait_until_healthy
-from benchmarks.memory import peak_bytes, reset_peak, tree
-from benchmarks.suite.jobs import Job, Outcome
+from benchmarks.lib.memory import peak_bytes, reset_peak, tree
+from benchmarks.lib.streaming import Stream, drive, wait_until_healthy
+from benchmarks.table.jobs import Job, Outcome
 
 
 def free_port() -> int:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import redis.asyncio
 
-from benchmarks.rows.whole_path import start_worker
-from benchmarks.suite.jobs import Job, Outcome, Trace, Workload, main, now
+from benchmarks.table.jobs import Job, Outcome, Trace, Workload, main, now
+from benchmarks.table.rows.whole_path import start_worker
 from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Callable
 
-from benchmarks.driving.serving import free_port, serve
-from benchmarks.driving.streaming import Stream, http_events
-from benchmarks.driving.vllm_command import MODEL, vllm_command
-from benchmarks.suite.jobs import Job, Outcome, Request, main
+from benchmarks.lib.serving import free_port, serve
+from benchmarks.lib.streaming import Stream, http_events
+from benchmarks.lib.vllm_command import MODEL, vllm_command
+from benchmarks.table.jobs import Job, Outcome, Request, main
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
