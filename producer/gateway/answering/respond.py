@@ -34,6 +34,7 @@ from promptq.producer.gateway.openai.completion import (
 )
 from promptq.producer.gateway.openai.embeddings import as_asked
 from promptq.producer.gateway.openai.endings import failure
+from promptq.producer.gateway.openai.logprobs import freed
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
 from promptq.producer.gateway.responses.field_names import NAMES as NAMES_OF_RESPONSES
@@ -254,4 +255,7 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
     turns = served.client.turns
     body = await turns.run(answer(completion, results, style))
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
-    return Response(await turns.run(written(body)), headers=headers, media_type="application/json")
+    text = await turns.run(written(body))
+    for result in results:
+        await turns.run(freed(result))
+    return Response(text, headers=headers, media_type="application/json")
