@@ -138,6 +138,28 @@ async def test_so_it_reads_what_is_told_of_a_long_prompt(
     assert max(found.values()) < 0.08, found
 
 
+@pytest.mark.usefixtures("no_collector")
+async def test_so_are_pages_and_forks_of_large_answers(
+    redis_url: str, own_worker: HandWorker
+) -> None:
+    """Of what is in the log, in the folded result, and in the last event."""
+    found: dict[str, float] = {}
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}
+    async with http_of_gateway(redis_url) as http:
+        for of_prompt, least in (({}, 400_000), (OF_PROMPT, 0)):
+            call = http.post("/v1/chat/completions", json=chat)
+            _, claim = await answered_by(own_worker, call, **of_prompt)
+            page = "/dashboard/api/live/request"
+            for name in ("log", "folded"):
+                read = http.get(page, params={"id": claim.request_id})
+                found[f"a page, {least}, {name}"] = await largest_part(read, least)
+                with own_worker.finishing(["a"]):
+                    read = http.post(f"/v1/streams/{claim.request_id}/fork", json={"at": 1})
+                    found[f"a fork, {least}, {name}"] = await largest_part(read, 0)
+                own_worker.fold_now(claim.request_id)
+    assert max(found.values()) < 0.1, found
+
+
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
