@@ -72,6 +72,14 @@ class Prepared:
     asked: AskedResponse | None = None
     """Of a call of /v1/responses."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held for the call until it is in the queue."""
+        num_bytes = sum(len(item.payload or b"") for item in self.new)
+        if self.asked is not None:
+            num_bytes += len(self.asked.call.echo) + len(self.asked.input_lines)
+        return num_bytes
+
 
 def prepare(
     call: CompletionCall,
