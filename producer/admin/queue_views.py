@@ -197,7 +197,8 @@ def not_served(model: str, served: Iterable[str]) -> str:
     names = sorted(filter(None, served))
     if not names:
         return f"model: no queue serves {model[:200]!r}, or any other model yet"
-    shown = ", ".join(map(repr, names[:_MOST_NAMED])) + ", ..." * (len(names) > _MOST_NAMED)
+    shown = ", ".join(repr(name[:200]) for name in names[:_MOST_NAMED])
+    shown += ", ..." * (len(names) > _MOST_NAMED)
     there_are = "there is" if len(names) == 1 else "there are"
     return f"model: no queue serves {model[:200]!r}; {there_are} {shown}"
 

@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from promptq.shared.queue.spoilt import readable
+from promptq.shared.runtime.large_json import object_in
+from promptq.shared.runtime.turns import Work
 
 
 class EndedAttempt(BaseModel):
@@ -31,6 +33,14 @@ def json_object(text: str | bytes | None) -> dict[str, Any]:
     """A JSON object; an empty one for anything else."""
     value = _parsed(text)
     return value if isinstance(value, dict) else {}
+
+
+def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
+    """Like `json_object`, for what may be large."""
+    try:
+        return (yield from object_in(text or "", {}))
+    except (ValueError, RecursionError):
+        return {}
 
 
 def ended_attempts(text: str | None) -> list[EndedAttempt]:

@@ -9,14 +9,28 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from promptq.producer.admin.request_fields import EndedAttempt, ended_attempts, json_object, whole
+from promptq.producer.admin.request_fields import (
+    EndedAttempt,
+    ended_attempts,
+    json_object,
+    object_in_parts,
+    whole,
+)
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.events import ErrorInfo, Stats, Usage
 from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import SlotStats
 from promptq.shared.queue import lookups, statistics
-from promptq.shared.queue.call import Operation
+from promptq.shared.queue.call import PAUSE, Operation
+from promptq.shared.runtime.turns import sliced
+
+_FIELDS = (
+    *("state", "payload", "tenant", "priority", "attempt", "crashes", "history", "worker"),
+    *("requeued_from", "forked_from", "enqueued_at", "claimed_at", "first_token_at"),
+    *("finished_at", "finish_reason", "last_event"),
+)
+"""All but the result, which is large."""
 
 
 class Happened(StrEnum):
@@ -85,14 +99,14 @@ class Timeline(BaseModel):
 
 def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
     """What happened to a request, and when. Raises RequestNotFoundError."""
-    record: dict[str, str] = yield lookups.record(keys, check_request_id(request_id))
+    record: dict[str, str] = yield lookups.fields(keys, check_request_id(request_id), _FIELDS)
     if not record:
         raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
     state, worker, slot = _state(record), record.get("worker", ""), None
     if state is RequestState.ACTIVE and worker:
         _, slots = yield statistics.slots(keys, worker)
         slot = next((it for it in slots if it.request_id == request_id), None)
-    last = json_object(record.get("last_event"))
+    last = yield from sliced(object_in_parts(record.get("last_event")), PAUSE)
     forked_at, _, forked_from = record.get("forked_from", "").partition(" ")
     found = Timeline(
         request_id=request_id,

@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import ForkPoint
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call, Operation
+from promptq.shared.queue.call import PAUSE, Call, Operation
+from promptq.shared.runtime.large_json import object_in
+from promptq.shared.runtime.turns import Work, sliced
 
 OF_ITS_OWN = frozenset({"seed", "idempotency_key", "trace_context", "prompt_logprobs"})
 """Fields of the source that a fork does not take over. With its seed it would repeat its tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
 """Fields that a fork cannot change, since its tokens are those behind the same prompt."""
+
+
+_SKIPPED = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_texts"), lambda item: None)
 
 
 class _Output(BaseModel):
@@ -92,18 +96,25 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
     if payload is None:
         raise RequestNotFoundError.of(request_id, keys.queue)
     try:
-        fields = from_json(payload)
-        logged = [_Output.model_validate_json(event) for event in events or [result] if event]
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
+        fields = yield from sliced(object_in(payload.decode(), {}), PAUSE)
+        token_ids = yield from sliced(_token_ids_in(events or [result or b""]), PAUSE)
+    except (ValueError, RecursionError):
         raise InvalidRequestError(
             f"payload: that of the request {request_id!r}, or its log, is not JSON as the protocol"
             " has it, so it cannot be forked",
             field="payload",
-        )
-    token_ids = [token_id for it in logged for token_id in it.token_ids]
+        ) from None
     return ForkSource(request_id, fields, (tenant or b"").decode("utf-8", "replace"), token_ids)
+
+
+def _token_ids_in(outputs: list[bytes]) -> Work[list[int]]:
+    """Those of all events, or of a result. Raises ValueError, RecursionError."""
+    found: list[int] = []
+    for output in filter(None, outputs):
+        fields = yield from object_in(output.decode(), _SKIPPED)
+        found += _Output.model_validate(fields).token_ids
+        yield
+    return found
 
 
 def _record(keys: Keys, request_id: str) -> Call[list[bytes | None]]:

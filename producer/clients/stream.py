@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -31,6 +31,10 @@ from promptq.shared.runtime.turns import Work, sliced
 from promptq.shared.server.retry import is_away
 
 T = TypeVar("T")
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+_LARGE_BYTES = 65_536
+"""A larger event is read in small parts."""
 
 SILENCE_SECONDS = 3.0
 """After this time without an event the log is read: if the last event is lost, no gap shows it."""
@@ -146,21 +150,41 @@ class _Folded(BaseModel):
     prompt_texts: list[str] | None = None
 
 
-def _folded_in(result: bytes) -> Work[_Folded | None]:
-    """None for a result that is not one: anybody may write into a record."""
-    readers = dict.fromkeys(("logprobs", "prompt_logprobs"), _logprob_of)
-    try:
-        return _Folded.model_validate((yield from object_in(result.decode(), readers)))
-    except (ValueError, RecursionError):
-        return None
-
-
 def _logprob_of(item: Any) -> TokenLogprob | None:
     return None if item is None else TokenLogprob.model_validate(item)
 
 
-_Ending = tuple[RequestState | None, TokenEvent | None, bytes | None]
-"""The state, the last event, and the result, which may be large."""
+_Readers = Mapping[str, Callable[[Any], Any]]
+_READERS: _Readers = dict.fromkeys(("logprobs", "prompt_logprobs"), _logprob_of)
+_WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
+
+
+def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
+    """None for what is not of this kind: anybody may write into a record."""
+    try:
+        return kind.model_validate((yield from object_in(text.decode(), readers)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
+    return (yield from sliced(_read_in_parts(_Folded, result, _READERS), Sleep(0)))
+
+
+def _event_in(
+    text: bytes, readers: _Readers = _READERS
+) -> Generator[Action, Any, TokenEvent | None]:
+    """The event, or None if it is not one: anybody may publish on a channel."""
+    if len(text) > _LARGE_BYTES:  # it tells of all tokens of a prompt
+        return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
+    try:
+        return TokenEvent.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+_Ending = tuple[RequestState | None, bytes | None, bytes | None]
+"""The state, the last event, and the result. Both may be large."""
 
 _NOTHING: _Ending = (None, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
@@ -213,7 +237,7 @@ class _Stream:
         yield Subscribe(self._keys.events(self._id), sharded)
         while not self._ended:
             answer = yield Wait(self._patience())
-            event = _parse(answer) if isinstance(answer, bytes) else None
+            event = (yield from _event_in(answer)) if isinstance(answer, bytes) else None
             if event is not None and event.index <= self._position:
                 yield from self._continue(event)
             else:
@@ -232,7 +256,7 @@ class _Stream:
         if event.is_last and self._was_cut:  # other tokens may have replaced lost ones unseen
             record = yield from self._read_record()
             if record is not None and record[2] is not None:
-                result = yield from sliced(_folded_in(record[2]), Sleep(0))
+                result = yield from _folded_in(record[2])
                 if result is not None:
                     self._check(0, result.token_ids)
         yield self._delivered(event)
@@ -271,7 +295,7 @@ class _Stream:
         text = ""
         call = lookups.log_after(self._keys, self._id, 0)
         for entry in (yield from self._ask(call, list[bytes]())):
-            logged = _parse(entry)
+            logged = yield from _event_in(entry)
             if (
                 logged is not None
                 and logged.index >= (self._text_from or 0)
@@ -296,9 +320,11 @@ class _Stream:
         record = yield from self._read_record()
         if record is None:
             return  # only the log and the channel can be read
-        state, last_event, folded = record[0], record[1], None
-        if last_event is not None and record[2] is not None:
-            folded = yield from sliced(_folded_in(record[2]), Sleep(0))
+        state, last_event, folded = record[0], None, None
+        if record[1] is not None and record[2] is not None:
+            last_event = yield from _event_in(record[1], _WITHOUT_PROMPT)  # the result has it
+            if last_event is not None and last_event.is_last:
+                folded = yield from _folded_in(record[2])
         over = folded is not None
         is_spoilt = not over and state is not None and state.is_final
         if not over and not is_spoilt and (state is not None or (yield from self._is_known())):
@@ -314,14 +340,16 @@ class _Stream:
         if last_event is None or folded is None:
             raise RequestNotFoundError.of(self._id, self._keys.queue)
         self._check(0, folded.token_ids)
-        yield self._delivered(self._rest(last_event, folded))
+        event = self._rest(last_event, folded)
+        del folded  # so that the reader may free parts of the event
+        yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
         """Deliver what continues the stream. Gives whether there was anything."""
         before = self._position
         call = lookups.log_after(self._keys, self._id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
-            event = _parse(entry)
+            event = yield from _event_in(entry)
             if event is None or event.index > self._position:
                 break
             yield from self._continue(event)
@@ -399,20 +427,6 @@ class _Stream:
         return random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
 
 
-def _parse(event: bytes) -> TokenEvent | None:
-    """The event, or None if it is not one: anybody may publish on a channel."""
-    try:
-        return TokenEvent.model_validate_json(event)
-    except ValidationError:
-        return None
-
-
-def _last(event: bytes) -> TokenEvent | None:
-    """The last event of a record, or None if that is not one."""
-    parsed = _parse(event)
-    return parsed if parsed is not None and parsed.is_last else None
-
-
 def _is_sharded(keys: Keys) -> Call[bool]:
     return Call("", ["HGET", keys.config, "pubsub"], lambda reply: reply == b"sharded")
 
@@ -434,7 +448,7 @@ def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
         state, last_event, result = reply
         return (
             None if state is None else lookups.state_of(state),
-            _last(last_event) if last_event else None,
+            last_event or None,
             result or None,
         )
 

@@ -135,10 +135,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="promptq",
         description="A queue for language models, with the API of OpenAI.",
         lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # docs.router has it, and the page made from it
     )
     app.state.stopping = asyncio.Event()
+    app.state.descriptions, app.state.scrapes = {}, metrics.Scrapes()
     errors.add_handlers(app)
     if settings.http_cors_origins:
         app.add_middleware(

@@ -6,6 +6,7 @@ it has a result. The queues send calls, and the clients carry out operations.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -119,9 +120,12 @@ class Call(Generic[T_co]):
         return self.of_spoilt()
 
 
+PAUSE = object()
+
 Operation = Generator[Any, Any, T]
 """Yields a call, and is sent its value. Or it yields a list of calls, to be sent in one round trip,
-and is sent the list of their values. Errors are raised at the `yield`."""
+and is sent the list of their values. Errors are raised at the `yield`. Within long work it yields
+PAUSE, so that other tasks get their turns."""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
@@ -130,7 +134,7 @@ async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Await
         step = next(operation)
         while True:
             try:
-                given = await answer(step)
+                given = await (asyncio.sleep(0) if step is PAUSE else answer(step))
             except BaseException as error:
                 step = operation.throw(error)
             else:
@@ -146,12 +150,13 @@ def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
     async def answer_at_once(step: Any) -> Any:
         return answer(step)
 
+    carrying_out = carry_out_async(operation, answer_at_once)
     try:
-        carry_out_async(operation, answer_at_once).send(None)  # it awaits nothing, so it ends here
+        while True:
+            carrying_out.send(None)  # it awaits nothing but pauses
     except StopIteration as stop:
         value: T = stop.value
         return value
-    raise RuntimeError("the operation did not end")
 
 
 def text_of(value: str | bytes | int) -> str:

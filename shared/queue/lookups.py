@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,16 @@ def server_time_ms() -> Call[int]:
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
     """A request's hash as it is, all fields as text; empty if there is none."""
     return Call("", ["HGETALL", keys.request(request_id)], text_map, dict)
+
+
+def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, str]]:
+    """Those of the named fields of a request's hash that are there, as text."""
+
+    def parse(reply: list[bytes | None]) -> dict[str, str]:
+        found = zip(names, reply, strict=True)
+        return {name: text_of(value) for name, value in found if value is not None}
+
+    return Call("", ["HMGET", keys.request(request_id), *names], parse, dict)
 
 
 def payload(keys: Keys, request_id: str) -> Call[bytes | None]:

@@ -21,6 +21,7 @@ from promptq.shared.protocol.request import PROTOCOL_VERSION, NewRequest
 from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.protocol.worker_stats import SLOTS, SlotStats, WorkerStats
 from promptq.shared.queue.call import Call, text_of, texts_of
+from promptq.shared.runtime.printable import printable
 
 _ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
 
@@ -102,10 +103,10 @@ def claim(
         kind = text_of(reply[0])
         if kind == "model":
             raise ModelMismatchError(
-                f"the queue is served by workers of the model {text_of(reply[1])!r} (fingerprint"
-                f" {text_of(reply[2])}), this worker has {model.name!r} ({model.fingerprint}); a"
-                " worker with another engine, other weights or other formats of them needs a queue"
-                " of its own (--queue)"
+                f"the queue is served by workers of the model {text_of(reply[1])!r:.200}"
+                f" (fingerprint {printable(text_of(reply[2])[:200])}), this worker has"
+                f" {model.name!r:.200} ({model.fingerprint}); a worker with another engine, other"
+                " weights or other formats of them needs a queue of its own (--queue)"
             )
         if kind == "paused":
             return Claims()

@@ -11,8 +11,9 @@ from typing import Any
 from promptq.shared.runtime.turns import Work
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+_BEHIND_ITEM = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 _AT_ONCE = 16
-"""Items of a list that are written at once."""
+"""Items of a list that are read or written at once, if they are not converted."""
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
@@ -36,13 +37,16 @@ def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[di
         items: list[Any] = []
         read = readers.get(name)
         at = _skip(text, at + 1)
-        while not text.startswith("]", at):
-            if items:
-                at = _skip(text, _after(text, at, ","))
+        is_over = text.startswith("]", at)
+        while not is_over:
             item, at = decode(text, at)
             items.append(item if read is None else read(item))
-            at = _skip(text, at)
-            yield
+            if (behind := _BEHIND_ITEM.match(text, at)) is None:
+                raise ValueError(f"there is no ',' or ']' at character {at}")
+            is_over = behind[1] == "]"
+            at = behind.start(1) if is_over else behind.end()
+            if read is not None or not len(items) % _AT_ONCE:
+                yield
         found[name], at = items, at + 1
     if _skip(text, _after(text, at, end)) != len(text):
         raise ValueError("there is more than one value")
@@ -66,7 +70,8 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """The value as JSON in ASCII."""
+    """The value as JSON in ASCII. Its lists are emptied on the way: to free many objects at once
+    takes long, too."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)
@@ -82,8 +87,10 @@ def _write(value: Any, add: Callable[[str], object]) -> Work[None]:
         add("}" if value else "{}")
     elif isinstance(value, list) and len(value) > _AT_ONCE:
         for begin in range(0, len(value), _AT_ONCE):
-            items = json.dumps(value[begin : begin + _AT_ONCE], separators=(",", ":"))
-            add(f"{',' if begin else '['}{items[1:-1]}")
+            items = value[begin : begin + _AT_ONCE]
+            value[begin : begin + _AT_ONCE] = [None] * len(items)
+            text = json.dumps(items, separators=(",", ":"))
+            add(f"{',' if begin else '['}{text[1:-1]}")
             yield
         add("]")
     elif isinstance(value, list):

@@ -66,8 +66,9 @@ class FoundServer:
         """Raises ConfigurationError if the server's tokenizer is another one."""
         if self.probe_token_ids not in (None, tokenizer.encode_text(_PROBE)):
             raise ConfigurationError(
-                f"--model: its tokenizer is not that of the model {self.description.model!r}, which"
-                f" {self.description.software} at {self.url} serves; name that model's files"
+                "--model: its tokenizer is not that of the model"
+                f" {self.description.model!r:.200}, which {self.description.software} at {self.url}"
+                " serves; name that model's files"
             )
 
 

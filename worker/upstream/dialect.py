@@ -12,6 +12,9 @@ from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.upstream.server import Server
 
+_LONGEST_NAME = 4096
+"""Characters of the name of a model, which may be a path."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
@@ -31,8 +34,12 @@ class ServerDescription:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot be used."""
-        if not isinstance(self.model, str) or not isinstance(self.model_dir, str | None):
-            raise ValueError(f"the model's name {self.model!r:.40} or its root is no text")
+        for name, value in (("name", self.model), ("root", self.model_dir or "")):
+            if not isinstance(value, str) or len(value) > _LONGEST_NAME:
+                raise ValueError(
+                    f"the model's {name} {value!r:.40} is no text of up to {_LONGEST_NAME}"
+                    " characters"
+                )
         for name in ("max_model_len", "max_num_seqs", "kv_tokens", "block_size"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**53:

@@ -36,4 +36,4 @@ def malformed_as_fault() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ServerFaultError(f"the server's answer is malformed: {error!r}") from error
+        raise ServerFaultError(f"the server's answer is malformed: {error!r:.500}") from error

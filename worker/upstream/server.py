@@ -112,7 +112,7 @@ def _described(error: Exception) -> str:
             return str(cause.strerror or cause)
         return os.strerror(cause.errno)  # in its place asyncio says where it connected to
     if isinstance(error, aiohttp.ClientResponseError):
-        return f"it does not answer as an HTTP server: {error.message}"
+        return f"it does not answer as an HTTP server: {error.message[:_MOST_SHOWN]}"
     return str(error) or type(error).__name__
 
 
@@ -164,7 +164,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 def message_of(body: Any) -> str:
     """The message of an error object; empty if it is none."""
     error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message", error) if isinstance(error, dict) else error or "")
+    message = error.get("message", error) if isinstance(error, dict) else error or ""
+    return str(message)[:_MOST_SHOWN]
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -177,9 +178,13 @@ def _seconds(retry_after: str | None) -> float | None:
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yields the data of each event up to the server's end mark."""
-    rest = b""
+    rest = bytearray()
     async for piece in response.content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, end = piece.split(b"\n")
+        if lines:
+            lines[0] = bytes(rest + lines[0])
+            rest.clear()
+        rest += end
         if len(rest) > _LONGEST_LINE:
             raise ServerFaultError(f"sent a line of more than {_LONGEST_LINE} bytes")
         for line in lines:

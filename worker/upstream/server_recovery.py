@@ -60,7 +60,7 @@ class ServerRecovery:
                     log.warning("the inference server is not well yet", error=self._told)
             await asyncio.sleep(self._spread())
         if found.model != self._model:
-            said = f"serves {found.model!r} now, and served {self._model!r} before"
+            said = f"serves {found.model!r:.200} now, and served {self._model!r:.200} before"
             raise ConfigurationError(f"--upstream: {server.url} {said}")
         if found.max_model_len < self._max_model_len:  # it would refuse what is accepted here
             said = f"takes {found.max_model_len} tokens now, and took {self._max_model_len} before"

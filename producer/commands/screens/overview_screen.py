@@ -49,7 +49,7 @@ def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> Renderable
     for view in views:
         numbers = (num_workers_of(view), f"{view.num_waiting:,}", f"{view.num_active:,}")
         style = "bold" if view.queue == shown else ""
-        cells = (view.queue, view.model, *numbers)
+        cells = (view.queue, view.model[:200], *numbers)
         table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return Group(table, Text(hint, style="dim"), Text()) if hint else Group(table, Text())
 
@@ -57,7 +57,7 @@ def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> Renderable
 def _title(overview: Overview) -> Text:
     title = Text.assemble(("promptq", "bold"), f"  queue {overview.queue}")
     if overview.model:
-        title.append(f", model {overview.model}")
+        title.append(f", model {printable(overview.model[:200])}")
     if overview.paused:
         title.append("  paused", style="bold yellow")
     if overview.server_warning:

@@ -116,7 +116,7 @@ def fitting(
 def queue_table(stats: QueueStats) -> Table:
     """How many requests are in each state."""
     title = Text(f"queue {stats.queue}", style="bold")
-    title.append(f", model {stats.model}" if stats.model else "")
+    title.append(f", model {printable(stats.model[:200])}" if stats.model else "")
     title.append(", paused" if stats.paused else "")
     table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
     counts = (stats.waiting, stats.delayed, stats.active, stats.dead)

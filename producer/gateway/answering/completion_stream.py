@@ -21,6 +21,7 @@ from promptq.producer.gateway.openai.chunks import (
 )
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import failure
+from promptq.producer.gateway.openai.logprobs import freed
 from promptq.producer.gateway.openai.read_positions import Position, event_id
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.output_style import OutputStyle
@@ -104,7 +105,9 @@ class CompletionFrames:
         return f"data: {json.dumps(error.body)}\n\n".encode("ascii")
 
     async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
-        chunk = await self._served.client.turns.run(self._writers[place].chunk_in_parts(event))
+        turns = self._served.client.turns
+        chunk = await turns.run(self._writers[place].chunk_in_parts(event))
+        await turns.run(freed(event))
         if (finish := self._write_chunk(place, chunk)) is not None:
             await finish()
 

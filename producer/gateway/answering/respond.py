@@ -34,6 +34,7 @@ from promptq.producer.gateway.openai.completion import (
 )
 from promptq.producer.gateway.openai.embeddings import as_asked
 from promptq.producer.gateway.openai.endings import failure
+from promptq.producer.gateway.openai.logprobs import freed
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
 from promptq.producer.gateway.responses.field_names import NAMES as NAMES_OF_RESPONSES
@@ -70,6 +71,14 @@ class Prepared:
     taken: int = 0
     asked: AskedResponse | None = None
     """Of a call of /v1/responses."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held for the call until it is in the queue."""
+        num_bytes = sum(len(item.payload or b"") for item in self.new)
+        if self.asked is not None:
+            num_bytes += len(self.asked.call.echo) + len(self.asked.input_lines)
+        return num_bytes
 
 
 def prepare(
@@ -254,4 +263,7 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
     turns = served.client.turns
     body = await turns.run(answer(completion, results, style))
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
-    return Response(await turns.run(written(body)), headers=headers, media_type="application/json")
+    text = await turns.run(written(body))
+    for result in results:
+        await turns.run(freed(result))
+    return Response(text, headers=headers, media_type="application/json")

@@ -25,12 +25,15 @@ from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.producer.gateway.dashboard.request_search import FoundRequests
 from promptq.producer.gateway.dashboard.shown_queue import ThisQueue
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
+from promptq.producer.gateway.openai.logprobs import freed
 from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import check_request_id
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from promptq.shared.queue import lookups
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
+from promptq.shared.runtime.turns import Work
 
 router = APIRouter(include_in_schema=False)
 
@@ -258,7 +261,9 @@ async def _request(
     async def follow_tokens() -> None:
         async with aclosing(served.client.stream(request_id)) as events:
             async for event in events:
-                await mailbox.put(message("tokens", event.to_json()))
+                text = await served.client.turns.run(_shown(event))
+                await served.client.turns.run(freed(event))
+                await mailbox.put(message("tokens", text))
         is_over.set()
 
     async def follow_timeline(shown: Timeline) -> None:
@@ -294,6 +299,19 @@ async def _request(
             yield text + _at_hand(mailbox)
     finally:
         await end([following])
+
+
+def _shown(event: TokenEvent) -> Work[str]:
+    """The event as JSON, without what it tells of the prompt, which pages do not show."""
+    logprobs = []
+    for chosen in event.logprobs or ():
+        logprobs.append(chosen.model_dump_json())
+        yield
+    names = ("logprobs", "prompt_logprobs", "prompt_texts", "prompt_token_ids")
+    text = event.model_copy(update=dict.fromkeys(names)).to_json()
+    if not logprobs:
+        return text
+    return text.replace('"logprobs":null', f'"logprobs":[{",".join(logprobs)}]', 1)
 
 
 def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:

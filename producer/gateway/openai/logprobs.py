@@ -9,6 +9,8 @@ from typing import Any
 from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, TopLogprob
 from promptq.shared.runtime.turns import Work
 
+_FREED_AT_ONCE = 16
+
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
     """The format of chats."""
@@ -46,24 +48,27 @@ def completion_logprobs(
 
     The likeliest tokens are those that were asked for, and the chosen one.
     """
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
     offsets: list[int] = []
     top: list[dict[str, float] | None] = []
     for chosen in logprobs:
+        tokens.append(_text(chosen))
         offsets.append(offset)
-        offset += len(_text(chosen))
+        offset += len(tokens[-1])
         if isinstance(chosen, FirstToken):
+            token_logprobs.append(None)
             top.append(None)
             continue
+        token_logprobs.append(chosen.logprob)
         likeliest: dict[str, float] = {}
         for other in chosen.top or ():  # of several with the same text, the likeliest is told
             likeliest.setdefault(_text(other), other.logprob)
-        top.append({**likeliest, _text(chosen): chosen.logprob})
+        top.append({**likeliest, tokens[-1]: chosen.logprob})
         yield
     return {
-        "tokens": [_text(chosen) for chosen in logprobs],
-        "token_logprobs": [
-            None if isinstance(chosen, FirstToken) else chosen.logprob for chosen in logprobs
-        ],
+        "tokens": tokens,
+        "token_logprobs": token_logprobs,
         "top_logprobs": top,
         "text_offset": offsets,
     }
@@ -90,6 +95,14 @@ def _by_token_id(chosen: TokenLogprob) -> dict[str, Any]:
 
 def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
     return {"logprob": token.logprob, "rank": rank, "decoded_token": _text(token)}
+
+
+def freed(told: TokenEvent | Result) -> Work[None]:
+    """Empty its lists of log-probabilities: to free many objects at once takes long."""
+    for items in (told.logprobs, told.prompt_logprobs):
+        while items:
+            del items[-_FREED_AT_ONCE:]
+            yield
 
 
 def text_length(logprobs: Sequence[FirstToken | TokenLogprob]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptq.producer.gateway.answering.respond import prepare
@@ -22,6 +22,7 @@ from promptq.producer.gateway.openai.completion import new_completion_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import Objects, TokenIds
+from promptq.shared.runtime.large_json import written
 
 router = APIRouter(
     tags=["tokens"],
@@ -59,7 +60,7 @@ async def tokenize(
     request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
-) -> dict[str, object]:
+) -> Response:
     """The tokens of a text or a chat, and how many there are."""
     fields: dict[str, Any] = {}
     for name in ("tools", "chat_template_kwargs"):
@@ -69,12 +70,14 @@ async def tokenize(
         fields["messages"] = asked.messages
     result, max_model_len = await _told(request, gateway, caller, asked.model, asked.prompt, fields)
     tokens = result.prompt_token_ids or []
-    return {
+    body = {
         "count": len(tokens),
         "max_model_len": max_model_len,
         "tokens": tokens,
         "token_strs": result.prompt_texts if asked.return_token_strs else None,
     }
+    text = await gateway.client.turns.run(written(body))
+    return Response(text, media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=described_body(Detokenize))

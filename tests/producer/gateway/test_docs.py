@@ -6,7 +6,10 @@ import re
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 
+from promptq.producer.gateway.app import create_app
+from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.request import Request
 
 
@@ -19,6 +22,21 @@ def test_the_page_needs_nothing_from_outside(http: httpx2.Client) -> None:
         assert f"<code>{path}</code>" in page.text
     for field in ("messages", "temperature", "deadline_ms", "stream_options"):
         assert f"<code>{field}</code>" in page.text
+
+
+async def test_each_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may read it as often as they like."""
+    app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1/0"))
+    made: list[FastAPI] = []
+    describe = FastAPI.openapi
+    monkeypatch.setattr(FastAPI, "openapi", lambda app: made.append(app) or describe(app))
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        for path in ("/docs", "/openapi.json"):
+            first, second = await http.get(path), await http.get(path)
+            assert first.content == second.content
+            assert (await http.head("/openapi.json")).status_code == 200
+    assert made == [app, app]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -15,6 +16,7 @@ from promptq.producer.gateway.app import create_app
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
+from promptq.shared.protocol.request import FinishReason
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import HandWorker
@@ -25,19 +27,33 @@ MANY = [TokenLogprob(token_id=1, logprob=-0.5, rank=1, top=TOP, token=" word1")]
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-async def answered_by(worker: HandWorker, calling: Awaitable[Any]) -> tuple[Any, Claim]:
-    """What comes of a call whose request the worker answers with many log-probabilities."""
+OF_PROMPT: dict[str, Any] = {
+    "prompt_logprobs": [None, *MANY * 5],
+    "prompt_texts": [" word1"] * (5 * len(MANY) + 1),
+}
+
+
+async def answered_by(
+    worker: HandWorker, calling: Awaitable[Any], **of_prompt: Any
+) -> tuple[Any, Claim]:
+    """What comes of a call whose request the worker answers with many log-probabilities.
+
+    Those of its prompt are in one event, which is the last one, too.
+    """
     call = asyncio.ensure_future(calling)
     claim = await asyncio.to_thread(worker.queue.take)
     assert claim is not None
     worker.adopt(claim)
-    for _ in range(5):
-        worker.send(claim, "x" * len(MANY), logprobs=MANY)
-    worker.finish(claim)
+    if of_prompt:
+        worker.send(claim, "x", FinishReason.LENGTH, **of_prompt)
+    else:
+        for _ in range(5):
+            worker.send(claim, "x" * len(MANY), logprobs=MANY)
+        worker.finish(claim)
     return await call, claim
 
 
-async def largest_part(read: Awaitable[httpx2.Response]) -> float:
+async def largest_part(read: Awaitable[httpx2.Response], least: int = 400_000) -> float:
     """The part of a read's CPU time that the event loop spent on its largest piece."""
     reading = asyncio.ensure_future(read)
     pieces, before = [], time.thread_time()
@@ -48,7 +64,7 @@ async def largest_part(read: Awaitable[httpx2.Response]) -> float:
         before = now
     answer = await reading
     assert answer.status_code == 200
-    assert len(answer.content) > 400_000
+    assert len(answer.content) > least
     return max(pieces) / sum(pieces)
 
 
@@ -60,18 +76,25 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@asynccontextmanager
+async def http_of_gateway(redis_url: str) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a gateway on this event loop."""
+    app = create_app(GatewaySettings(redis_url=redis_url))
+    transport = httpx2.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http,
+    ):
+        yield http
+
+
 @pytest.mark.usefixtures("no_collector")
 async def test_the_event_loop_reads_large_answers_in_small_pieces(
     redis_url: str, own_worker: HandWorker
 ) -> None:
     """Whole and streamed, from the log, from the folded result, and from what is kept."""
-    app = create_app(GatewaySettings(redis_url=redis_url))
-    transport = httpx2.ASGITransport(app=app)
     found: dict[str, float] = {}
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http,
-    ):
+    async with http_of_gateway(redis_url) as http:
         include = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
         response = {"input": "Hi", "background": True, **include}
         made, _ = await answered_by(own_worker, http.post("/v1/responses", json=response))
@@ -91,6 +114,50 @@ async def test_the_event_loop_reads_large_answers_in_small_pieces(
                 found[f"its stream, {path}, {name}"] = await largest_part(http.get(stream))
                 own_worker.fold_now(claim.request_id)
     assert max(found.values()) < 0.3, found
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_so_it_reads_what_is_told_of_a_long_prompt(
+    redis_url: str, own_worker: HandWorker
+) -> None:
+    """All of it is one event. It is read, written and freed in small pieces."""
+    found: dict[str, float] = {}
+    calls: dict[str, tuple[dict[str, Any], int]] = {
+        "/v1/chat/completions": ({"messages": MESSAGES, "prompt_logprobs": 20}, 0),
+        "/v1/completions": ({"prompt": [1, 2], "echo": True, "logprobs": 20}, 400_000),
+    }
+    async with http_of_gateway(redis_url) as http:
+        for path, (body, least) in calls.items():
+            keyed = {**body, "max_tokens": 1, "idempotency_key": path}
+            _, claim = await answered_by(own_worker, http.post(path, json=keyed), **OF_PROMPT)
+            stream = f"/v1/streams/{claim.request_id}?echo=1"
+            for name in ("log", "folded"):
+                found[f"{path}, {name}"] = await largest_part(http.post(path, json=keyed))
+                found[f"its stream, {path}, {name}"] = await largest_part(http.get(stream), least)
+                own_worker.fold_now(claim.request_id)
+    assert max(found.values()) < 0.08, found
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_so_are_pages_and_forks_of_large_answers(
+    redis_url: str, own_worker: HandWorker
+) -> None:
+    """Of what is in the log, in the folded result, and in the last event."""
+    found: dict[str, float] = {}
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}
+    async with http_of_gateway(redis_url) as http:
+        for of_prompt, least in (({}, 400_000), (OF_PROMPT, 0)):
+            call = http.post("/v1/chat/completions", json=chat)
+            _, claim = await answered_by(own_worker, call, **of_prompt)
+            page = "/dashboard/api/live/request"
+            for name in ("log", "folded"):
+                read = http.get(page, params={"id": claim.request_id})
+                found[f"a page, {least}, {name}"] = await largest_part(read, least)
+                with own_worker.finishing(["a"]):
+                    read = http.post(f"/v1/streams/{claim.request_id}/fork", json={"at": 1})
+                    found[f"a fork, {least}, {name}"] = await largest_part(read, 0)
+                own_worker.fold_now(claim.request_id)
+    assert max(found.values()) < 0.1, found
 
 
 @pytest.mark.parametrize(

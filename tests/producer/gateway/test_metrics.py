@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx2
+import pytest
 from fastapi import FastAPI
 from prometheus_client import Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from promptq import AsyncClient
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.http.meter import measure_http
+from promptq.producer.gateway.routes.monitoring import metrics as metrics_route
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.runtime import metrics
 from tests.model_free_worker import running_worker, served_model_free
 from tests.producer.dead_letters import bury
+from tests.waiting import async_until
 
 
 @asynccontextmanager
@@ -87,6 +93,40 @@ async def test_tells_what_runs_what_was_given_up_and_of_a_pause(redis_url: str) 
     for spec, while_busy, while_paused in told:
         assert values(busy, spec) == {("default",): while_busy}
         assert values(paused, spec) == {("default",): while_paused}
+
+
+async def test_calls_at_once_share_what_is_read(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call gets metrics that were read after it."""
+    app = create_app(GatewaySettings(redis_url=redis_url))
+    async with client_of(app) as client, AsyncClient(redis_url) as queue:
+        own: AsyncClient = app.state.gateway.client
+        reads: list[None] = []
+        arrived: list[str] = []
+        read = own.overview
+
+        def arriving(accept: str) -> Any:
+            arrived.append(accept)
+            return choose_encoder(accept)
+
+        async def noting() -> Any:
+            reads.append(None)
+            overview = await read()
+            if len(reads) == 1:  # the others call meanwhile
+                calls.extend(asyncio.create_task(scrape(client)) for _ in range(5))
+                await async_until(lambda: len(arrived) == 6)
+                await queue.enqueue("x")
+            return overview
+
+        calls: list[asyncio.Task[dict[str, Metric]]] = []
+        monkeypatch.setattr(own, "overview", noting)
+        monkeypatch.setattr(metrics_route, "choose_encoder", arriving)
+        first = await scrape(client)
+        others = [await call for call in calls]
+    assert len(reads) == 2
+    told = [values(families, metrics.QUEUE_WAITING) for families in (first, *others)]
+    assert told == [{("default", "0"): 0}, *[{("default", "0"): 1}] * 5]
 
 
 async def test_answers_while_redis_is_away() -> None:

@@ -45,6 +45,12 @@ def test_a_model_key_of_another_type_stops_no_worker(client: Any, queue: Request
     client.hset(queue.keys.config, mapping={"model": "theirs", "fingerprint": "g"})
     with pytest.raises(ModelMismatchError, match="theirs"):
         queue.take_batch(ROOM)
+    for field in ("model", "fingerprint"):  # it is shown, but not whole
+        client.hset(queue.keys.config, field, "\x1b[2J" + "t" * 10_000)
+        with pytest.raises(ModelMismatchError, match="t" * 100) as caught:
+            queue.take_batch(ROOM)
+        assert len(str(caught.value)) < 1000
+        assert "\x1b" not in str(caught.value)
     client.delete(queue.keys.config, queue.keys.model)
     queue.take_batch(ROOM)
     assert client.hget(queue.keys.model, "fingerprint") == ours.fingerprint.encode()

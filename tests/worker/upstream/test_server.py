@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import LEAST, EngineRequest, SequenceOutput
-from promptq.worker.upstream.dialect import ServerDescription
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.upstream.connecting import FoundServer
+from promptq.worker.upstream.dialect import Dialect, ServerDescription
+from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.faults import (
@@ -24,7 +32,7 @@ from promptq.worker.upstream.faults import (
     malformed_as_fault,
 )
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from promptq.worker.upstream.server import Server
+from promptq.worker.upstream.server import Server, _events
 from tests.servers import free_port
 from tests.stand_in_server.serving import limits_of
 
@@ -277,3 +285,104 @@ async def test_a_number_beyond_integers_is_a_fault_of_the_server() -> None:
         with pytest.raises(ServerFaultError, match="malformed"), malformed_as_fault():
             await OpenAIDialect().describe(server)
         await server.close()
+
+
+LONG = "x" * 10_000
+MODEL = {"id": "m", "max_model_len": 8}
+PROPS = {
+    "total_slots": 1,
+    "default_generation_settings": {"n_ctx": 8},
+    "model_path": "m",
+    "build_info": "b",
+}
+LONG_ANSWERS: dict[str, tuple[Dialect, dict[str, Any]]] = {
+    "vLLM's version": (VllmDialect(), {"/version": {"version": LONG}}),
+    "vLLM's length": (
+        VllmDialect(),
+        {"/version": {"version": 1}, "/v1/models": {"data": [{**MODEL, "max_model_len": LONG}]}},
+    ),
+    "vLLM's model": (
+        VllmDialect(),
+        {"/version": {"version": 1}, "/v1/models": {"data": [{**MODEL, "id": LONG}]}},
+    ),
+    "vLLM's root": (
+        VllmDialect(),
+        {"/version": {"version": 1}, "/v1/models": {"data": [{**MODEL, "root": LONG}]}},
+    ),
+    "the model of an OpenAI server": (
+        OpenAIDialect(),
+        {
+            "/v1/models": {"data": [{"id": LONG}]},
+            "/v1/completions": {"choices": [{"token_ids": [1]}]},
+        },
+    ),
+    "the model of llama.cpp": (LlamaCppDialect(), {"/props": {**PROPS, "model_path": LONG}}),
+    "the slots of llama.cpp": (LlamaCppDialect(), {"/props": {**PROPS, "total_slots": LONG}}),
+    "an error": (LlamaCppDialect(), {"/props": {"error": {"message": LONG}}}),
+}
+
+
+@pytest.mark.parametrize("what", LONG_ANSWERS)
+async def test_a_long_text_of_a_server_is_cut_in_messages(what: str) -> None:
+    dialect, answers = LONG_ANSWERS[what]
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(answers.get(request.path, {}))
+
+    async with answering(answer) as server:
+        with pytest.raises((ServerFaultError, ConfigurationError)) as caught, malformed_as_fault():
+            await dialect.describe(server)
+    assert len(str(caught.value)) < 1000
+
+
+STREAM_ENDS = {
+    "an error": {"error": {"message": LONG}},
+    "a reason": {"choices": [{"token_ids": [97], "finish_reason": LONG, "text": ""}]},
+    "a key": {"choices": {LONG: 1}},
+}
+
+
+@pytest.mark.parametrize("dialect", [VllmDialect(), OpenAIDialect(), LlamaCppDialect()])
+@pytest.mark.parametrize("what", STREAM_ENDS)
+async def test_so_it_is_in_a_stream(dialect: Dialect, what: str) -> None:
+    event = {"tokens": [97], "tokens_predicted": 1, "stop": True, "stop_type": LONG}
+    data = json.dumps({**event, **STREAM_ENDS[what]}).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"data: " + data + b"\n\n")
+
+    request = EngineRequest(1, [97], SamplingParams(temperature=0.0), 0, 1)
+    async with answering(answer) as server:
+        with pytest.raises(ServerFaultError) as caught, malformed_as_fault():
+            async for _ in dialect.generate(server, request, [], "m"):
+                pass
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_a_server_says_of_itself_is_cut_in_messages() -> None:
+    description = ServerDescription("vLLM", "x" * 4000, max_model_len=8)
+    found = FoundServer("http://a", description, probe_token_ids=[1])
+    with pytest.raises(ConfigurationError) as caught:
+        found.check_tokenizer(HuggingFaceTokenizer.load(str(MODEL_DIR)))
+    assert len(str(caught.value)) < 1000
+
+
+async def test_a_line_in_many_pieces_is_put_together_once() -> None:
+    """As fast as the same bytes in many lines, but for a small factor."""
+
+    async def seconds_of(data: bytes) -> tuple[float, list[bytes]]:
+        async def pieces() -> AsyncIterator[bytes]:
+            for at in range(0, len(data), 8):
+                yield data[at : at + 8]
+
+        before = time.thread_time()
+        content: Any = SimpleNamespace(content=SimpleNamespace(iter_any=pieces))
+        found = [event async for event in _events(content)]
+        return time.thread_time() - before, found
+
+    text = b"y" * 2**19
+    one, [event] = await seconds_of(b"data: " + text + b"\n")
+    many, events = await seconds_of(b"data: yyyyyyyyy\n" * 2**15)
+    assert event == text
+    assert events == [b"y" * 9] * 2**15
+    assert one < 5 * many

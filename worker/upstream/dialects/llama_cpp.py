@@ -77,7 +77,8 @@ class LlamaCppDialect:
             slots = int(props["total_slots"])
             length = int(props["default_generation_settings"]["n_ctx"])
             description = ServerDescription(
-                software=f"llama.cpp {props['build_info']} ({props.get('model_ftype', '?')})",
+                software=f"llama.cpp {props['build_info']!s:.80}"
+                f" ({props.get('model_ftype', '?')!s:.80})",
                 model=props.get("model_alias") or props["model_path"],
                 max_model_len=length,
                 max_num_seqs=slots,
@@ -85,7 +86,8 @@ class LlamaCppDialect:
             )
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"--upstream: {server.url} does not answer as llama.cpp's server does ({error})"
+                f"--upstream: {server.url} does not answer as llama.cpp's server does"
+                f" ({error!s:.500})"
             ) from error
         probe = {"prompt": [0], "n_predict": 1, "temperature": 0.0, "return_tokens": True}
         answer = await server.post(_COMPLETION, probe)
@@ -184,5 +186,5 @@ def _reason(event: dict[str, Any]) -> FinishReason | None:
         return None
     kind = event.get("stop_type")
     if kind not in _REASONS:
-        raise ServerFaultError(f"ended a stream with {kind!r}")
+        raise ServerFaultError(f"ended a stream with {kind!r:.40}")
     return _REASONS[kind]

@@ -63,7 +63,7 @@ class OpenAIDialect:
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
-                f" does ({error})"
+                f" does ({error!s:.500})"
             ) from error
         if not choice.get("token_ids"):
             raise ConfigurationError(
@@ -72,7 +72,7 @@ class OpenAIDialect:
             )
         if not longest:
             raise ConfigurationError(
-                f"--upstream: {server.url} does not say how long a context {name!r} takes"
+                f"--upstream: {server.url} does not say how long a context {name!r:.200} takes"
                 " (`max_model_len` in /v1/models)"
             )
         return ServerDescription(
@@ -119,7 +119,7 @@ def _read(data: bytes) -> Chunk | None:
     (choice,) = event["choices"]
     reason = choice["finish_reason"]
     if reason is not None and reason not in _REASONS:
-        raise ServerFaultError(f"ended a stream with {reason!r}")
+        raise ServerFaultError(f"ended a stream with {reason!r:.40}")
     token_ids = choice.get("token_ids") or []
     if choice.get("text") and not token_ids:
         raise ServerFaultError("sent text without its token ids")

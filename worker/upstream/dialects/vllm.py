@@ -63,7 +63,7 @@ class VllmDialect:
             found = _CACHE_CONFIG.search(metrics)
             cache = dict(_LABEL.findall(found[1] if found else ""))
             description = ServerDescription(
-                software=f"vLLM {version}",
+                software=f"vLLM {version!s:.80}",
                 model=model["id"],
                 max_model_len=int(model["max_model_len"]),
                 kv_tokens=_number(cache.get("kv_cache_size_tokens")) or None,
@@ -72,7 +72,7 @@ class VllmDialect:
             )
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"--upstream: {server.url} does not answer as vLLM's server does ({error})"
+                f"--upstream: {server.url} does not answer as vLLM's server does ({error!s:.500})"
             ) from error
         await self._try(server, description.model)
         return description
@@ -162,7 +162,7 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
     (choice,) = choices
     token_ids, reason = choice["token_ids"] or [], choice["finish_reason"]
     if reason is not None and reason not in _REASONS:
-        raise ServerFaultError(f"ended a stream with {reason!r}")
+        raise ServerFaultError(f"ended a stream with {reason!r:.40}")
     logprobs = choice.get("logprobs")
     return Chunk(
         token_ids=token_ids,

@@ -1,14 +1,18 @@
-"""A page that describes the API, made from its OpenAPI document. It loads nothing from outside."""
+"""The OpenAPI document, and a page made from it, which loads nothing from outside.
+
+Both need no key, so each is made once and kept as bytes.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import HTMLResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
@@ -30,7 +34,24 @@ td { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
 @router.get("/docs", response_class=HTMLResponse)
 async def docs(request: Request) -> HTMLResponse:
     """Every endpoint with its parameters, the fields of its body and its errors."""
-    return HTMLResponse(_page(request.app.openapi()))
+    return HTMLResponse(_made_once(request.app, _page))
+
+
+@router.api_route("/openapi.json", methods=["GET", "HEAD"])
+async def openapi(request: Request) -> Response:
+    """The description for programs."""
+    return Response(_made_once(request.app, _document), media_type="application/json")
+
+
+def _made_once(app: FastAPI, make: Callable[[dict[str, Any]], str]) -> bytes:
+    kept: dict[Callable[[dict[str, Any]], str], bytes] = app.state.descriptions
+    if make not in kept:
+        kept[make] = make(app.openapi()).encode()
+    return kept[make]
+
+
+def _document(document: dict[str, Any]) -> str:
+    return json.dumps(document, separators=(",", ":"))
 
 
 def _page(document: dict[str, Any]) -> str:

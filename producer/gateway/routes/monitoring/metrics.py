@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from promptq.producer.admin.overview import Overview
@@ -20,9 +23,47 @@ from promptq.shared.runtime.metrics import Reading
 router = APIRouter(tags=["metrics"])
 
 
+class Scrapes:
+    """Reads and writes the metrics once for all calls that wait: they need no key, and no rate
+    counts them."""
+
+    def __init__(self) -> None:
+        self._making = asyncio.Lock()
+        self._begun_at = float("-inf")
+        self._found: list[Reading] = []
+        self._pages: dict[str, bytes] = {}
+
+    async def page(
+        self,
+        read: Callable[[], Awaitable[list[Reading]]],
+        encode: Callable[[CollectorRegistry], bytes],
+        content_type: str,
+    ) -> bytes:
+        """The metrics in a format, read after this call."""
+        called_at = time.monotonic()
+        async with self._making:
+            if self._begun_at < called_at:
+                begun_at = time.monotonic()
+                self._found, self._pages = await read(), {}
+                self._begun_at = begun_at
+            if content_type not in self._pages:
+                self._pages[content_type] = encode(metrics.registry_of(lambda: self._found))
+            return self._pages[content_type]
+
+
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
     """All metrics. While Redis is away, `queue_up` is 0 and the queue's metrics are missing."""
+    try:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    except (TypeError, ValueError):  # an unknown version
+        encode, content_type = choose_encoder("")
+    scrapes: Scrapes = request.app.state.scrapes
+    page = await scrapes.page(lambda: _read(request, gateway), encode, content_type)
+    return Response(page, media_type=content_type)
+
+
+async def _read(request: Request, gateway: Gateway) -> list[Reading]:
     found: list[Reading] = []
     waiting: Counter[str] = Counter()  # by model, which several queues may serve
     for served in await _queues(gateway):
@@ -36,11 +77,7 @@ async def scrape(request: Request, gateway: ThisGateway) -> Response:
     found += [(metrics.WAITING, (it, metrics.ENGINE), float(n)) for it, n in waiting.items()]
     if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
         found += http_meter.readings()
-    try:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    except (TypeError, ValueError):  # an unknown version
-        encode, content_type = choose_encoder("")
-    return Response(encode(metrics.registry_of(lambda: found)), media_type=content_type)
+    return found
 
 
 async def _queues(gateway: Gateway) -> list[ServedQueue]:
