@@ -1,7 +1,7 @@
 """The process that `CallReader` starts. It reads calls one by one, until its input ends.
 
-Run as `python -m promptq.producer.gateway.answering.reading.call_reader_process`, with the level and
-the format of its log.
+Run as `python -m promptq.producer.gateway.answering.reading.call_reader_process`. Its arguments are
+the level and the format of its log.
 """
 
 from __future__ import annotations
