@@ -172,13 +172,18 @@ class _Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(self._reading,), daemon=True).start()
-        try:
-            work(self._settings)
-        except (redis.RedisError, RedisSideError) as error:
-            get_logger().warning("the server does not serve a process", reason=str(error))
-            sys.exit(1)
-        except StopRequested:  # it was told to stop while it ended by itself
-            sys.exit(1)
+        _carry_out(work, self._settings)
+
+
+def _carry_out(work: Work, settings: JobsSettings) -> None:
+    """Do the work of a process, which ends without a traceback if the server does not serve it."""
+    try:
+        work(settings)
+    except (redis.RedisError, RedisSideError) as error:
+        get_logger().warning("the server does not serve a process", reason=str(error))
+        sys.exit(1)
+    except StopRequested:  # it was told to stop while it ended by itself
+        sys.exit(1)
 
 
 def _lead(settings: JobsSettings) -> None:
