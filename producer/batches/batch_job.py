@@ -31,7 +31,7 @@ from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
 from promptq.producer.batches.stop_signals import stop_signals
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.settings import JobsSettings, read_jobs_settings
+from promptq.producer.settings import JobsSettings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_async_redis
@@ -47,9 +47,8 @@ _SHORTEST_TURN_SECONDS = 5.0
 not replace each other all the time."""
 
 
-def run_batch_job(queue: str, batch_id: str) -> str:
+def run_batch_job(settings: JobsSettings, batch_id: str) -> str:
     """Run a batch to its end, unless another process runs it. Gives its status."""
-    settings = read_jobs_settings(queue=queue)
     return asyncio.run(_run(settings, batch_id))
 
 

@@ -95,7 +95,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
         queues = ServedQueues(open_client, settings.served_queues, on_unreadable=log_unreadable)
         cancels = BackgroundCancels()
-        app.state.call_reader = CallReader()
+        app.state.call_reader = CallReader(settings.log_level, settings.log_format)
         app.state.gateway = Gateway(
             settings,
             queues,

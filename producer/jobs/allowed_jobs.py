@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.producer.jobs import upkeep
+from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.keys import NAME
 
@@ -110,11 +111,15 @@ class JobCall:
     job: AllowedJob
     arguments: Arguments
 
-    def bind(self, rq_queue: str) -> Callable[[], str]:
-        """The function to call. Raises RefusedJobError if the job was in the wrong queue of RQ."""
+    def bind(self, rq_queue: str, settings: JobsSettings) -> Callable[[], str]:
+        """Returns the function to call; `settings` are those of the job's queue.
+
+        Raises RefusedJobError if the job was in the wrong queue of RQ.
+        """
         if rq_queue != rq_queue_name(self.arguments.queue, self.job.work):
             raise RefusedJobError(f"it is not for the queue {rq_queue[:_SHOWN_CHARACTERS]}")
-        return partial(self.job.function, *self.arguments.model_dump().values())
+        others = self.arguments.model_dump(exclude={"queue"})
+        return partial(self.job.function, settings, *others.values())
 
 
 def read_call(data: bytes) -> JobCall:

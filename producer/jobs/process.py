@@ -28,19 +28,17 @@ from promptq.producer.jobs.rq_queues import (
 )
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets, master_file
-from promptq.shared.errors import RedisUnavailableError
+from promptq.shared.errors import RedisSideError, RedisUnavailableError
 from promptq.shared.queue import scripts
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.acl import user_name
 from promptq.shared.server.connection import explain, open_redis, without_password
 
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 40.0
-_SECRETS = {"webhook_secret", "webhook_master_secret"}
 
 Work = Callable[[JobsSettings], None]
 
@@ -48,7 +46,6 @@ Work = Callable[[JobsSettings], None]
 def run_jobs(settings: JobsSettings) -> None:
     """Run until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
     has_shared_secret = WebhookSecrets(settings).has_shared
-    _export(settings)
     is_told_to_stop = _stop_signal()
     url = server_url(settings.redis_url)
     with _open_when_there(settings, lambda: open_redis(url)) as own:
@@ -96,13 +93,6 @@ def _check_rights(settings: JobsSettings, url: str, ask: Callable[[], object]) -
         raise explain(error, url, f"{wrong} (promptq acl)") from None
     except redis.ResponseError:
         pass  # a stranger changed the type of the key, which is logged later
-
-
-def _export(settings: JobsSettings) -> None:
-    """Put settings into the environment, from which the processes of jobs read them."""
-    given = settings.model_dump(exclude_defaults=True, exclude=_SECRETS)
-    for name, value in given.items():
-        os.environ[ENV_PREFIX + name.upper()] = str(value)
 
 
 def _tell_ready(settings: JobsSettings) -> None:
@@ -182,13 +172,18 @@ class _Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(self._reading,), daemon=True).start()
-        try:
-            work(self._settings)
-        except (redis.ConnectionError, redis.TimeoutError, RedisUnavailableError) as error:
-            get_logger().warning("the server is away", reason=str(error))
-            sys.exit(1)
-        except StopRequested:  # it was told to stop while it ended by itself
-            sys.exit(1)
+        _carry_out(work, self._settings)
+
+
+def _carry_out(work: Work, settings: JobsSettings) -> None:
+    """Do the work of a process, which ends without a traceback if the server does not serve it."""
+    try:
+        work(settings)
+    except (redis.RedisError, RedisSideError) as error:
+        get_logger().warning("the server does not serve a process", reason=str(error))
+        sys.exit(1)
+    except StopRequested:  # it was told to stop while it ended by itself
+        sys.exit(1)
 
 
 def _lead(settings: JobsSettings) -> None:
@@ -198,7 +193,7 @@ def _lead(settings: JobsSettings) -> None:
 
 def _working(make_queue: MakeQueue) -> Work:
     def work(settings: JobsSettings) -> None:
-        run_worker(make_queue(settings.queue, open_jobs_redis(settings)))
+        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings)
 
     return work
 

@@ -158,7 +158,7 @@ def _id_of(queue: Queue, job: AllowedJob) -> str:
     return f"{name}-{job.function.__name__}"
 
 
-def run_worker(queue: Queue, burst: bool = False) -> None:
+def run_worker(queue: Queue, settings: JobsSettings, burst: bool = False) -> None:
     """Work until told to stop, or with `burst` until there is nothing to do.
 
     A worker has one queue: from several, RQ would take jobs in a way that may lose one.
@@ -176,6 +176,7 @@ def run_worker(queue: Queue, burst: bool = False) -> None:
         log_job_description=False,
         exception_handlers=[_log_failure],
     )
+    worker.settings = settings
     worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
 
 
@@ -201,6 +202,8 @@ class _Job(Job):
     _call: JobCall | RefusedJobError = RefusedJobError("it has no data")
     taken_from = ""
     """The queue of RQ from which a worker took it."""
+    settings: JobsSettings
+    """Those of the worker that took it."""
 
     @classmethod
     def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
@@ -244,7 +247,7 @@ class _Job(Job):
         """Run the job. Raises RefusedJobError for others than ours, before it imports anything."""
         if isinstance(self._call, RefusedJobError):
             raise self._call
-        return self._call.bind(self.taken_from)()
+        return self._call.bind(self.taken_from, self.settings)()
 
     @property
     def func(self) -> Any:
@@ -283,10 +286,12 @@ class _StartedJobs(StartedJobRegistry):
 
 
 class _Worker(Worker):
+    settings: JobsSettings
+
     def execute_job(self, job: Job, queue: Queue) -> None:
         job.origin = queue.name  # not what its hash says
         if isinstance(job, _Job):
-            job.taken_from = queue.name
+            job.taken_from, job.settings = queue.name, self.settings
         super().execute_job(job, queue)
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:

@@ -15,7 +15,7 @@ from promptq.producer.admin.overview import keep_statistics
 from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import carry_out, text_map, text_of
 from promptq.shared.queue.request_queue import RequestQueue
@@ -32,13 +32,13 @@ _MINUTE_MS = 60_000
 _MINUTES_KEPT = 7 * 24 * 60
 
 
-def reap(queue: str) -> str:
+def reap(settings: JobsSettings) -> str:
     """Take requests back from dead workers, end those past their deadlines, and keep statistics.
 
     If nothing was reaped for a while, the server may have been away, so that workers could not
     renew their leases. They get half a lease to do so, before any lease counts as lost.
     """
-    settings = read_jobs_settings(queue=queue)
+    queue = settings.queue
     with open_redis(server_url(settings.redis_url)) as connection:
         if not _has_been_watched(connection, Keys(queue), settings.lease_ms):
             return "waits for workers to renew their leases"
@@ -87,12 +87,12 @@ def _delete_if_spoilt(client: Any, key: str, error: redis.ResponseError) -> None
     client.delete(key)
 
 
-def sweep(queue: str) -> str:
+def sweep(settings: JobsSettings) -> str:
     """Delete expired files, and what interrupted uploads and old batches left behind."""
-    folder = read_jobs_settings(queue=queue).files_dir
+    folder = settings.files_dir
     count = FileStore(folder).sweep() + _sweep_old(folder / "running")
     if count:
-        get_logger(queue=queue).info("swept files", count=count)
+        get_logger(queue=settings.queue).info("swept files", count=count)
     return f"{count} files"
 
 
@@ -106,14 +106,13 @@ def _sweep_old(folder: Path) -> int:
     return count
 
 
-def roll_up(queue: str) -> str:
+def roll_up(settings: JobsSettings) -> str:
     """Write one entry for each minute that is over, from the statistics' samples in it.
 
     The entry's id is the minute, so that no entry is written twice. Rates and counts are means,
     `finished` is a sum, and 95th percentiles are the largest of the minute.
     """
-    settings = read_jobs_settings(queue=queue)
-    keys, count = Keys(queue), 0
+    keys, count = Keys(settings.queue), 0
     with open_redis(server_url(settings.redis_url)) as connection:
         client = client_of(connection, keys)
         seconds, _ = client.time()

@@ -10,7 +10,13 @@ from promptq.shared.runtime.settings import ENV_PREFIX
 
 _SECRETS = tuple(
     f"{ENV_PREFIX}{name}"
-    for name in ("REDIS_URL", "UPSTREAM_KEY", "WEBHOOK_MASTER_SECRET", "WEBHOOK_SECRET")
+    for name in (
+        "REDIS_URL",
+        "JOBS_REDIS_URL",
+        "UPSTREAM_KEY",
+        "WEBHOOK_MASTER_SECRET",
+        "WEBHOOK_SECRET",
+    )
 )
 
 

@@ -287,7 +287,7 @@ def explain(
     """The promptq error for an error of the client library."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
-        said = str(error)
+        said = str(error).partition(" script: ")[0]  # the rest is a place in a script
         if said.startswith(_NO_PASSWORD):
             return RedisAuthError(
                 f"the server at {shown} wants a user and a password, and the address has none"
@@ -300,7 +300,6 @@ def explain(
             if "channel" in said:
                 grant = f"ACL SETUSER {user or 'NAME'} '&promptq:*'"
                 if_not_permitted += f"; a user made by hand needs channels too: {grant}"
-            said = said.partition(" script: ")[0]  # the rest is a place in a script
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")
     if _is_unknown(error, "HELLO"):  # it came with Redis 6
         return RedisTooOldError(
@@ -329,7 +328,7 @@ def explain(
             " raise the limit, or lower result_ttl_ms"
         )
     if isinstance(error, ResponseError):
-        return RedisSideError(f"the server at {shown} refuses a command: {error}")
+        return RedisSideError(f"the server at {shown} refuses a command: {said}")
     if isinstance(error, MaxConnectionsError):
         return RedisUnavailableError(
             f"all connections that the redis-py client may have to {shown} are in use:"

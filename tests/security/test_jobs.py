@@ -27,7 +27,7 @@ from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
-from tests.processes import until_ready
+from tests.processes import family_of, until_ready
 from tests.producer.batches.batches import finished_batch, line, write_lines
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, receiver, secret_of
@@ -236,6 +236,10 @@ async def test_batches_take_turns_by_tenant(
         assert await statuses(redis_url, first, second) == ["in_progress"] * 2
 
 
+def environment_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_text()
+
+
 async def test_webhooks_take_turns_by_tenant(
     redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
 ) -> None:
@@ -251,6 +255,10 @@ async def test_webhooks_take_turns_by_tenant(
             PROMPTQ_WEBHOOK_MASTER_SECRET=MASTER,
         )
         await until_ready(process)
+        shown = "".join(map(environment_of, family_of(process.pid)))
+        assert shown.count("PROMPTQ_FILES_DIR=") == 5, "of the command and its processes"
+        assert MASTER not in shown
+        assert as_role("jobs", redis_url) not in shown
         for number in range(8):
             ask(own_worker.queue, f"a{number}", slow.url("/never"), tenant="a")
             own_worker.finish(own_worker.take(), "hi")

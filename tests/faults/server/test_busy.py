@@ -115,6 +115,7 @@ def _open_when_served(url: str) -> int:
         ("MISCONF Errors writing to the AOF file", False, "refuses a command: MISCONF"),
         ("NOREPLICAS Not enough good replicas to write.", False, "refuses a command: NOREPLICAS"),
         ("READONLY You can't write against a read only replica.", False, "refuses a command"),
+        ("NOREPLICAS Not enough. script: 6d8b, on @user_script:107.", False, r"Not enough\.$"),
         ("BUSYGROUP Consumer Group name already exists", False, "refuses a command: BUSYGROUP"),
     ],
 )

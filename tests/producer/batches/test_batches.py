@@ -15,6 +15,7 @@ import redis.asyncio
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batches import batch_job
+from promptq.producer.settings import read_jobs_settings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready
@@ -119,7 +120,9 @@ async def test_a_batch_tells_how_far_it_is(
     monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path / "files"))
     monkeypatch.setenv("PROMPTQ_BATCH_IN_FLIGHT", "3")
     batch = await create(client, ["{broken\n", *(line(n) for n in range(5))])
-    running = asyncio.create_task(asyncio.to_thread(batch_job.run_batch_job, "default", batch.id))
+    running = asyncio.create_task(
+        asyncio.to_thread(batch_job.run_batch_job, read_jobs_settings(), batch.id)
+    )
     for done, more in ((0, 2), (2, 3)):
         while (now := await client.batches.retrieve(batch.id)).status == "validating" or (
             now.request_counts is not None and now.request_counts.completed < done

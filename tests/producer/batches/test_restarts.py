@@ -155,8 +155,9 @@ def fork_and_be_told():
 
 os.fork = fork_and_be_told
 rq_queues._MONITOR_SECONDS = 1
-connection = rq_queues.open_jobs_redis(read_jobs_settings())
-rq_queues.run_worker(rq_queues.batch_queue("default", connection))
+settings = read_jobs_settings()
+connection = rq_queues.open_jobs_redis(settings)
+rq_queues.run_worker(rq_queues.batch_queue("default", connection), settings)
 """
 """Runs batches until it is told to stop, which it is while it makes the process of the first."""
 

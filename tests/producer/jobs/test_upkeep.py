@@ -43,7 +43,7 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
         cron.get_jobs()[0].enqueue(jobs)
         cron.get_jobs()[0].enqueue(jobs)
         assert jobs.llen(upkeep_queue("default", jobs).key) == 1, "one at a time"
-        run_worker(upkeep_queue("default", jobs), burst=True)
+        run_worker(upkeep_queue("default", jobs), read_jobs_settings(), burst=True)
         time.sleep(0.06)
     assert own_worker.queue.state("held") is RequestState.WAITING
     assert own_worker.queue.state("late") is RequestState.EXPIRED
@@ -58,7 +58,7 @@ def test_a_queue_with_a_dot_in_its_name(own_worker: HandWorker) -> None:
         cron.every(5, REAP, name)
         cron.enqueue_jobs()
     assert len(own_worker.redis.keys("rq:job:*")) == 3
-    run_worker(upkeep_queue("a.b", jobs), burst=True)
+    run_worker(upkeep_queue("a.b", jobs), read_jobs_settings(queue="a.b"), burst=True)
     assert own_worker.redis.exists(Keys("a.b").upkeep)
     jobs.close()
 
@@ -68,26 +68,26 @@ def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -
     before half a lease has passed."""
     put(own_worker.queue, "held")
     claim = own_worker.take()
-    upkeep.reap("default")
+    upkeep.reap(read_jobs_settings())
     time.sleep(0.06)
     now = own_worker.redis.time()[0] * 1000
     own_worker.redis.hset(KEYS.upkeep, "seen", now - 60_000)
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
-    assert "waits" in upkeep.reap("default")
+    assert "waits" in upkeep.reap(read_jobs_settings())
     assert own_worker.queue.state("held") is RequestState.ACTIVE
     own_worker.send(claim, "x")
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
     time.sleep(0.06)
-    assert upkeep.reap("default").startswith("1 returned")
+    assert upkeep.reap(read_jobs_settings()).startswith("1 returned")
 
 
 def test_it_reaps_all_that_is_due(own_worker: HandWorker) -> None:
     """Also more than one call of the server does."""
     request = Request.build({"prompt": "a", "deadline_ms": 1})
     own_worker.queue.enqueue([NewRequest(f"late-{n}", request) for n in range(1001)])
-    upkeep.reap("default")
+    upkeep.reap(read_jobs_settings())
     time.sleep(0.06)
-    assert upkeep.reap("default") == "0 returned, 1001 ended, 0 dead"
+    assert upkeep.reap(read_jobs_settings()) == "0 returned, 1001 ended, 0 dead"
     assert own_worker.redis.zcard(KEYS.pending) == 0
 
 
@@ -103,7 +103,7 @@ def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> No
     os.utime(running / "batch_old.output.jsonl", (1, 1))
     os.utime(running / "a_strangers.jsonl", (1, 1))
     cron.get_jobs()[0].enqueue(jobs)
-    run_worker(upkeep_queue("default", jobs), burst=True)
+    run_worker(upkeep_queue("default", jobs), read_jobs_settings(), burst=True)
     assert sorted(it.name for it in running.iterdir()) == [
         "a_strangers.jsonl",
         "batch_new.output.jsonl",
@@ -137,8 +137,8 @@ def test_minutes_are_rolled_up(redis_url: str) -> None:
             server.xadd(KEYS.statistics, fields, id=f"{minute - 120_000 + at * 1000}-0")
         server.xadd(KEYS.statistics, {"running": 7}, id=f"{minute - 1}-0")
         server.xadd(KEYS.statistics, {"running": 9}, id=f"{minute}-0")
-        assert upkeep.roll_up("default") == "2 minutes"
-        assert upkeep.roll_up("default") == "0 minutes"
+        assert upkeep.roll_up(read_jobs_settings()) == "2 minutes"
+        assert upkeep.roll_up(read_jobs_settings()) == "0 minutes"
         assert server.xrange(KEYS.statistics_minutes) == [
             (
                 f"{minute - 120_000}-0".encode(),
@@ -164,11 +164,11 @@ def test_spoilt_records_keep_no_upkeep_from_its_work(own_worker: HandWorker, kin
         else:
             for key in (KEYS.upkeep, KEYS.statistics, KEYS.statistics_minutes):
                 make_of_type(server, key, kind)
-        upkeep.reap("default")
+        upkeep.reap(read_jobs_settings())
         server.hset(KEYS.upkeep, mapping={"seen": server.time()[0] * 1000, "since": 1})
-        assert upkeep.reap("default").startswith("0 returned, 1 ended")
+        assert upkeep.reap(read_jobs_settings()).startswith("0 returned, 1 ended")
         assert own_worker.queue.state(request_id) is RequestState.EXPIRED
-        upkeep.roll_up("default")
+        upkeep.roll_up(read_jobs_settings())
         if kind == "value":
             [(_, fields)] = server.xrange(KEYS.statistics_minutes)
             assert math.isfinite(float(fields[b"waiting"]))

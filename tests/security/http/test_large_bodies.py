@@ -140,6 +140,20 @@ def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int
         assert len(ended) == (3 if number == signal.SIGKILL else 1)
 
 
+def test_a_process_writes_what_it_logs_into_the_gateways_log(
+    redis_url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not into the pipe, where it would be read as a part of the answer."""
+    headers = bearer(make_key(redis_url, "web"))
+    body = json.dumps({"messages": MANY, "user": "a"})
+    with live_gateway(redis_url) as gateway:
+        url = f"{gateway.url}/v1/chat/completions"
+        wrong = httpx2.post(url, content=body, headers=headers, timeout=60)
+    assert wrong.json()["error"]["param"] == "messages"
+    line = json.loads(capfd.readouterr().err)
+    assert (line["event"], line["field"]) == ("a field of a call has no effect", "user")
+
+
 def test_where_no_process_starts_or_gets_time_the_call_is_to_come_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,11 @@ print(json.dumps([url, shown]))
 
 def test_what_was_read_is_in_no_view_of_the_environment() -> None:
     """In a process of its own, whose environment this cannot be."""
-    secrets = {"PROMPTQ_REDIS_URL": "redis://:pass-1@h", "PROMPTQ_WEBHOOK_SECRET": "pass-2"}
+    secrets = {
+        "PROMPTQ_REDIS_URL": "redis://:pass-1@h",
+        "PROMPTQ_WEBHOOK_SECRET": "pass-2",
+        "PROMPTQ_JOBS_REDIS_URL": "redis://:pass-3@h",
+    }
     ran = subprocess.run(
         [sys.executable, "-c", CODE],
         env={**os.environ, **secrets, "PROMPTQ_QUEUE": "kept"},
@@ -33,5 +37,5 @@ def test_what_was_read_is_in_no_view_of_the_environment() -> None:
     url, shown = json.loads(ran.stdout)
     assert url == secrets["PROMPTQ_REDIS_URL"]
     assert "kept" in shown
-    for secret in ("pass-1", "pass-2", "set-later"):
+    for secret in ("pass-1", "pass-2", "pass-3", "set-later"):
         assert secret not in shown

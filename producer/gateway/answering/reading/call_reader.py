@@ -12,8 +12,8 @@ import json
 import os
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Awaitable, Callable, Mapping
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -105,10 +105,12 @@ class _Reading:
 class CallReader:
     """Reads the calls of one gateway. Its processes start when they are first needed.
 
-    Tenants take turns with large bodies: each tenant has at most one of them read at a time.
+    Tenants take turns with large bodies: each tenant has at most one of them read at a time. What a
+    process logs is in the gateway's log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log_level: str, log_format: str) -> None:
+        self._log_options = log_level, log_format
         self._idle: list[Process] = []
         self._turns = asyncio.Semaphore(_NUM_PROCESSES)
         self._turns_of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -188,7 +190,8 @@ class CallReader:
         self, asked: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises ApiError 400 if the process ended at its bounds, else EOFError and OSError."""
-        process = await _start() if is_new or not self._idle else self._idle.pop()
+        is_new = is_new or not self._idle
+        process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
             answered = await _ask(process, asked, parts)
         except (EOFError, OSError):  # the process has ended, or is about to
@@ -315,16 +318,16 @@ def _not_read() -> ApiError:
     )
 
 
-async def _start() -> Process:
+async def _start(arguments: Sequence[str]) -> Process:
     """Raises OSError. With -P, files in the working directory cannot be imported."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
         "-m",
         "promptq.producer.gateway.answering.reading.call_reader_process",
+        *arguments,
         stdin=PIPE,
         stdout=PIPE,
-        stderr=DEVNULL,
         env={name: os.environ[name] for name in _INHERITED if name in os.environ},
     )
 

@@ -1,6 +1,7 @@
 """The process that `CallReader` starts. It reads calls one by one, until its input ends.
 
-Run as `python -m promptq.producer.gateway.answering.reading.call_reader_process`.
+Run as `python -m promptq.producer.gateway.answering.reading.call_reader_process`. Its arguments are
+the level and the format of its log.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from promptq.producer.gateway.answering.reading.call_reader import (
     answer,
     head,
 )
+from promptq.shared.runtime.logs import configure_logs
 
 _MOST_BYTES = 2 << 30
 """The memory limit. The worst well-formed body of 8 MB takes half of it."""
@@ -33,7 +35,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a body must not be left on a disk
     os.nice(_NICENESS)
-    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
+    configure_logs(*sys.argv[1:])
+    incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing printed may come between answers
     while length := incoming.read(LENGTH_BYTES):
         asked = json.loads(incoming.read(int.from_bytes(length, "big")))
         try:
