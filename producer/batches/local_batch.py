@@ -62,7 +62,8 @@ def run_batch(
     is running, call this function through `asyncio.to_thread`.
 
     Raises BatchFileError for an input that cannot be run, ConfigurationError if the output
-    belongs to something else or a file cannot be read or written, BatchIsRunningError,
+    belongs to something else, the input changed during the run, or a file cannot be read or
+    written, BatchIsRunningError,
     RedisUnavailableError.
     """
     source, output = Path(input_file), Path(output_file)
@@ -109,6 +110,8 @@ def run_batch(
         _check_apart(source, output, errors, mark)
         outcome = asyncio.run(run(count_lines(source)))
         if outcome.is_complete:
+            if source.exists():
+                _run_id(source, output, errors, mark)  # refuses a file that changed meanwhile
             mark.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(f"the batch's files cannot be used: {error}") from error

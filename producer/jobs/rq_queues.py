@@ -288,6 +288,14 @@ class _StartedJobs(StartedJobRegistry):
 class _Worker(Worker):
     settings: JobsSettings
 
+    def _set_connection(self, connection: redis.Redis) -> redis.Redis:
+        """Drop connections that are open already. RQ sets its longer timeout only for new ones, and
+        an idle worker whose wait for a job fails pauses, each time twice as long."""
+        connection = super()._set_connection(connection)
+        connection.connection_pool.disconnect()
+        connection.connection_pool.reset()
+        return connection
+
     def execute_job(self, job: Job, queue: Queue) -> None:
         job.origin = queue.name  # not what its hash says
         if isinstance(job, _Job):

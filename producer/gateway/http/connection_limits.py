@@ -137,6 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
+            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [it for it in self._unanswered if not it.response_complete]

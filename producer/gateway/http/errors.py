@@ -29,7 +29,7 @@ from promptq.producer.batch_store.batch_records import (
 from promptq.producer.batch_store.file_quotas import FileQuotaError
 from promptq.producer.batch_store.files import FileMissingError
 from promptq.producer.clients.connecting import explained
-from promptq.producer.gateway.http.served_paths import unknown_path, wrong_method
+from promptq.producer.gateway.http.served_paths import allowed_methods, unknown_path, wrong_method
 from promptq.shared.errors import (
     InvalidRequestError,
     ModelNotServedError,
@@ -336,7 +336,8 @@ def add_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             told, code = unknown_path(app, request.method, request.scope["path"]), "path_not_found"
         elif error.status_code == 405:
-            told = wrong_method(request.method, request.scope["path"], headers.get("Allow", ""))
+            headers["Allow"] = allowed = allowed_methods(app, request.scope)
+            told = wrong_method(request.method, request.scope["path"], allowed)
             code = "method_not_allowed"
         return answered(request, ApiError(error.status_code, told, code=code, headers=headers))
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from fastapi import FastAPI
+from starlette.routing import Match
+from starlette.types import Scope
 
 _LONGEST_PATH = 100
 _PREFIX = "/v1"
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
@@ -21,6 +24,16 @@ def unknown_path(app: FastAPI, method: str, path: str) -> str:
     return (
         f"{method} {path[:_LONGEST_PATH]} is not served{hint} (there are {paths}; /docs describes"
         " all)"
+    )
+
+
+def allowed_methods(app: FastAPI, scope: Scope) -> str:
+    """Returns the methods with which the path of a call is served."""
+    calls = {method: {**scope, "method": method} for method in _METHODS}
+    return ", ".join(
+        method
+        for method, call in calls.items()
+        if any(route.matches(call)[0] is Match.FULL for route in app.routes)
     )
 
 

@@ -169,8 +169,12 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 
 def _checked(headers: Headers) -> Headers:
-    """The headers. Raises ApiError 400 for a form in an unusual charset."""
-    _, options = parse_options_header(headers.get("content-type"))
+    """Returns the headers. Raises ApiError 400 for another type or an unusual charset."""
+    kind, options = parse_options_header(headers.get("content-type"))
+    if not kind.startswith(b"multipart/"):
+        raise ApiError(
+            400, f"Content-Type: {kind[:80].decode('latin-1')!r} is not multipart/form-data"
+        )
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     try:
         is_served = codecs.lookup(charset).name in _CHARSETS

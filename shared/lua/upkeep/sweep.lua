@@ -46,6 +46,8 @@ for _, key in ipairs(page[2]) do
     redis.call('ZADD', orphans, 'NX', server.now_text, id)
   elseif kind == 'tenants' and string.match(id, '^running') then
     running_limits.forget_gone(key)
+  elseif kind == 'pending' and id == keys.tenant_name(id) and redis.call('TYPE', key).ok == 'zset' then
+    redis.call('SADD', keys.tenants_waiting, id) -- the server may have evicted it
   end
 end
 local num_gone = 0

@@ -89,6 +89,25 @@ async def test_answers_are_on_the_disk_before_the_server_forgets_them(
     assert (let_go[0], let_go[-1]) == (0, 30)
 
 
+async def test_a_file_that_changes_while_it_runs_is_not_complete(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Lines that were cut off would be missing without a word. A deleted file is read whole."""
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(5)])
+    output = tmp_path / "out.jsonl"
+    async with running_worker(redis_url):
+        deleted = await run_beside(
+            source, output, redis_url, on_progress=lambda _: source.unlink(missing_ok=True)
+        )
+        assert deleted == BatchOutcome(True, BatchProgress(5, 5, 0, 0))
+        write_lines(source, [line(n) for n in range(5)])
+        output.unlink()
+        with pytest.raises(ConfigurationError, match=r"is not the file that .* was begun with"):
+            await run_beside(
+                source, output, redis_url, on_progress=lambda _: write_lines(source, [line(9)])
+            )
+
+
 async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str) -> None:
     """And the rest runs, blank lines aside."""
     bad_body = {"prompt": "x", "temperature": 9}

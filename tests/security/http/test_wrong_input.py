@@ -67,6 +67,15 @@ def test_an_upload_that_is_wrong_is_refused_and_leaves_nothing(
     assert not files.exists() or not list(files.iterdir())
 
 
+@pytest.mark.parametrize("kind", [None, "application/json", "multipart"])
+def test_a_form_of_another_type_is_refused_by_name(http: httpx2.Client, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    refused = http.post("/v1/files", content=form("a", {"purpose": "batch"}), headers=headers)
+    assert refused.status_code == 400
+    told = f"Content-Type: {kind or ''!r} is not multipart/form-data"
+    assert refused.json()["error"]["message"] == told
+
+
 def test_a_file_that_cannot_be_written_down_leaves_nothing(
     http: httpx2.Client, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

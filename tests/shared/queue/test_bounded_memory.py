@@ -180,3 +180,14 @@ def test_other_queues_and_other_keys_are_left_alone(client: Any, queue: RequestQ
         age(client, queue)
     assert client.exists(other.keys.request("x"), "request:x") == 2
     assert client.exists(queue.keys.prefix + "orphans") == 0
+
+
+def test_a_tenant_that_the_server_forgot_is_served_again(client: Any, queue: RequestQueue) -> None:
+    """A server that evicts keys may drop the set of tenants and keep their queues."""
+    put(queue, "x", tenant="t")
+    client.delete(queue.keys.prefix + "tenants:waiting")
+    client.set(queue.keys.pending + ":text", "of a stranger")
+    assert ids(queue.take_batch(ROOM)) == []
+    sweep(queue)
+    assert client.smembers(queue.keys.prefix + "tenants:waiting") == {b"t"}
+    assert ids(queue.take_batch(ROOM)) == ["x"]

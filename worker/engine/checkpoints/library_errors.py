@@ -26,5 +26,8 @@ def first_sentence(error: Exception) -> str:
     if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
         kind = type(error).__name__
         return f"its files have sizes that cannot be, or do not fit each other ({kind})"
-    text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    first, _, rest = str(error).strip().partition("\n")
+    if first.rstrip().endswith(":"):  # only what follows says what is wrong
+        first += " " + rest.strip().split("\n")[0]
+    text = " ".join(first.split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

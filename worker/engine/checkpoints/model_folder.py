@@ -224,7 +224,7 @@ def _num_numbers(file: Path, packed: int) -> int:
             prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
             for tensor in header.values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 0
 
 

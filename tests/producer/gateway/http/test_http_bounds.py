@@ -61,6 +61,21 @@ def test_a_client_of_http_1_0_gets_no_chunks(
         assert rest == {b"/healthz": b'{"status":"ok"}', b"/readyz": b""}.get(path, stream)
 
 
+def test_a_client_of_http_1_0_gets_no_interim_answer(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    """It would take `100 Continue` for the answer."""
+    body = b'{"prompt": "Hi"}'
+    head = b"POST /v1/completions HTTP/1.%d\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    begins = []
+    for minor in (0, 1):
+        with connected(gateway) as connection, own_worker.finishing(["abc"]):
+            connection.sendall(head % (minor, len(body)) + body)
+            begins.append(all_of(connection)[:21])
+    assert begins == [b"HTTP/1.1 200 OK\r\ndate", b"HTTP/1.1 100 Continue"]
+
+
 @pytest.mark.parametrize(
     ("begin", "more"),
     [

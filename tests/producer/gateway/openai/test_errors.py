@@ -259,6 +259,10 @@ def test_a_method_that_is_not_there(http: httpx2.Client) -> None:
     told = "GET /v1/completions is not served; this path takes POST"
     error = answer.json()["error"]
     assert (error["message"], error["code"]) == (told, "method_not_allowed")
+    answer = http.put("/v1/files")
+    assert answer.json()["error"]["message"].endswith("this path takes GET, POST")
+    answer = http.head("/v1/files")
+    assert answer.headers["Allow"] == "GET, POST"
 
 
 @pytest.mark.parametrize("declared", [True, False])

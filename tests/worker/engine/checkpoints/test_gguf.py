@@ -92,12 +92,30 @@ LLAMA = (b"general.architecture", STRING, text(b"llama"))
 TOKENS = (b"tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", STRING, 2) + text(b"a") + text(b"b"))
 
 
+def test_fields_of_a_wrong_kind_are_named(tmp_path: Path) -> None:
+    """A default in their place would be another model."""
+    source = FILES / "qwen3-q8_0.gguf"
+    for name, value, said in (
+        ("qwen3.rope.freq_base", [1.0], "its qwen3.rope.freq_base is an array"),
+        ("qwen3.attention.head_count_kv", [2], "its qwen3.attention.head_count_kv is an array"),
+        ("tokenizer.ggml.eos_token_id", [2], "its tokenizer.ggml.eos_token_id is an array"),
+        ("qwen3.attention.scale", float("nan"), "attention.scale is nan, which is not read"),
+        ("qwen3.embedding_length", 1.5, "for field 'hidden_size': .*1.5"),
+    ):
+        file = rewritten(source, tmp_path / "wrong.gguf", **{name: value})
+        with pytest.raises(ModelError, match=f"wrong.gguf: .*{said}"):
+            open_files(str(file))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ([LLAMA], "it has neither an embedding nor tokens"),
         ([TOKENS], "it does not name its architecture"),
-        ([(b"general.architecture", ARRAY, struct.pack("<IQ", 4, 0)), TOKENS], "does not name its"),
+        (
+            [(b"general.architecture", ARRAY, struct.pack("<IQ", 4, 0)), TOKENS],
+            "its general.architecture is an array",
+        ),
         ([LLAMA, (b"x", ARRAY, struct.pack("<IQ", ARRAY, 1))], "it has an array of arrays"),
         ([LLAMA, (b"x", ARRAY, struct.pack("<IQ", UINT32, 2**40))], "it ends within an array"),
         (

@@ -163,6 +163,15 @@ def rewritten(
     return to
 
 
+def test_a_header_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    """Quantized weights are counted before the library reads the header."""
+    folder = copied("gptq", tmp_path)
+    header = b"[" * 100_000
+    content = len(header).to_bytes(8, "little") + header
+    (folder / "model.safetensors").write_bytes(content)
+    assert "Error while deserializing header" in refusal(folder)
+
+
 def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "_is_complete", lambda extra: extra != "gguf")
     said = r"a GGUF file needs packages that are not installed: pip install .*whl\)\[gguf\]"

@@ -49,13 +49,14 @@ class GGUFHeader:
         }
 
     def field(self, name: str) -> Any:
-        """A value; None if there is none, or if it is an array."""
+        """Returns a value; None if there is none. Raises ValueError for an array."""
         field = self._reader.get_field(name)
-        is_array = field is not None and field.types[0] == GGUFValueType.ARRAY
-        return None if field is None or is_array else field.contents()
+        if field is not None and field.types[0] == GGUFValueType.ARRAY:
+            raise ValueError(f"its {name} is an array")
+        return None if field is None else field.contents()
 
     def own_field(self, name: str) -> Any:
-        """The same for a field of the architecture."""
+        """Returns the value of a field of the architecture, like `field`."""
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:

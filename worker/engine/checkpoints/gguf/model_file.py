@@ -50,7 +50,7 @@ class GGUFFile:
             )
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{source}: is of the architecture {self._architecture!r}, and GGUF files of"
+                f"{source}: is of the architecture {self._architecture[:100]!r}, and GGUF files of"
                 f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files, or"
                 " --engine llama.cpp"
             )
@@ -130,7 +130,8 @@ class GGUFFile:
             "attention.scale": size**-0.5,
         }
         for name, value in neutral.items():
-            if (found := self._header.own_field(name)) is not None and abs(found - value) > 1e-6:
+            found = self._header.own_field(name)
+            if found is not None and not abs(found - value) <= 1e-6:  # or it is NaN
                 raise UnsupportedModelError(
                     f"{self.source}: {name} is {found}, which is not read from GGUF files; use a"
                     " directory of safetensors files"
