@@ -59,17 +59,22 @@ _NAMES = {
 class Prepared:
     """A call that was read: the requests to enqueue, and what they take of the caller's rates.
 
-    `call` holds only what its answer needs. `taken` is how many requests were taken of the rate
-    before the body was read.
+    `call` holds only what its answer needs.
     """
 
     call: CompletionCall
     new: list[NewRequest]
     rates: list[Rate]
     completion_id: str
-    taken: int = 0
     asked: AskedResponse | None = None
     """Of a call of /v1/responses."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what it holds."""
+        size = sum(len(one.payload or b"") for one in self.new)
+        asked = self.asked
+        return size if asked is None else size + len(asked.call.echo) + len(asked.input_lines)
 
 
 def prepare(
@@ -185,9 +190,9 @@ async def enqueue(
 async def _take_rest(
     gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
 ) -> Mapping[str, str]:
-    """Take what the call needs beyond what was taken before. Raises ApiError 429."""
+    """Take what the call needs beyond `admit_call`. Raises ApiError 429."""
     rest = [
-        replace(rate, amount=rate.amount - prepared.taken) if rate.name == "requests" else rate
+        replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
         for rate in prepared.rates
     ]
     if all(rate.amount <= rate.limit for rate in prepared.rates):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,14 +15,16 @@ from promptq.producer.gateway.answering.reading.call_reader import (
     Endpoint,
     ThisCallReader,
 )
-from promptq.producer.gateway.answering.respond import check_stream, respond
+from promptq.producer.gateway.answering.respond import Prepared, check_stream, respond
 from promptq.producer.gateway.answering.respond_embeddings import respond_embeddings
+from promptq.producer.gateway.answering.response_records import ResponseRecords
 from promptq.producer.gateway.anthropic.field_names import NAMES as NAMES_OF_MESSAGES
 from promptq.producer.gateway.anthropic.request_body import CountOptions
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
+from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.embeddings import EmbeddingOptions
 from promptq.producer.gateway.openai.request_bodies import (
@@ -117,16 +120,40 @@ async def _create(
     call_reader: CallReader,
     endpoint: Endpoint,
 ) -> Response:
-    headers, embeds = request.headers, endpoint == "embeddings"
+    answer = respond_embeddings if endpoint == "embeddings" else respond
+    async with prepared_call(request, gateway, caller, call_reader, endpoint) as (prepared, hold):
+        return await answer(request, gateway, caller, prepared, hold)
+
+
+@asynccontextmanager
+async def prepared_call(
+    request: HttpRequest,
+    gateway: Gateway,
+    caller: Caller,
+    call_reader: CallReader,
+    endpoint: Endpoint,
+    records: ResponseRecords | None = None,
+) -> AsyncIterator[tuple[Prepared, Hold]]:
+    """The call and the hold on its body, which ends with the block.
+
+    `records` have the earlier turns of a conversation, where calls continue one.
+    """
+    headers = request.headers
     await admit_call(gateway, caller)
-    if (last_event_id := headers.get("last-event-id")) and not embeds:
+    if endpoint in ("chats", "completions") and (last_event_id := headers.get("last-event-id")):
         await check_stream(gateway, caller, last_event_id)
     with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
         body = [piece async for piece in body_pieces(request, most, hold)]
+        num_bytes = sum(map(len, body))
+
+        async def history_of(response_id: str) -> bytes:
+            assert records is not None  # only calls with records name earlier responses
+            return await records.history(
+                response_id, caller, lambda size: hold.grow_to(num_bytes + size)
+            )
+
         aliases = await gateway.queues.aliases()
-        prepared = await call_reader.prepare(endpoint, body, headers, caller, aliases)
-        hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
-        prepared = replace(prepared, taken=1)
-        answer = respond_embeddings if embeds else respond
-        return await answer(request, gateway, caller, prepared, hold)
+        prepared = await call_reader.prepare(endpoint, body, headers, caller, aliases, history_of)
+        hold.grow_to(prepared.num_bytes)
+        yield prepared, hold

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Literal
@@ -14,12 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from promptq.producer.gateway.answering.event_stream import EventStream, FramesInTurns
-from promptq.producer.gateway.answering.reading.call_reader import (
-    CallReader,
-    Endpoint,
-    ThisCallReader,
-)
-from promptq.producer.gateway.answering.respond import Prepared
+from promptq.producer.gateway.answering.reading.call_reader import Endpoint, ThisCallReader
 from promptq.producer.gateway.answering.respond_response import (
     JSON,
     AnsweredResponse,
@@ -27,17 +20,15 @@ from promptq.producer.gateway.answering.respond_response import (
 )
 from promptq.producer.gateway.answering.respond_tokens import told_tokens
 from promptq.producer.gateway.answering.response_records import ResponseRecords
-from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
-from promptq.producer.gateway.context.caller_rates import COUNTED_READ, admit_call
-from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
-from promptq.producer.gateway.http.bodies import body_pieces
-from promptq.producer.gateway.http.body_budget import Hold
+from promptq.producer.gateway.context.access import ThisCaller, needs
+from promptq.producer.gateway.context.caller_rates import COUNTED_READ
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.responses.input_items import id_of
 from promptq.producer.gateway.responses.request_body import InputOptions, ResponseOptions
 from promptq.producer.gateway.responses.response_call import is_response_id
 from promptq.producer.gateway.responses.response_writer import ResponseWriter, frames_of
-from promptq.producer.gateway.routes.completions import operation
+from promptq.producer.gateway.routes.completions import operation, prepared_call
 from promptq.shared.runtime.logs import bind
 
 router = APIRouter(
@@ -53,12 +44,6 @@ _MAX_NUMBER = 2**53
 def records_of(gateway: ThisGateway) -> ResponseRecords:
     """The stored responses of the gateway."""
     return ResponseRecords(gateway)
-
-
-def _num_kept(prepared: Prepared) -> int:
-    """Bytes that a call holds beside its payload."""
-    asked = prepared.asked
-    return len(asked.call.echo) + len(asked.input_lines) if asked is not None else 0
 
 
 TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
@@ -78,7 +63,8 @@ async def create_response(
     records: TheseRecords,
 ) -> Response:
     """Answer a conversation: whole, with `stream` as it is generated, or in the background."""
-    async with _prepared(request, gateway, caller, call_reader, records, "responses") as prepared:
+    endpoint: Endpoint = "responses"
+    async with prepared_call(request, gateway, caller, call_reader, endpoint, records) as prepared:
         return await respond_response(request, gateway, caller, *prepared)
 
 
@@ -96,7 +82,7 @@ async def count_input_tokens(
 ) -> dict[str, object]:
     """Count the tokens of a conversation. A worker does that, in the order of the queue."""
     endpoint: Endpoint = "input_counts"
-    async with _prepared(request, gateway, caller, call_reader, records, endpoint) as prepared:
+    async with prepared_call(request, gateway, caller, call_reader, endpoint, records) as prepared:
         result, _ = await told_tokens(request, gateway, caller, *prepared)
     return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
 
@@ -107,35 +93,6 @@ async def refuse_other_calls(name: str) -> None:
     if is_response_id(name):
         raise HTTPException(405, headers={"Allow": "GET, DELETE"})
     raise HTTPException(404)
-
-
-@asynccontextmanager
-async def _prepared(
-    request: HttpRequest,
-    gateway: Gateway,
-    caller: Caller,
-    call_reader: CallReader,
-    records: ResponseRecords,
-    endpoint: Endpoint,
-) -> AsyncIterator[tuple[Prepared, Hold]]:
-    """The call and the hold on its body, which ends with the block."""
-    await admit_call(gateway, caller)
-    with gateway.bodies.hold(caller.party) as hold:
-        most = gateway.settings.http_max_body_bytes
-        body = [piece async for piece in body_pieces(request, most, hold)]
-        num_bytes = sum(map(len, body))
-
-        async def history_of(response_id: str) -> bytes:
-            return await records.history(
-                response_id, caller, lambda size: hold.grow_to(num_bytes + size)
-            )
-
-        aliases = await gateway.queues.aliases()
-        prepared = await call_reader.prepare(
-            endpoint, body, request.headers, caller, aliases, history_of
-        )
-        hold.grow_to(sum(len(it.payload or b"") for it in prepared.new) + _num_kept(prepared))
-        yield replace(prepared, taken=1), hold
 
 
 @router.get(
