@@ -59,6 +59,14 @@ _UNFINISHED = {
     ),
 }
 """The error of a line that was not done: OpenAI's code, and a sentence."""
+_SPOILT = Result(
+    text="",
+    token_ids=[],
+    finish_reason=FinishReason.ERROR,
+    usage=Usage(),
+    error=ErrorInfo(type="spoilt_record", message="its record in the queue was spoilt"),
+)
+"""The result of a request whose record a stranger spoilt."""
 
 
 class _StoppedError(Exception):
@@ -384,15 +392,8 @@ def _stand(
         return state, Result.model_validate_json(reply[1] or b"") if is_over else None
 
     key = queue.keys.request(new.request_id)
-    failed = Result(
-        text="",
-        token_ids=[],
-        finish_reason=FinishReason.ERROR,
-        usage=Usage(),
-        error=ErrorInfo(type="spoilt_record", message="its record in the queue was spoilt"),
-    )
     reading = ["HMGET", key, "state", "result"]
-    return Call("", reading, parse, lambda: (RequestState.FAILED, failed))
+    return Call("", reading, parse, lambda: (RequestState.FAILED, _SPOILT))
 
 
 def _shorten(queue: AsyncRequestQueue, new: NewRequest) -> Call[int]:

@@ -258,7 +258,8 @@ class Deliveries:
         except (DeliveryError, ConfigurationError) as error:
             return _Outcome(kind="failed", reason=str(error), receiver=receiver)
         except redis.RedisError as error:
-            self._is_known &= not is_wrong_type(error)
+            if is_wrong_type(error):
+                self._is_known = False
             return _Outcome(kind="away", receiver=receiver)
         except Exception as error:  # no message may keep others from being called
             item = self._waiting.get(request_id)

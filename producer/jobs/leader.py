@@ -40,24 +40,25 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
         cron.every(upkeep.REAP_SECONDS, REAP, settings.queue)
         cron.every(upkeep.SWEEP_SECONDS, SWEEP, settings.queue)
         cron.every(upkeep.ROLL_UP_SECONDS, ROLL_UP, settings.queue)
-        steps = (
-            lambda: take_over(jobs, own, Keys(settings.queue)),
-            deliveries.go_on,
-            dispatcher.hand_out_batches,
-            cron.enqueue_jobs,
-        )
         queue, eviction_log = RequestQueue(own, settings.queue), EvictionLog()
 
         def look_for_eviction() -> None:
             if eviction_log.is_due:
                 eviction_log.note(queue.run(eviction_warning()))
 
+        steps = (
+            look_for_eviction,
+            lambda: take_over(jobs, own, Keys(settings.queue)),
+            deliveries.go_on,
+            dispatcher.hand_out_batches,
+            cron.enqueue_jobs,
+        )
         while not is_over():
             try:
                 leads, is_well = dispatcher.leads(), True
             except redis.RedisError as error:
                 leads, is_well = _is_away(error), False
-            is_well &= _do_each([look_for_eviction, *(steps if leads else [deliveries.pause])])
+            is_well &= _do_each(steps if leads else [deliveries.pause])
             deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
         with suppress(redis.RedisError):
             deliveries.close(_END_SECONDS)

@@ -17,7 +17,7 @@ from tests.fuzz.http_requests import all_routes
 from tests.fuzz.payloads import KINDS
 from tests.roles import as_role
 
-COUNT = 15_000
+COUNT = 6000
 HTTP_COUNT = 600
 
 

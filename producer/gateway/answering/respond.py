@@ -60,15 +60,13 @@ _NAMES = {
 class Prepared:
     """A call that was read: the requests to enqueue, and what they take of the caller's rates.
 
-    `call` holds only what its answer needs. `taken` is how many requests were taken of the rate
-    before the body was read.
+    `call` holds only what its answer needs.
     """
 
     call: CompletionCall
     new: list[NewRequest]
     rates: list[Rate]
     completion_id: str
-    taken: int = 0
     asked: AskedResponse | None = None
     """Of a call of /v1/responses."""
 
@@ -194,9 +192,9 @@ async def enqueue(
 async def _take_rest(
     gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
 ) -> Mapping[str, str]:
-    """Take what the call needs beyond what was taken before. Raises ApiError 429."""
+    """Take what the call needs beyond `admit_call`. Raises ApiError 429."""
     rest = [
-        replace(rate, amount=rate.amount - prepared.taken) if rate.name == "requests" else rate
+        replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
         for rate in prepared.rates
     ]
     if all(rate.amount <= rate.limit for rate in prepared.rates):

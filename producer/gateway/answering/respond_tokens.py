@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastapi import Request
 
 from promptq.producer.gateway.answering.disconnects import while_present
@@ -28,7 +26,7 @@ async def told_tokens(
     Releases the hold on the body once the call is in the queue. Raises ApiError, PromptqError. If
     the client leaves, the request is cancelled.
     """
-    served, completion, _ = await begin(gateway, caller, replace(prepared, taken=1))
+    served, completion, _ = await begin(gateway, caller, prepared)
     prepared.new.clear()
     if hold is not None:
         hold.release()

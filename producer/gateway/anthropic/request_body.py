@@ -107,11 +107,8 @@ def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
 
     Raises InvalidRequestError, ApiError.
     """
-    for name in NAMES:
-        if name in fields:
-            raise InvalidRequestError(
-                f"{name}: is not a field of this endpoint; use {NAMES[name]}", field=name
-            )
+    for name, other in NAMES.items():
+        refuse(name, fields, other)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
             400,

@@ -393,10 +393,11 @@ def _min_tokens(fields: Mapping[str, Any]) -> int:
     return given if isinstance(given, int) else 0
 
 
-def refuse(name: str, fields: Mapping[str, Any]) -> None:
+def refuse(name: str, fields: Mapping[str, Any], instead: str = "") -> None:
     """Raises InvalidRequestError for a field of a payload that an endpoint does not have."""
     if name in fields:
-        raise InvalidRequestError(f"{name}: is not a field of this endpoint", field=name)
+        advice = f"; use {instead}" if instead else ""
+        raise InvalidRequestError(f"{name}: is not a field of this endpoint{advice}", field=name)
 
 
 def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:

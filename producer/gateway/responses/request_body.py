@@ -173,10 +173,7 @@ def _set_chat(
 ) -> list[dict[str, Any]]:
     """Set the fields of a payload that make up the chat. Returns the call's own items."""
     for name, other in NAMES.items():
-        if name in fields:
-            raise InvalidRequestError(
-                f"{name}: is not a field of this endpoint; use {other}", field=name
-            )
+        refuse(name, fields, other)
     for name in ("embed", "prompt_logprobs", "tokenize"):
         refuse(name, fields)
     own = read_items(options.input, response_id.removeprefix("resp_"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -161,4 +160,4 @@ async def read_call(
             endpoint, body, request.headers, caller, aliases, history_of
         )
         hold.grow_to(prepared.num_bytes)
-        yield replace(prepared, taken=1), hold
+        yield prepared, hold

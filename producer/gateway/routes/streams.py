@@ -126,7 +126,7 @@ async def fork_stream(
             aliases,
         )
         new = [replace(it, forked_from=call.point) for it in prepared.new]
-        prepared = replace(prepared, new=new, taken=1)
+        prepared = replace(prepared, new=new)
         response = await respond(request, gateway, caller, prepared, hold)
     response.headers["X-Forked-From"] = str(call.point)
     return response

@@ -248,7 +248,8 @@ def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
     queue: RequestQueue, network: Network, tmp_path: Path, fault: str | None
 ) -> None:
     """It waits for no preparation that hangs."""
-    options = ["--redis-retry-seconds", "1"]
+    # It tries for the time of a lease to give its requests back.
+    options = ["--redis-retry-seconds", "1", "--lease-ms", "2000"]
     environment = {"FAULT": fault, "FAULT_FOR": "3600"} if fault else {}
     with started(tmp_path, network.url, *options, module=FAULTY, **environment) as worker:
         request_id = put(queue, seed=1, max_tokens=100_000 // 16)

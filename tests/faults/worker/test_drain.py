@@ -69,7 +69,7 @@ class Load:
 async def test_a_rolling_restart_costs_no_request_and_changes_no_token(
     redis_url: str, tmp_path: Path
 ) -> None:
-    workers = [await start(tmp_path, redis_url) for _ in range(2)]
+    workers = [await start(tmp_path, redis_url)]
     try:
         async with AsyncClient(redis_url) as client:
             undisturbed = [
@@ -78,15 +78,14 @@ async def test_a_rolling_restart_costs_no_request_and_changes_no_token(
             ]
             load = Load(client)
             running = asyncio.create_task(load.run())
-            for place in range(2):
+            for _ in range(2):
                 # The new one is there before the old one goes, as deployments do it.
-                successor = await start(tmp_path, redis_url)
+                workers.append(await start(tmp_path, redis_url))
                 before = len(load.ended)
                 while len(load.ended) < before + NUM_STREAMS:
                     await asyncio.sleep(0.05)
-                workers[place].terminate()
-                assert await asyncio.to_thread(workers[place].wait) == 0
-                workers[place] = successor
+                workers[-2].terminate()
+                assert await asyncio.to_thread(workers[-2].wait) == 0
             load.stop()
             await running
     finally:

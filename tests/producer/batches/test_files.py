@@ -10,14 +10,16 @@ import pytest
 
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
-from tests.producer.batches.batches import (
-    line,
-    upload,
-)
+from promptq.producer.gateway.http import connection_limits
+from tests.producer.batches.batches import line, upload
 
 
-async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
+async def test_files(
+    client: openai.AsyncOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Uploaded, listed page by page, read and deleted; and what is refused."""
+    # The refused upload is dropped as fast as it comes, and not in 25 s.
+    monkeypatch.setattr(connection_limits, "_DROPPED_BYTES_A_SECOND", 1 << 40)
     ids = [await upload(client, [line(n)]) for n in range(3)]
     other = await client.files.create(file=("a.bin", b"\0\xff"), purpose="user_data")
     assert (other.filename, other.bytes, other.purpose) == ("a.bin", 2, "user_data")

@@ -110,7 +110,7 @@ def test_an_idle_worker_waits_for_jobs_without_a_pause(
     monkeypatch.setattr(Worker, "work", wait_once)
     with open_jobs_redis(JobsSettings(redis_url=url)) as connection:
         connection.ping()
-        run_worker(batch_queue("default", connection))
+        run_worker(batch_queue("default", connection), JobsSettings(redis_url=url))
     assert waits == [None]
 
 
