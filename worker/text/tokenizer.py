@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
 from promptq.worker.engine.checkpoints.location import library_arguments
-from promptq.worker.engine.checkpoints.safe_files import check_files
+from promptq.worker.engine.checkpoints.safe_files import check_files, check_tokenizer_config
 from promptq.worker.text.content_form import Message, Tools, in_form, reads_parts
 from promptq.worker.text.detokenizer import Decode
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
@@ -127,6 +127,7 @@ class HuggingFaceTokenizer:
     ) -> HuggingFaceTokenizer:
         """Raises ModelNotFoundError when there is no tokenizer."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
         from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS
 
@@ -152,6 +153,7 @@ class HuggingFaceTokenizer:
                     default = loaded.chat_template
                     loaded.chat_template = {**({"default": default} if default else {}), **named}
             else:
+                check_tokenizer_config(place, get_tokenizer_config(place))
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
         except (*LOADING_ERRORS, struct.error) as error:
