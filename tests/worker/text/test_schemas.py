@@ -115,6 +115,12 @@ def test_no_keyword_that_constrains_is_taken_for_a_note() -> None:
         assert name in plain({**beside, name: {"items": False}}), name
 
 
+@pytest.mark.parametrize("schema", [{}, {"title": "Any"}, {"$id": "x.json"}, {"$anchor": 5}])
+def test_a_schema_that_asks_for_nothing_takes_everything(schema: Any, compiled: Grammars) -> None:
+    assert plain(schema) == {}
+    compiled.start(JsonOutput(schema, True), frozenset({END}))
+
+
 def test_what_a_reference_points_into_stays() -> None:
     schema = {"not": {"not": {"not": False}}, "properties": {"a": {"$ref": "#/not/not"}}}
     jsonschema.Draft202012Validator(plain(schema)).validate({"a": 1})
@@ -507,5 +513,7 @@ def test_a_schema_that_is_costly_to_simplify_takes_no_time_for_it() -> None:
     kinds = {"oneOf": [{"$ref": f"#/$defs/{n}"} for n in range(count)], "$defs": {}}
     kinds["$defs"] = {str(n): {"const": n} for n in range(count)}
     assert "oneOf" in plain(kinds)
+    for pattern in (f"^(?!{'a' * 10**6})b", f"^{'(?!a|b)' * 10**5}", "^(?" + "[" * 10**6):
+        assert plain({"pattern": pattern}) == {"pattern": pattern}
     idle = {"prefixItems": [{"not": False, "items": {"$ref": f"#/a/{n}"}} for n in range(count)]}
     assert all("not" not in it for it in plain(idle)["prefixItems"])

@@ -8,6 +8,7 @@ from itertools import groupby
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _CHARACTER = re.compile(r"\\[dwsDWSnrt]|\\[^\w\s]|\[(?!\^?\]).*\]|[^\\\[\](){}.*+?^$|]", re.DOTALL)
 """A token that stands for one character."""
+_LONGEST = 1000
 _DEPTHS = {"(": 1, ")": -1}
 _ANY = r"[\s\S]*"
 
@@ -17,9 +18,9 @@ def without_lookaheads(pattern: str) -> list[str] | None:
 
     None if that is not possible, or if there are no look-aheads at the beginning.
     """
-    tokens = _TOKEN.findall(pattern)
-    if tokens[:1] != ["^"]:
+    if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
+    tokens = _TOKEN.findall(pattern)
     del tokens[0]
     found: list[str | None] = []
     while tokens[:3] in (["(", "?", "="], ["(", "?", "!"]):

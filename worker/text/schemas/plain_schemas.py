@@ -78,7 +78,8 @@ class _Plain:
         }
 
     def of_root(self) -> Any:
-        return self._of(self._root) or {"enum": []}
+        found = self._of(self._root)
+        return {"enum": []} if found is False else found
 
     def _of(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
