@@ -308,6 +308,10 @@ class OutputPrefix(BaseModel):
         return self
 
 
+_MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
+"""Names that an error tells from the kinds of values that a place takes."""
+
+
 class Request(SamplingParams):
     """A request's payload.
 
@@ -352,23 +356,6 @@ class Request(SamplingParams):
                 " that renders it, and a request may not set it"
             )
         return given
-
-    @field_validator("embed", mode="before")
-    @classmethod
-    def _check_embed(cls, given: Any) -> Any:
-        """Check before pydantic does, so that the error names the member that is wrong."""
-        if not isinstance(given, dict):
-            return given
-        for name in given:
-            if name not in Embed.model_fields:
-                raise ValueError(
-                    f"{name[:_LONGEST_NAME]!r} is not one of {', '.join(Embed.model_fields)}"
-                )
-        try:
-            return Embed.model_validate(given)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ValueError(f"{first['loc'][0]}: {first['msg']}") from None
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -483,7 +470,9 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
         return _unknown_field(name, within=".".join(outer))
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
         message = f"must be {_PATTERNS_IN_WORDS[pattern]}"
-    return InvalidRequestError(f"{field}: {message}, got {_shown(first.get('input'))}", field=field)
+    members = [str(part) for part in first["loc"][1:] if part in _MEMBERS]
+    place = ": ".join((field, *members))
+    return InvalidRequestError(f"{place}: {message}, got {_shown(first.get('input'))}", field=field)
 
 
 def field_of(message: str) -> str:

@@ -16,6 +16,8 @@ _SILENT = 0
 _MAX_REASON = 300
 _LISTING = re.compile(r"\n +\d+ \| ")
 """The first line of a grammar that a message shows."""
+_PATTERN = re.compile(r"(?<=regex parse error: ).* error: ")
+"""The pattern that a message shows, which may be long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +46,5 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
 def reason_of(matcher: LLMatcher) -> str:
     """The library's message on one line, without the grammar and the dump of its state."""
     message = _LISTING.split(matcher.get_error().split("<state>")[0])[0]
-    message = " ".join(message.split())
+    message = _PATTERN.sub("", " ".join(message.split()))
     return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."

@@ -409,8 +409,12 @@ def _reworded(reason: str) -> str:
         return f"the format {shown(found[1])} {_NOT_ENFORCED}"
     if reason.startswith("oneOf constraints are not supported"):
         return "one value may match two of these schemas; use anyOf, or let them exclude each other"
+    if reason.startswith("regex parse error") and "look-around" in reason:
+        return "a pattern that looks ahead or behind cannot be enforced; write it without (?...)"
     if reason.startswith(("NoExtension", "no text matches")):
         return "no value matches it"
+    if reason.startswith("Unsatisfiable schema: "):
+        return reason.replace("Unsatisfiable schema", "no value matches it", 1)
     if reason.startswith(("lexer error: too many", "Parser Error: ")):
         return "it is too complex"
     if reason.startswith("Resource "):

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
 from promptq.worker.engine.checkpoints.location import library_arguments
-from promptq.worker.engine.checkpoints.safe_files import check_files
+from promptq.worker.engine.checkpoints.safe_files import check_files, check_tokenizer_config
+from promptq.worker.text.content_form import Message, Tools, in_form, reads_parts
 from promptq.worker.text.detokenizer import Decode
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
@@ -114,6 +115,7 @@ class HuggingFaceTokenizer:
         self.decode = _decoder(tokenizer)
         self._decoders: dict[frozenset[str], Decode] = {frozenset(): self.decode}
         self._token_texts: dict[int, str] = {}
+        self._reads_parts: dict[tuple[str, bool], dict[str, bool]] = {}
 
     @classmethod
     def load(
@@ -125,6 +127,7 @@ class HuggingFaceTokenizer:
     ) -> HuggingFaceTokenizer:
         """Raises ModelNotFoundError when there is no tokenizer."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
         from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS
 
@@ -150,6 +153,7 @@ class HuggingFaceTokenizer:
                     default = loaded.chat_template
                     loaded.chat_template = {**({"default": default} if default else {}), **named}
             else:
+                check_tokenizer_config(place, get_tokenizer_config(place))
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
         except (*LOADING_ERRORS, struct.error) as error:
@@ -211,14 +215,12 @@ class HuggingFaceTokenizer:
                 template_size_limit.size_limit(),
                 cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
             ):
-                text: str = self._tokenizer.apply_chat_template(
-                    request.messages,
-                    tools=tools,
-                    chat_template=template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **given,
-                )
+                write = partial(self._written, template)
+                key = template, tools is not None
+                if key not in self._reads_parts:
+                    self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
+                messages = in_form(request.messages or (), self._reads_parts[key])
+                text = write(messages, tools, **given)
         except CpuTimeLimitError as error:
             raise InvalidRequestError(
                 "messages: take too long to render: the model's chat template had not written them"
@@ -230,6 +232,19 @@ class HuggingFaceTokenizer:
                 f"messages: the model's chat template refuses them: {str(error)[:_MOST_REASON]}",
                 field="messages",
             ) from error
+        return text
+
+    def _written(
+        self, template: str, messages: list[Message], tools: Tools | None, /, **given: Any
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **given,
+        )
         return text
 
     @cached_property

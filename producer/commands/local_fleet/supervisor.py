@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.1
 
 
 class WorkersFailedError(PromptqError):
-    """Processes end as soon as they are started. The message shows their output."""
+    """Processes end as soon as they are started. Their output was shown before."""
 
 
 @dataclass
@@ -59,12 +59,21 @@ class Supervisor:
             self.add(name, command)
 
     def run(
-        self, is_over: Callable[[], bool], at_each_look: Sequence[Callable[[], None]] = ()
+        self,
+        is_over: Callable[[], bool],
+        at_each_look: Sequence[Callable[[], None]] = (),
+        once_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Keep them running until `is_over`. Raises WorkersFailedError if restarts do not help."""
+        """Keep them running until `is_over`. Raises WorkersFailedError if restarts do not help.
+
+        `once_ready` is called when all of them are ready for the first time.
+        """
         while not is_over():
             for place in [*self._places]:
                 self._look_after(place)
+            if once_ready and all(place.process.is_ready for place in self._places):
+                once_ready()
+                once_ready = None
             for action in at_each_look:
                 action()
             time.sleep(_LOOK_SECONDS)
@@ -138,8 +147,7 @@ class Supervisor:
         if is_hopeless:
             times = "" if place.failures == 1 else f" {place.failures} times in a row"
             raise WorkersFailedError(
-                f"{place.name} ended{times} with exit code {exit_code}; it said:\n"
-                f"{place.process.output}"
+                f"{place.name} ended{times} with exit code {exit_code}; its last lines are above"
             )
         seconds = _FIRST_BACKOFF_SECONDS * 2 ** (place.failures - 1)
         place.restart_at = time.monotonic() + seconds

@@ -84,7 +84,7 @@ def run_up(options: UpOptions, console: Console) -> None:
     signals = StopSignals()
     try:
         with _server(options) as url:
-            _welcome(options, url, console)
+            _print(_parts(options, url), console)
             show = partial(console.out, highlight=False)
             supervisor = Supervisor(_commands(options), _environment(url), show)
             with ExitStack() as stack:
@@ -93,7 +93,8 @@ def run_up(options: UpOptions, console: Console) -> None:
                     stack.enter_context(closing(it))
                     for it in _autoscalers(options, supervisor, url, show)
                 ]
-                supervisor.run(signals.asked_to_drain, [it.adjust for it in scalers])
+                welcome = partial(_print, _welcome(options, url), console)
+                supervisor.run(signals.asked_to_drain, [it.adjust for it in scalers], welcome)
                 console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
     finally:
         signals.restore()
@@ -219,7 +220,13 @@ def _environment(url: str) -> dict[str, str]:
     return env
 
 
-def _welcome(options: UpOptions, url: str, console: Console) -> None:
+def _print(lines: Sequence[str], console: Console) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _parts(options: UpOptions, url: str) -> list[str]:
+    """Lines about the server, which runs, and about what starts."""
     own = options.redis_url is None
     kept = f"kept in {escape(str(options.data_dir))}" if options.data_dir else "nothing is kept"
     if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
@@ -228,22 +235,27 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
     least, most = options.workers.least, options.workers.most
     count = str(most) if options.workers.is_fixed else f"{least} to {most}"
     workers = "1 worker" if most == 1 else f"{count} workers"
-    queue = next(iter(options.models))
     lines = [
-        "[bold]promptq is up[/]",
+        "[bold]promptq is starting[/]",
         f"  server   {without_password(url)}  [dim]({kind})[/]",
-        *(f"  queue    {line}, {workers} starting" for line in _queues(options)),
+        *(f"  queue    {line}, {workers}" for line in _queues(options)),
     ]
     if options.http_port is None:
         lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
     else:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
         lines.append(f"  HTTP     {where} is the dashboard; /v1 is the API of OpenAI")
+    return [*lines, ""]
+
+
+def _welcome(options: UpOptions, url: str) -> list[str]:
+    """Lines about what to do, once all processes are ready."""
+    own, queue = options.redis_url is None, next(iter(options.models))
     where = "" if own else f" --redis {without_password(url)}"
     where += escape(queue_option(queue))
-    lines += [
+    lines = [
         "",
-        "In another terminal:",
+        "[bold]promptq is up[/]; in another terminal:",
         f'  [bold]promptq submit{where} "Once upon a time"[/]',
         f"  [bold]promptq stats{where}[/]",
     ]
@@ -259,9 +271,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         ]
         if found := beside(url):
             lines += ["", *(f"[yellow]{escape(line)}[/]" for line in found)]
-    lines += ["", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    return [*lines, "", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
 
 
 def _queues(options: UpOptions) -> list[str]:

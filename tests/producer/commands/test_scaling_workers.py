@@ -63,7 +63,8 @@ def test_supervise_needs_a_command_that_starts_a_worker(run: Run) -> None:
     assert "-- promptq worker" in run("supervise").stderr
     failed = run("supervise", "--workers", "1", "--", "sh", "-c", "echo no model; exit 3")
     assert failed.returncode == 1
-    assert "worker 1 ended with exit code 3; it said:\nno model" in failed.stderr
+    assert failed.stderr == "promptq: worker 1 ended with exit code 3; its last lines are above\n"
+    assert failed.stdout.count("no model") == 1
 
 
 def test_a_backlog_adds_a_worker_and_the_one_with_less_to_do_leaves(

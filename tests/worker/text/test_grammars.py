@@ -219,10 +219,10 @@ def test_one_schema_is_compiled_once_and_its_states_are_apart(
         ({"type": "strnig"}, "Invalid type: strnig"),
         ({"$ref": "https://example.com/schema.json"}, "refers to another document"),
         ({"$ref": "#/$defs/missing"}, "missing"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "(?=a)b"}, "a pattern that looks ahead"),
         ({"type": "string", "pattern": "("}, "regex parse error"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "Unsatisfiable schema"),
-        ({"enum": []}, "Unsatisfiable schema"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "no value matches it"),
+        ({"enum": []}, "no value matches it"),
         ({"type": "number", "minimum": float("inf")}, ""),
     ],
 )

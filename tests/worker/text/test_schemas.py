@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from enum import Enum
+from itertools import product
 from typing import Annotated, Any, Literal
 
 import jsonschema
@@ -14,6 +16,7 @@ import pytest
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import JsonOutput, wanted_output
 from promptq.worker.text.schemas.closed_schemas import closed
+from promptq.worker.text.schemas.lookaheads import without_lookaheads
 from promptq.worker.text.schemas.plain_schemas import plain
 from promptq.worker.text.structured_output import Grammars
 from tests.worker.text.structured import json_schema
@@ -110,6 +113,12 @@ def test_no_keyword_that_constrains_is_taken_for_a_note() -> None:
     for name in {name for it in validators for name in it.VALIDATORS} - {"$ref", "dependencies"}:
         beside = {"contains": {"const": 1}, "if": {"const": 1}, "then": False, "else": False}
         assert name in plain({**beside, name: {"items": False}}), name
+
+
+@pytest.mark.parametrize("schema", [{}, {"title": "Any"}, {"$id": "x.json"}, {"$anchor": 5}])
+def test_a_schema_that_asks_for_nothing_takes_everything(schema: Any, compiled: Grammars) -> None:
+    assert plain(schema) == {}
+    compiled.start(JsonOutput(schema, True), frozenset({END}))
 
 
 def test_what_a_reference_points_into_stays() -> None:
@@ -274,6 +283,7 @@ def test_schemas_of_zod(compiled: Grammars) -> None:
             "record": record,
             "names": {**record, "propertyNames": names, "required": ["x", "y"]},
             "id": {"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"},
+            "none": {"not": {}},
             "of": {
                 "oneOf": [
                     {
@@ -299,6 +309,154 @@ def test_schemas_of_zod(compiled: Grammars) -> None:
         )
 
 
+A: dict[str, Any]
+A, B = ({"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab")
+CLOSED = {"additionalProperties": False}
+HERE = "https://example.com/s/of.json"
+
+
+@pytest.mark.parametrize(
+    ("names", "references"),
+    [
+        ({"$anchor": "A"}, ["#A", "#/$defs/B%20%25"]),
+        ({"$dynamicAnchor": "A"}, ["#A", "#B"]),
+        ({"$dynamicAnchor": "A"}, ["dynamic #A", f"dynamic {HERE}#B"]),
+        ({"$id": "#A"}, ["#A", "of.json#B"]),
+        ({"$id": "A.json"}, ["A.json", "https://example.com/s/B.json"]),
+        ({"$id": "/A/"}, ["../A/#", "/B/"]),
+        ({"$id": "urn:x:A"}, ["urn:x:A", "urn:x:B#"]),
+        ({"$id": "A.json", "$anchor": "k"}, ["A.json#k", "B.json#k"]),
+    ],
+    ids=str,
+)
+def test_references_by_name_are_followed(
+    names: dict[str, str], references: list[str], compiled: Grammars
+) -> None:
+    other = {key: name.replace("A", "B") for key, name in names.items()}
+    definitions = {"A": {**A, **names, **CLOSED}, "B %": {**B, **other, **CLOSED}}
+    listed = [
+        {"$dynamicRef": it.split()[1]} if it.startswith("dynamic") else {"$ref": it}
+        for it in references
+    ]
+    schema = {"$id": HERE, "oneOf": listed, "$defs": definitions}
+    ours = closed(plain(schema))
+    found = set()
+    for seed in range(8):
+        text = compiled._tokenizer.decode(
+            walk(compiled.start(JsonOutput(schema, True), frozenset({END})), seed)
+        )
+        jsonschema.Draft202012Validator(ours).validate(json.loads(text))
+        found.add(json.loads(text)["k"])
+    assert found == {"a", "b"}
+    added = {"allOf": [listed[0], {"properties": {"b": TEXT}}], "$defs": {"A": {**A, **names}}}
+    assert "additionalProperties" not in closed(plain({"$id": HERE, **added}))["$defs"]["A"]
+
+
+@pytest.mark.parametrize("reference", ["$ref", "$dynamicRef", "$recursiveRef"])
+def test_a_schema_may_refer_to_itself_by_name(reference: str, compiled: Grammars) -> None:
+    of = {"type": "array", "maxItems": 1, "items": {reference: "#" if "rec" in reference else "#n"}}
+    name = {"$recursiveAnchor": True} if "rec" in reference else {"$dynamicAnchor": "n"}
+    schema = {**name, "type": "object", "properties": {"of": of}, "required": ["of"]}
+    compiled.start(JsonOutput(schema, True), frozenset({END}))
+    several = {**schema, "$defs": {"x": {"$id": "x.json", **name}}}
+    if reference != "$ref":
+        refused = refusal(compiled, response_format=json_schema(several))
+        assert refused.endswith(
+            'cannot be enforced; leave it out, or send "strict": false, which ignores it'
+        )
+
+
+def test_pointers_count_from_the_schema_that_has_an_address() -> None:
+    inner = {"$id": "x.json", "$ref": "#/$defs/n", "$defs": {"n": {"const": 5}}}
+    schema = {"properties": {"a": inner, "b": {"const": {"$id": "x.json", "$ref": "#"}}}}
+    ours = plain({**schema, "$defs": {"n": {"const": 6}}})
+    jsonschema.Draft202012Validator(ours).validate({"a": 5, "b": {"$id": "x.json", "$ref": "#"}})
+
+
+@pytest.mark.parametrize("never", [{"not": {}}, {"not": True, "title": "-"}, {"$ref": "#/$defs/n"}])
+def test_what_may_never_appear(never: Any, compiled: Grammars) -> None:
+    one = {"const": 1}
+    schema = {
+        "type": "object",
+        "properties": {
+            "never": never,
+            "one": {"oneOf": [{"type": "string", "not": {}}, one]},
+            "list": {"type": "array", "items": never},
+        },
+        "required": ["one", "list"],
+        "additionalProperties": never,
+        "$defs": {"n": {"not": {}}},
+    }
+    for seed in range(4):
+        found = walk(compiled.start(JsonOutput(schema, True), frozenset({END})), seed)
+        assert json.loads(compiled._tokenizer.decode(found)) == {"one": 1, "list": []}
+    required = {**schema, "required": ["never"]}
+    assert "no value matches it: required property 'never'" in refusal(
+        compiled, response_format=json_schema(required)
+    )
+    assert "no value matches it" in refusal(compiled, response_format=json_schema({"not": {}}))
+
+
+EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
+    r"[A-Za-z]{2,}$"
+)
+HOSTNAME = (
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fine", "wrong"),
+    [
+        (EMAIL, ["a@b.co", "a.b+c@d-e.f.org"], [".a@b.co", "a..b@c.de", "a@b"]),
+        (HOSTNAME, ["a.b", "localhost."], ["", ".", "a" * 64]),
+        (r"^(?=.*[A-Z])(?!admin|root$)\w{4,9}$", ["Adam", "roots1A"], ["adam", "adminA", "root"]),
+    ],
+    ids=["email", "hostname", "name"],
+)
+def test_lookaheads_at_the_beginning_are_enforced(
+    pattern: str, fine: list[str], wrong: list[str], compiled: Grammars
+) -> None:
+    """The first two are those of zod 4."""
+    schema = {"type": "object", "properties": {"x": {"pattern": pattern}}, "required": ["x"]}
+    start = compiled.start(JsonOutput(schema, True), frozenset({END}))
+
+    def is_taken(text: str) -> bool:
+        grammar = start.matcher.deep_copy()
+        tokens = compiled._tokenizer.encode_text(json.dumps({"x": text}, separators=(",", ":")))
+        return all(map(grammar.consume_token, tokens)) and grammar.is_accepting()
+
+    assert [text for text in (*fine, *wrong) if is_taken(text)] == fine
+    assert [text for text in (*fine, *wrong) if re.search(pattern, text)] == fine
+
+
+def test_patterns_without_lookaheads_match_the_same_texts() -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    texts = ["".join(letters) for n in range(6) for letters in product("ab.", repeat=n)]
+    num_written = 0
+    for _ in range(200):
+        characters = ["a", "b", r"\.", "[ab]", "[^a]", r"\w"]
+        ahead = ""
+        for _ in range(rng.randint(1, 2)):
+            words = ["".join(rng.choices(characters, k=rng.randint(1, 3))) for _ in range(2)]
+            words = [
+                rng.choice(["", "", ".*"]) + word + rng.choice(["", "", "$"]) for word in words
+            ]
+            ahead += f"(?{rng.choice('=!')}{'|'.join(words[: rng.randint(1, 2)])})"
+        pattern = f"^{ahead}{rng.choice(['', '[ab]*$', '(a|b.)', 'a+|b'])}"
+        written = without_lookaheads(pattern)
+        if written is not None:
+            num_written += 1
+            expected = [text for text in texts if re.search(pattern, text)]
+            found = [text for text in texts if all(re.search(it, text) for it in written)]
+            assert found == expected, (pattern, written)
+    assert num_written > 50
+
+
 def _tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -311,7 +469,9 @@ def _tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         ({"type": "strnig"}, ".type", "Invalid type: strnig"),
         ({"$ref": "https://example.com/s.json"}, ".$ref", "this refers to another document"),
         ({"$ref": "#/$defs/missing"}, ".$ref", "Pointer '/$defs/missing' does not exist"),
-        ({"type": "string", "pattern": "(?=a)b"}, ".pattern", "regex parse error"),
+        ({"type": "string", "pattern": "(?=a)b"}, ".pattern", "a pattern that looks ahead"),
+        ({"type": "string", "pattern": "^(?=a)b|c" + "d" * 400}, ".pattern", "a pattern that"),
+        ({"type": "string", "pattern": "(" + "d" * 400}, ".pattern", "regex parse error: unclosed"),
         ({"type": "string", "format": "regex"}, ".format", "the format 'regex' cannot be enforced"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, ".dependentRequired", "dependent"),
     ],
@@ -353,5 +513,7 @@ def test_a_schema_that_is_costly_to_simplify_takes_no_time_for_it() -> None:
     kinds = {"oneOf": [{"$ref": f"#/$defs/{n}"} for n in range(count)], "$defs": {}}
     kinds["$defs"] = {str(n): {"const": n} for n in range(count)}
     assert "oneOf" in plain(kinds)
+    for pattern in (f"^(?!{'a' * 10**6})b", f"^{'(?!a|b)' * 10**5}", "^(?" + "[" * 10**6):
+        assert plain({"pattern": pattern}) == {"pattern": pattern}
     idle = {"prefixItems": [{"not": False, "items": {"$ref": f"#/a/{n}"}} for n in range(count)]}
     assert all("not" not in it for it in plain(idle)["prefixItems"])

@@ -22,6 +22,8 @@ _FOLDERS = ("", "additional_chat_templates", "1_Pooling")
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
 """The most layers, experts of a layer, or labels, for each of which the library makes an object."""
+_CONTENTS = ("vocab", "merges")
+"""Settings of tokenizers that may be the content of a file, or its name."""
 _LONGEST_NAME = 200
 _INDEX = "model.safetensors.index.json"
 
@@ -32,17 +34,13 @@ def check_files(folder: Path) -> None:
     Files of the hub's cache are links to `blobs`, which is beside their `snapshots`.
     Raises UnsupportedModelError.
     """
-    home = folder.resolve()
-    homes = [home, Path(HF_HUB_CACHE).resolve()]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
     for name in _FOLDERS:
         place = folder / name
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             if file.suffix not in _READ:
                 continue
             target = Path(os.path.realpath(file))  # `resolve` fails at a link to itself
-            if not any(target.is_relative_to(root) for root in homes):
+            if not _is_inside(target, folder):
                 raise UnsupportedModelError(
                     f"{folder}: {file.relative_to(folder)} leads out of the folder; put the file"
                     " itself there"
@@ -51,6 +49,30 @@ def check_files(folder: Path) -> None:
                 raise UnsupportedModelError(
                     f"{folder}: {file.relative_to(folder)} is not a regular file"
                 )
+
+
+def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
+    """Refuse a `tokenizer_config.json` that names a file which is not the model's.
+
+    The library would read some of these files, and make tokens of what they hold.
+    """
+    for name, value in config.items():
+        if not isinstance(value, str) or not (name in _CONTENTS or name.endswith("_file")):
+            continue
+        if os.path.exists(value) and not _is_inside(Path(os.path.realpath(value)), Path(source)):
+            raise UnsupportedModelError(
+                f"{source}: tokenizer_config.json has {name} {value[:100]!r}, a file that is not"
+                " the model's"
+            )
+
+
+def _is_inside(target: Path, folder: Path) -> bool:
+    """Whether a file is the folder's, or the hub's cache has it."""
+    home = folder.resolve()
+    homes = [home, Path(HF_HUB_CACHE).resolve()]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    return any(target.is_relative_to(root) for root in homes)
 
 
 def check_config(source: str, config: Any) -> None:

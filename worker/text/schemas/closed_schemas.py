@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,13 +17,10 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema, in which objects have only the properties that it names, at all depths.
 
-    An object with `additionalProperties` stays as it is. So does one that other schemas add to,
-    such as a branch of `allOf`, because it would refuse what they name.
+    References must be pointers. An object with `additionalProperties` stays as it is. So does one
+    that other schemas add to, such as a branch of `allOf`, because it would refuse what they name.
     """
-    parts = _parts(schema)
-    if not all(f"{reference}/".startswith("#/") for reference in parts):
-        return schema  # by a name, and finding it would need all of JSON schema
-    found: dict[str, Any] = _closed(schema, "#", parts)
+    found: dict[str, Any] = _closed(schema, "#", _parts(schema))
     return found
 
 
@@ -64,16 +61,7 @@ def _described_with(schema: dict[str, Any], path: str) -> list[str]:
 def _closed(schema: Any, path: str, parts: set[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    result = dict(schema)
-    for keys, child, _ in children(schema):
-        value = _closed(child, below(path, keys), parts)
-        first, *rest = keys
-        if not rest:
-            result[first] = value
-            continue
-        if result[first] is schema[first]:
-            result[first] = schema[first].copy()
-        result[first][rest[0]] = value
+    result = rebuilt(schema, lambda child, keys: _closed(child, below(path, keys), parts))
     if _names_all(schema) and path not in parts and not _COMBINING & schema.keys():
         result.setdefault("additionalProperties", False)
     return result
@@ -106,6 +94,23 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, boo
         if isinstance(named := schema.get(name), dict):
             for key, child in named.items():
                 yield (name, key), child, name == "dependentSchemas"
+
+
+def rebuilt(
+    schema: dict[str, Any], change: Callable[[Any, tuple[Any, ...]], Any]
+) -> dict[str, Any]:
+    """Returns a copy in which each schema inside is what `change` makes of it and its keys."""
+    result = dict(schema)
+    for keys, child, _ in children(schema):
+        value = change(child, keys)
+        first, *rest = keys
+        if not rest:
+            result[first] = value
+            continue
+        if result[first] is schema[first]:
+            result[first] = schema[first].copy()
+        result[first][rest[0]] = value
+    return result
 
 
 def _combines(schema: dict[str, Any]) -> bool:

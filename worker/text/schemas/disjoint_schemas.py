@@ -30,7 +30,7 @@ class Disjointness:
         self._steps_left -= 1
         if self._steps_left < 0 or depth > _MAX_DEPTH:
             return False
-        if one is False or other is False:
+        if _is_never(one) or _is_never(other):
             return True
         if not (isinstance(one, dict) and isinstance(other, dict)):
             return False
@@ -78,6 +78,10 @@ class Disjointness:
             return None
         self._steps_left -= len(listed)
         return {_as_text(value) for value in listed}
+
+
+def _is_never(schema: Any) -> bool:
+    return schema is False or (isinstance(schema, dict) and schema.get("not") in (True, {}))
 
 
 def _list(schema: dict[str, Any], name: str) -> list[Any]:

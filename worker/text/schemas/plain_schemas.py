@@ -8,9 +8,16 @@ from functools import partial
 from math import inf, nan
 from typing import Any
 
-from promptq.worker.text.schemas.closed_schemas import children
+from promptq.worker.text.schemas.closed_schemas import rebuilt
 from promptq.worker.text.schemas.disjoint_schemas import Disjointness
-from promptq.worker.text.schemas.references import all_objects, all_references, steps_of, target_of
+from promptq.worker.text.schemas.lookaheads import without_lookaheads
+from promptq.worker.text.schemas.references import (
+    all_objects,
+    all_references,
+    steps_of,
+    target_of,
+    with_pointers,
+)
 
 _CONSTRAINTS = frozenset(
     {
@@ -56,7 +63,7 @@ def plain(schema: dict[str, Any]) -> dict[str, Any]:
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
-    found: dict[str, Any] = _Plain(_with_discriminators(schema)).of_root()
+    found: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
     return found
 
 
@@ -71,20 +78,13 @@ class _Plain:
         }
 
     def of_root(self) -> Any:
-        return self._of(self._root)
+        found = self._of(self._root)
+        return {"enum": []} if found is False else found
 
     def _of(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        result = dict(schema)
-        for (first, *rest), child, _ in children(schema):
-            value = self._of(child)
-            if not rest:
-                result[first] = value
-                continue
-            if result[first] is schema[first]:
-                result[first] = schema[first].copy()
-            result[first][rest[0]] = value
+        result = rebuilt(schema, lambda child, _: self._of(child))
         if "propertyNames" in schema:
             result["propertyNames"] = self._resolved(schema["propertyNames"])
         for name in _idle(result):
@@ -99,6 +99,9 @@ class _Plain:
             and self._disjointness.of_all(branches)
         ):
             result["anyOf"] = result.pop("oneOf")
+        is_used = any((id(schema), key) in self._referred_to for key in schema)
+        if not is_used and _accepts_none(self._resolved(result)):
+            return False
         return _rewritten(result)
 
     def _resolved(self, schema: Any) -> Any:
@@ -203,6 +206,12 @@ def _idle(schema: dict[str, Any]) -> list[str]:
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with keywords of the library for those that it does not know."""
+    pattern, members = schema.get("pattern"), schema.get("allOf", [])
+    if isinstance(pattern, str) and isinstance(members, list):
+        first, *others = without_lookaheads(pattern) or [pattern]
+        if others:
+            members = [*members, *({"pattern": other} for other in others)]
+            schema = {**schema, "pattern": first, "allOf": members}
     if "contains" in schema and _accepts_all(schema["contains"]):
         at_least = max(_count(schema, "minItems", 0), _count(schema, "minContains", 1))
         at_most = min(_count(schema, "maxItems", inf), _count(schema, "maxContains", inf))

@@ -89,6 +89,22 @@ def test_a_folder_that_is_a_link_to_files_elsewhere_is_refused(folder: Path) -> 
         assert "secret.jinja leads out of the folder" in refusal(load)
 
 
+@pytest.mark.parametrize("name", ["vocab", "merges", "vocab_file"])
+def test_a_tokenizer_that_names_a_file_elsewhere_is_refused(name: str, folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    inside = folder / "vocab.txt"
+    inside.write_text("[UNK]\n[PAD]\n[CLS]\n[SEP]\n[MASK]\ninside\n")
+    outside = Path(shutil.copy(inside, folder.parent / "outside"))
+    config = {"tokenizer_class": "BertTokenizer", name: str(outside)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    said = refusal(lambda: HuggingFaceTokenizer.load(str(folder)))
+    assert f"tokenizer_config.json has {name} {str(outside)!r}, a file that is not" in said
+    for value in ("/no/such/vocab.txt", str(inside)):
+        if name == "vocab_file":  # names of a former place are usual there
+            (folder / "tokenizer_config.json").write_text(json.dumps({**config, name: value}))
+            assert HuggingFaceTokenizer.load(str(folder)).encode_text("inside") == [5]
+
+
 def test_links_inside_of_a_folder_and_of_the_hubs_cache_are_read(folder: Path) -> None:
     cache = folder.parent / "models--owner--name"
     snapshot = cache / "snapshots" / "0a1b"

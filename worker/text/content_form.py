@@ -1,0 +1,54 @@
+"""Finds out which form of a message's content a chat template reads: a text, or a list of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+_ROLES = ("user", "system", "assistant", "tool")
+_PROBE = "promptq-probe"
+_TOOL = {"name": "now", "description": "-", "parameters": {"type": "object", "properties": {}}}
+_TOOLS: Tools = [{"type": "function", "function": _TOOL}]
+
+
+def reads_parts(
+    write: Callable[[list[Message], Tools | None], str], *, with_tools: bool
+) -> dict[str, bool]:
+    """Returns for each role whether the template writes its content only if that is a list.
+
+    The templates of many vision models do so. Short chats in both forms show which one is written,
+    as in llama.cpp. `write` renders a chat, and raises an Exception if the template refuses it.
+    """
+    found: dict[str, bool] = {}
+
+    def is_written(role: str, in_parts: bool) -> bool:
+        chat = [_message(role, _PROBE, in_parts)]
+        if role != "user":
+            at = 1 if role == "system" else 0
+            chat.insert(at, _message("user", "Hi", found["user"]))
+        try:
+            return _PROBE in write(chat, _TOOLS if with_tools else None)
+        except Exception:
+            return False
+
+    for role in _ROLES:
+        as_text, as_parts = (is_written(role, in_parts) for in_parts in (False, True))
+        is_unknown = not (as_text or as_parts)
+        found[role] = found.get("user", False) if is_unknown else not as_text
+    return found
+
+
+def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
+    """Returns messages, whose content is a text, in the form that the template reads."""
+    return [
+        message | _message(message["role"], message["content"], in_parts=True)
+        if reads_parts.get(message["role"], reads_parts["user"])
+        else message
+        for message in messages
+    ]
+
+
+def _message(role: str, text: str, in_parts: bool) -> Message:
+    return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}

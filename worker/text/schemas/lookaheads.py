@@ -1,0 +1,97 @@
+"""Replaces look-aheads at the beginning of a pattern, which the grammar library does not know."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+
+_TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_CHARACTER = re.compile(r"\\[dwsDWSnrt]|\\[^\w\s]|\[(?!\^?\]).*\]|[^\\\[\](){}.*+?^$|]", re.DOTALL)
+"""A token that stands for one character."""
+_LONGEST = 1000
+_DEPTHS = {"(": 1, ")": -1}
+_ANY = r"[\s\S]*"
+
+
+def without_lookaheads(pattern: str) -> list[str] | None:
+    """Returns patterns, all of which a text must match to match this one, or fewer texts.
+
+    None if that is not possible, or if there are no look-aheads at the beginning.
+    """
+    if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
+        return None
+    tokens = _TOKEN.findall(pattern)
+    del tokens[0]
+    found: list[str | None] = []
+    while tokens[:3] in (["(", "?", "="], ["(", "?", "!"]):
+        if (end := _end_of_group(tokens)) is None:
+            return None
+        alternatives = _alternatives(tokens[3:end])
+        if tokens[2] == "=":
+            found.append(_beginning(alternatives))
+        else:
+            found += map(_not_beginning, alternatives)
+        del tokens[: end + 1]
+    others = [other for other in found if other is not None]
+    if len(others) < max(len(found), 1) or len(_alternatives(tokens)) > 1:
+        return None
+    return ["^" + "".join(tokens), *others]
+
+
+def _beginning(alternatives: list[list[str]]) -> str | None:
+    """Returns the pattern of texts that begin with one of these; None if it cannot be written."""
+    texts = []
+    for tokens in alternatives:
+        is_whole = tokens[-1:] == ["$"]
+        inner = tokens[:-1] if is_whole else tokens
+        if {"^", "$"}.intersection(inner):
+            return None
+        texts.append("".join(inner) + ("" if is_whole else _ANY))
+    return f"^(?:{'|'.join(texts)})$"
+
+
+def _not_beginning(tokens: list[str]) -> str | None:
+    """Returns the pattern of all other texts, for a few characters or one repeated anywhere."""
+    is_anywhere, is_whole = tokens[:2] == [".", "*"], tokens[-1:] == ["$"]
+    characters = tokens[2 * is_anywhere : -1 if is_whole else None]
+    if not characters or not all(map(_CHARACTER.fullmatch, characters)):
+        return None
+    if is_anywhere:
+        if is_whole or len(list(groupby(characters))) > 1:
+            return None
+        few = f"{characters[0]}{{0,{len(characters) - 1}}}"
+        return f"^(?:{few}{_other_than(characters[0])})*{few}$"
+    pattern = ""
+    for number, character in enumerate(reversed(characters)):
+        after = pattern if number else "[\\s\\S]+" * is_whole
+        same = f"|{character}{after}" if after else ""
+        pattern = f"(?:{_other_than(character)}{_ANY}{same})?"
+    return f"^{pattern}$"
+
+
+def _other_than(character: str) -> str:
+    if not character.startswith("["):
+        return f"[^{character}]"
+    return f"[{character[2:]}" if character.startswith("[^") else f"[^{character[1:]}"
+
+
+def _end_of_group(tokens: list[str]) -> int | None:
+    depth = 0
+    for index, each in enumerate(tokens):
+        depth += _DEPTHS.get(each, 0)
+        if depth == 0:
+            return index
+    return None
+
+
+def _alternatives(tokens: list[str]) -> list[list[str]]:
+    """The tokens between the bars that are in no group."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for each in tokens:
+        depth += _DEPTHS.get(each, 0)
+        if each == "|" and depth == 0:
+            found.append([])
+        else:
+            found[-1].append(each)
+    return found
