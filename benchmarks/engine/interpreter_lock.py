@@ -33,7 +33,7 @@ from promptq.worker.served_model import build
 
 PROMPT, OUTPUT = 32, 200
 WORKER_MICROSECONDS = 20.0
-"""CPU of a worker's other side for a token, measured through Redis (docs/benchmarks.md)."""
+"""CPU of a worker's other side for a token, measured through Redis."""
 
 Tell = Callable[[int], object]
 """Is told after each step how many tokens came of it."""
