@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fork_server import FORKED, ForkedProcess
 from tests.roles import as_role
 
 
@@ -36,9 +37,11 @@ def hear_signals() -> None:
 
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[Any]:
-    """A process that hears signals; `options` are those of Popen."""
+    """A process that hears signals, forked where libraries cost time; `options` are Popen's."""
     hear_signals()
-    return subprocess.Popen([*map(str, command)], **options)
+    is_ours = [*map(str, command[:2])] == [sys.executable, "-m"]
+    kind = ForkedProcess if is_ours and str(command[2]) in FORKED else subprocess.Popen
+    return kind([*map(str, command)], **options)
 
 
 @contextmanager

@@ -32,6 +32,10 @@ class Program:
 
     def start(self, arguments: list[str]) -> None:
         """Replaces this process, so that the program is its own main module."""
+        source = self._path().read_text()
+        if {"-h", "--help"} & set(arguments) and "argparse" not in source:
+            print(ast.get_docstring(ast.parse(source)))
+            sys.exit(0)
         command = [sys.executable, "-m", self.module, *self.arguments, *arguments]
         os.execve(sys.executable, command, {**os.environ, **self.environment})  # noqa: S606
 

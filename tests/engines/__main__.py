@@ -5,6 +5,7 @@ Their environments are built first, as by `python -m benchmarks peers`.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ _KILLS = {"stand-in": 200, "llama.cpp": 15, "vllm": 5}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests engines", description=__doc__)
+    parser.add_argument("options", nargs="*", help="options of pytest, after --")
+    options = parser.parse_args()
     _run("benchmarks", "peers")
-    _run(*_TESTS, *sys.argv[1:])
+    _run(*_TESTS, *options.options)
     for kind, kills in _KILLS.items():
         count = str(kills)
         _run("tests.engines.chaos", kind, "--worker-kills", count, "--server-kills", count)

@@ -15,6 +15,7 @@ import pytest
 
 from promptq import Client
 from tests import processes
+from tests.fork_server import ForkedProcess
 from tests.producer.playing import (
     PROMPTQ,
     BlockingAsyncClient,
@@ -125,13 +126,16 @@ def run(environment: dict[str, str], redis_url: str) -> Run:
         *args: str, stdin: str = "", url: str | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
         url = as_role(_role_of(args), redis_url) if url is None else url
-        return subprocess.run(
+        process = ForkedProcess(
             [*PROMPTQ, *args],
-            input=stdin,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
         )
+        output, errors = process.communicate(stdin)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     return run
 

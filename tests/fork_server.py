@@ -1,0 +1,184 @@
+"""Starts `python -m MODULE` by forking a process that has already imported the libraries.
+
+An interpreter takes half a second of CPU to import what a command needs, and three what a worker
+needs, and the tests start hundreds of both. A test whose subject is the start of a process, its
+command line or its first environment uses `subprocess` itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+COMMAND = ("promptq.producer.cli",)
+WORKER = ("promptq.worker.command", "promptq.worker.process", "transformers", "torch")
+_MAX_MESSAGE_BYTES = 1 << 18
+_STREAMS = (0, 1, 2)
+
+FORKED = (
+    "promptq.producer.cli",
+    "promptq.worker",
+    "tests.faults.worker.faulty_worker",
+    "tests.faults.worker.killed_in_prefill",
+    "tests.faults.worker.short_of_memory",
+)
+"""Modules that the tests' processes run."""
+
+
+class ForkedProcess(subprocess.Popen[Any]):
+    """Popen of `[sys.executable, "-m", MODULE, ...]`, with the same methods."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        """Called by Popen, with the arguments of its constructor in their order."""
+        command, _, _, _, _, folder, environment, _, _, _, *pipes = arguments[:16]
+        python, option, *program = command
+        assert (python, option) == (sys.executable, "-m"), command
+        self._status, status = os.pipe()
+        child_ends = [
+            own if end == -1 else end
+            for own, end in zip(_STREAMS, (pipes[0], *pipes[3::2]), strict=True)
+        ]
+        task = {
+            "program": program,
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": os.fspath(folder or os.getcwd()),
+            "new_session": arguments[-2],
+        }
+        self.pid = _server(WORKER if "worker" in program[0] else COMMAND).start(
+            task, [*child_ends, status]
+        )
+        self._child_created = True
+        os.close(status)
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined] # Popen's own
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        timeout = 0 if wait_flags & os.WNOHANG else None
+        if not select.select([self._status], [], [], timeout)[0]:
+            return 0, 0
+        status = os.read(self._status, 4)
+        os.close(self._status)
+        return self.pid, int.from_bytes(status, "little")
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+
+class _Server:
+    """The process that forks, as its owner sees it."""
+
+    def __init__(self, libraries: tuple[str, ...]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), *libraries]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    def start(self, task: dict[str, Any], descriptors: list[int]) -> int:
+        """Returns the process id."""
+        socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
+        return int(self._socket.recv(16))
+
+
+@cache
+def _server(libraries: tuple[str, ...]) -> _Server:
+    return _Server(libraries)
+
+
+@dataclass(slots=True)
+class _Forking:
+    socket: socket.socket
+    statuses: dict[int, int] = field(default_factory=dict)
+    """Of each child, the descriptor that gets its exit status."""
+
+    def serve(self) -> list[str] | None:
+        """Fork until the owner ends. In a child, returns the arguments of its program."""
+        wake, woken = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the owner's, not this process's
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            ready, _, _ = select.select([self.socket, wake], [], [])
+            if wake in ready:
+                os.read(wake, 4096)
+                self._report_ended()
+            if self.socket in ready:
+                message, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE_BYTES, 4)
+                if not message:
+                    return None
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    for inherited in (wake, woken, descriptors[3], *self.statuses.values()):
+                        os.close(inherited)
+                    self.socket.close()
+                    return _become(json.loads(message), descriptors[:3])
+                self.statuses[pid] = descriptors[3]
+                for inherited in descriptors[:3]:
+                    os.close(inherited)
+                self.socket.send(str(pid).encode())
+
+    def _report_ended(self) -> None:
+        while self.statuses:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            descriptor = self.statuses.pop(pid)
+            with suppress(BrokenPipeError):  # nobody waits for it
+                os.write(descriptor, status.to_bytes(4, "little"))
+            os.close(descriptor)
+
+
+def _become(task: dict[str, Any], streams: Sequence[int]) -> list[str]:
+    """Make this process as `python -m PROGRAM` finds itself. Returns the program's arguments."""
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for own, descriptor in zip(_STREAMS, streams, strict=True):
+        os.dup2(descriptor, own)
+        os.close(descriptor)
+    if task["new_session"]:
+        os.setsid()
+    os.chdir(task["folder"])
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    for own, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        setattr(sys, name, open(own, mode, buffering=1, closefd=False))  # noqa: SIM115
+    program: list[str] = task["program"]
+    return program
+
+
+def main() -> None:
+    descriptor, *libraries = sys.argv[1:]
+    for name in libraries:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    program = _Forking(socket.socket(fileno=int(descriptor))).serve()
+    if program is not None:
+        sys.argv = program
+        sys.modules.pop(program[0], None)  # what it imports stays, itself it begins anew
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
