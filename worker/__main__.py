@@ -7,13 +7,15 @@ import sys
 from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.extras import require_one_of
 from promptq.shared.runtime.printable import printable
+from promptq.shared.runtime.quick_imports import quick_imports
 
 
 def main() -> None:
     """Run the command. A PromptqError is reported in one sentence."""
     try:
         require_one_of("a worker", "worker", "upstream")
-        from promptq.worker.command import command
+        with quick_imports():
+            from promptq.worker.command import command
 
         command()(prog_name="promptq worker")
     except PromptqError as error:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +14,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.request import Pooling
 from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.logs import get_logger, take_over_logs
+from promptq.shared.runtime.quick_imports import quick_imports
 from promptq.shared.runtime.settings import Settings, flag_of
 from promptq.worker.engine.api.messages import Engine
 from promptq.worker.engine.api.progress import Progress, unheard
@@ -175,24 +173,11 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
     return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector off. An import makes many objects that stay, and searching them
-    again and again would take a quarter of its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _build_model(
     settings: Settings, memory: int | None, progress: Progress, known: Verdict | None
 ) -> Served:
     progress("libraries")
-    with _uncollected():
+    with quick_imports():
         from transformers.utils import logging as transformers_logging
 
         from promptq.worker.engine.model.loading import LoadOptions

@@ -5,31 +5,79 @@ Examples in the docstrings of commands are not indented: Typer indents those of 
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from promptq.producer.commands.admin.keys import keys
-from promptq.producer.commands.admin.models import models
-from promptq.producer.commands.admin.server_access import acl, url
-from promptq.producer.commands.admin.webhooks import webhooks
-from promptq.producer.commands.batches import batch, jobs
-from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, scaling, stats
-from promptq.producer.commands.requests import cancel, embed, fork, submit, watch
-from promptq.producer.commands.settings import settings
-from promptq.producer.commands.starting import demo, server, supervise, up, worker
-from promptq.producer.commands.top import top
-from promptq.producer.gateway.server import gateway
+from promptq.shared.runtime.quick_imports import quick_imports
 
-app = typer.Typer(
-    name="promptq",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_PANELS = {
+    "Processes": {
+        "up": "promptq.producer.commands.starting",
+        "worker": "promptq.producer.commands.starting",
+        "supervise": "promptq.producer.commands.starting",
+        "gateway": "promptq.producer.gateway.server",
+        "jobs": "promptq.producer.commands.batches",
+        "server": "promptq.producer.commands.starting",
+        "demo": "promptq.producer.commands.starting",
+    },
+    "Requests": {
+        "submit": "promptq.producer.commands.requests",
+        "fork": "promptq.producer.commands.requests",
+        "watch": "promptq.producer.commands.requests",
+        "embed": "promptq.producer.commands.requests",
+        "cancel": "promptq.producer.commands.requests",
+        "reprioritise": "promptq.producer.commands.queue",
+        "batch": "promptq.producer.commands.batches",
+    },
+    "Queue": {
+        "stats": "promptq.producer.commands.queue",
+        "top": "promptq.producer.commands.top",
+        "scaling": "promptq.producer.commands.queue",
+        "pause": "promptq.producer.commands.queue",
+        "resume": "promptq.producer.commands.queue",
+        "drain": "promptq.producer.commands.queue",
+        "acl": "promptq.producer.commands.admin.server_access",
+        "settings": "promptq.producer.commands.settings",
+        "url": "promptq.producer.commands.admin.server_access",
+        "models": "promptq.producer.commands.admin.models",
+        "dead": "promptq.producer.commands.queue",
+        "keys": "promptq.producer.commands.admin.keys",
+        "webhooks": "promptq.producer.commands.admin.webhooks",
+    },
+}
+"""The module of each command, by panel and in the order of the help."""
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name. The module of one is loaded when it is first needed."""
+
+    def __init__(self) -> None:
+        self._panels = {name: panel for panel, names in _PANELS.items() for name in names}
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load(name, self._panels[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._panels)
+
+    def __len__(self) -> int:
+        return len(self._panels)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Commands()
 
 
 class _ForWorker(TyperCommand):
@@ -51,6 +99,16 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+app = typer.Typer(
+    name="promptq",
+    cls=_Group,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
 @app.callback()
 def promptq(
     _: Annotated[
@@ -67,28 +125,26 @@ def promptq(
     """
 
 
-_PANELS: dict[str, tuple[Any, ...]] = {
-    "Processes": (up, worker, supervise, gateway, jobs, server, demo),
-    "Requests": (submit, fork, watch, embed, cancel, reprioritise, batch),
-    "Queue": (
-        *(stats, top, scaling, models, pause, resume, drain, dead, keys, webhooks),
-        *(acl, settings, url),
-    ),
-}
 _PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-_FOR_WORKER: dict[object, dict[str, Any]] = {
-    up: _PASS_ON,
-    worker: {**_PASS_ON, "help_option_names": []},
-    demo: _PASS_ON,
-    supervise: {},  # all of it is behind `--`
+_FOR_WORKER: dict[str, dict[str, Any]] = {
+    "up": _PASS_ON,
+    "worker": {**_PASS_ON, "help_option_names": []},
+    "demo": _PASS_ON,
+    "supervise": {},  # all of it is behind `--`
 }
-for _panel, _commands in _PANELS.items():
-    for _command in _commands:
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, rich_help_panel=_panel)
-        elif _command in _FOR_WORKER:
-            app.command(
-                cls=_ForWorker, context_settings=_FOR_WORKER[_command], rich_help_panel=_panel
-            )(_command)
-        else:
-            app.command(rich_help_panel=_panel)(_command)
+
+
+def _load(name: str, panel: str) -> Any:
+    """Returns the command or group of this name."""
+    with quick_imports():
+        found = getattr(import_module(_PANELS[panel][name]), name)
+    gc.freeze()  # modules stay, so no collection needs to search them, also not the last one
+    alone = typer.Typer(rich_markup_mode="rich")
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, rich_help_panel=panel)
+    elif name in _FOR_WORKER:
+        settings = _FOR_WORKER[name]
+        alone.command(cls=_ForWorker, context_settings=settings, rich_help_panel=panel)(found)
+    else:
+        alone.command(rich_help_panel=panel)(found)
+    return get_group(alone).commands[name]

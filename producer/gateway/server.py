@@ -14,6 +14,7 @@ import typer
 from promptq.producer.command_options import Redis
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require
+from promptq.shared.runtime.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from promptq.producer.settings import GatewaySettings
@@ -88,11 +89,12 @@ def gateway(
 def run_gateway(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
     require("promptq gateway", "gateway")
-    import uvicorn
+    with quick_imports():
+        import uvicorn
 
+        from promptq.producer.gateway.app import create_app
+        from promptq.producer.gateway.http.connection_limits import bounded_protocol
     from promptq.producer.clients.connecting import server_url
-    from promptq.producer.gateway.app import create_app
-    from promptq.producer.gateway.http.connection_limits import bounded_protocol
     from promptq.shared.runtime.logs import configure_logs
     from promptq.shared.server.connection import without_password
 

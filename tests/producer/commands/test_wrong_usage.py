@@ -7,8 +7,11 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from promptq.producer.commands.app import app
 from promptq.shared.server.embedded import EmbeddedServer
@@ -177,14 +180,15 @@ def test_help_shows_examples(run: Run, command: str) -> None:
 
 def test_help_is_not_broken_twice() -> None:
     """Lines after the first paragraph are shown as they are, so they fit a terminal."""
-    commands, groups = [], [app]
+    commands: list[Any] = []
+    groups: list[Any] = [get_command(app)]
     for group in groups:
-        commands += [each.callback for each in group.registered_commands]
-        groups += [each.typer_instance for each in group.registered_groups if each.typer_instance]
+        for command in group.commands.values():
+            (groups if isinstance(command, TyperGroup) else commands).append(command)
     assert len(commands) > 30
     for command in commands:
-        _, *paragraphs = (inspect.getdoc(command) or "").split("\n\n")
-        assert all(len(line) <= 78 for it in paragraphs for line in it.splitlines()), command
+        _, *paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        assert all(len(line) <= 78 for it in paragraphs for line in it.splitlines()), command.name
 
 
 def test_a_port_that_there_is_not(run: Run) -> None:

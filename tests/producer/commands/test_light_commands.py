@@ -1,0 +1,52 @@
+"""A command loads no more than it needs, so that it starts fast."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+RUN = """
+import json, runpy, sys
+module, sys.argv = sys.argv[1], ["promptq", *sys.argv[2:]]
+try:
+    runpy.run_module(module, run_name="__main__")
+except SystemExit:
+    print()
+    print(json.dumps(sorted(sys.modules)))
+"""
+CLI, WORKER = "promptq.producer.cli", "promptq.worker"
+OTHERS = {  # of other commands, or of none
+    "opentelemetry.sdk.metrics",
+    *("aiohttp", "fastapi", "httpx", "jinja2", "numpy", "prometheus_client", "rq"),
+    *("structlog", "tokenizers", "torch", "transformers", "uvicorn"),
+    *("promptq.producer.gateway.server", "promptq.producer.commands.local_fleet.autoscaler"),
+}
+BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "needed", "unneeded"),
+    [
+        (CLI, ["--version"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
+        (CLI, ["stats", "--redis", "unix:///nowhere"], {"redis"}, {*OTHERS, "rich.markdown"}),
+        (CLI, ["keys", "list", "--redis", "unix:///nowhere"], {"redis"}, OTHERS),
+        (CLI, ["--help"], {"promptq.producer.gateway.server"}, {"fastapi", "httpx", "rq", "torch"}),
+        (
+            WORKER,
+            ["--model", "model-free", "--redis", "unix:///nowhere"],
+            {"numpy"},
+            BEYOND_WORKERS,
+        ),
+    ],
+)
+def test_what_a_command_loads(
+    module: str, arguments: list[str], needed: set[str], unneeded: set[str]
+) -> None:
+    command = [sys.executable, "-P", "-c", RUN, module, *arguments]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    loaded = set(json.loads(said.splitlines()[-1]))
+    assert needed <= loaded
+    assert not unneeded & loaded
