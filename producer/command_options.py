@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from promptq.producer.clients.sync_client import Client
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 
 Redis = Annotated[
     str | None,

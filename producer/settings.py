@@ -1,4 +1,4 @@
-"""Settings of gateways and jobs alone; shared/runtime/settings.py has those of all processes."""
+"""Settings of gateways and jobs alone; shared/settings/common.py has those of all processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import Field, SecretStr
 
+from promptq.shared.protocol.keys import ALL_QUEUES
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
-from promptq.shared.runtime.settings import Settings, read_settings_of
-from promptq.shared.server.acl import ALL_QUEUES
+from promptq.shared.settings.common import Settings, read_settings_of
 
 
 def _default_folder() -> Path:

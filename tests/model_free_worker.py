@@ -14,8 +14,8 @@ import redis.asyncio
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tracing import Tracing
+from promptq.shared.settings.common import Settings
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer

@@ -12,12 +12,12 @@ import click
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import configure_logs
-from promptq.shared.runtime.model_queues import queues_of_models
-from promptq.shared.runtime.secrets import forget_secrets
-from promptq.shared.runtime.settings import Settings, flag_of, read_settings
 from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import Settings, flag_of, read_settings
+from promptq.shared.settings.model_queues import queues_of_models
+from promptq.shared.settings.secrets import forget_secrets
 from promptq.worker.engine.checkpoints.location import is_gguf
 from promptq.worker.process import serve_until_told
 from promptq.worker.served_model import NATIVE

@@ -20,9 +20,9 @@ from redis.exceptions import RedisError
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.printable import printable
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import explain, open_async_redis, without_password
+from promptq.shared.settings.common import Settings
 from promptq.worker.liveness.engine_watchdog import EngineStuckError
 from promptq.worker.liveness.health_server import Health, HealthServer
 from promptq.worker.liveness.interpreter_watchdog import watched

@@ -15,7 +15,7 @@ from promptq.shared.protocol.request import Pooling
 from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.quick_imports import quick_imports
-from promptq.shared.runtime.settings import Settings, flag_of
+from promptq.shared.settings.common import Settings, flag_of
 from promptq.worker.engine.api.messages import Engine
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments

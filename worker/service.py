@@ -16,17 +16,17 @@ from redis.exceptions import NoPermissionError, RedisError
 from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue import directory, lookups
+from promptq.shared.queue import lookups
 from promptq.shared.queue.eviction import eviction_warning
 from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_less
 from promptq.shared.server.retry import keep_trying
+from promptq.shared.settings.common import Settings
 from promptq.worker.control_channel import Message, messages
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
@@ -252,7 +252,7 @@ class Worker:
     async def _note_queue(self) -> None:
         """Have gateways of several queues find this one, also after the server lost its data."""
         try:
-            await self._queue.run(directory.note_queue(self._queue.keys.queue))
+            await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:
             if not self._was_refused:
                 self._was_refused = True

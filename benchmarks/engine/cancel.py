@@ -20,8 +20,8 @@ from rich.table import Table
 
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from promptq.shared.runtime.settings import Settings, read_settings
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import Settings, read_settings
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.served_model import Served, build

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
 from promptq.worker.served_model import build
 

@@ -27,7 +27,7 @@ from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from benchmarks.table.jobs import Request
 from benchmarks.table.rows.engine import engine_request
 from promptq.shared.protocol.events import token_event_json
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine
 from promptq.worker.served_model import build
 

@@ -45,8 +45,8 @@ from promptq.producer.gateway.server import allow_many_connections
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.logs import configure_logs
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken

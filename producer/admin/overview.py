@@ -12,7 +12,7 @@ from promptq.shared.protocol.worker_stats import Sample, SlotStats, WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue import statistics as queue_statistics
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.work import measure_work
+from promptq.shared.queue.statistics import measure_work
 
 _READS = 3
 

@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from promptq.shared.errors import ConfigurationError, ModelNotServedError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.output_style import OutputStyle
-from promptq.shared.queue import directory, lookups
+from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
 
 _TOLD = ("model", "tool_call_style")
@@ -156,7 +156,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
         raise ConfigurationError(f"alias: {alias!r} is the name of a model that is served")
     if model not in names:
         raise ModelNotServedError(not_served(model, names))
-    yield directory.set_alias(alias, model)
+    yield lookups.set_alias(alias, model)
 
 
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
@@ -166,7 +166,7 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
     """
     views = yield from views_of_queues(keys)
     serving = [view for view in views if view.model == name]
-    if (yield directory.forget_alias(name)) and not serving:
+    if (yield lookups.forget_alias(name)) and not serving:
         return []
     if not serving:
         raise ModelNotServedError(not_served(name, {view.model for view in views}))
@@ -187,7 +187,7 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
         yield [
             Call("", ["DEL", gone.model], int),
             Call("", ["HDEL", gone.config, *_OF_MODEL], int),
-            directory.forget_queue(view.queue),
+            lookups.forget_queue(view.queue),
         ]
     return [view.queue for view in serving]
 
@@ -219,13 +219,13 @@ def _others(keys: Keys) -> Operation[list[str]]:
     """The names of the server's other queues."""
     names: list[str] = []
     with suppress(ResponseError):  # such as a role of one queue, or another shard
-        names = yield directory.queue_names()
+        names = yield lookups.queue_names()
     return [name for name in names[:MOST_QUEUES] if name != keys.queue]
 
 
 def _aliases() -> Operation[dict[str, str]]:
     with suppress(ResponseError):
-        found: dict[str, str] = yield directory.aliases()
+        found: dict[str, str] = yield lookups.aliases()
         return found
     return {}
 

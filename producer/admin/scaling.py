@@ -13,7 +13,7 @@ from promptq.producer.admin.queue_views import views_of_queues
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.work import WINDOW_SECONDS, Work, measure_work
+from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 TARGET_SECONDS = 30.0
 """How long a request should wait at most."""

@@ -37,7 +37,7 @@ from promptq.producer.gateway.openai.request_bodies import CompletionCall, read_
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest
-from promptq.shared.queue.rate_limits import Rate
+from promptq.shared.queue.scripts import Rate
 
 
 @dataclass(slots=True)

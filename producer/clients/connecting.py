@@ -32,7 +32,7 @@ def server_url(url: str | None = None) -> str:
     """
     if url:
         return url
-    from promptq.shared.runtime.settings import read_settings
+    from promptq.shared.settings.common import read_settings
 
     found = read_settings().redis_url or advertised()
     if found is None:

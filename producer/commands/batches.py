@@ -142,7 +142,7 @@ def jobs(
     from promptq.producer.jobs.process import run_jobs
     from promptq.producer.settings import read_jobs_settings
     from promptq.shared.runtime.logs import configure_logs
-    from promptq.shared.runtime.secrets import forget_secrets
+    from promptq.shared.settings.secrets import forget_secrets
 
     settings = read_jobs_settings(redis_url=redis, queue=queue, redis_wait=redis_wait)
     forget_secrets()

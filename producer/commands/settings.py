@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import SecretStr
 
 from promptq.producer.command_options import AsJson
-from promptq.shared.runtime.settings import ENV_PREFIX, Settings, flag_of, read_settings
 from promptq.shared.server.connection import without_password
+from promptq.shared.settings.common import ENV_PREFIX, Settings, flag_of, read_settings
 
 
 def settings(as_json: AsJson = False) -> None:

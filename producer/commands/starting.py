@@ -14,7 +14,7 @@ from promptq.producer.command_options import DataDir, Queue, Redis, Target
 from promptq.producer.commands.local_fleet.autoscaler import HOLD_SECONDS, WorkerRange
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require, require_one_of
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 
 ServerPort = Annotated[
     int | None,
@@ -95,7 +95,7 @@ def up(
     """
     from promptq.producer.commands.local_fleet.up import UpOptions, run_up
     from promptq.producer.commands.screens.terminal import SafeConsole
-    from promptq.shared.runtime.model_queues import queues_of_models
+    from promptq.shared.settings.model_queues import queues_of_models
 
     settings = read_settings()
     options = UpOptions(

@@ -41,13 +41,12 @@ from promptq.producer.gateway.routes import (
 )
 from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import ALL_QUEUES, Keys
 from promptq.shared.queue import scripts
 from promptq.shared.queue.eviction import eviction_warning
 from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
 from promptq.shared.runtime.tasks import end, kept_up
 from promptq.shared.runtime.tracing import start_tracing
-from promptq.shared.server.acl import ALL_QUEUES
 from promptq.shared.server.connection import make_async_redis
 
 _ROUTERS = (

@@ -72,7 +72,7 @@ def gateway(
     promptq gateway --queue chat --queue embed
     """
     from promptq.producer.settings import read_gateway_settings
-    from promptq.shared.runtime.secrets import forget_secrets
+    from promptq.shared.settings.secrets import forget_secrets
 
     settings = read_gateway_settings(
         http_host=host,
@@ -159,7 +159,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _names(settings: GatewaySettings) -> str:
-    from promptq.shared.server.acl import ALL_QUEUES
+    from promptq.shared.protocol.keys import ALL_QUEUES
 
     own, *others = settings.served_queues
     if not others:

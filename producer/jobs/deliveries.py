@@ -45,7 +45,7 @@ _PAGE = 500
 _PAGES = 4
 """The most pages in one go. Between two goes the leader says that it still leads."""
 _RECORD_MS = 26 * 3_600_000
-"""Longer than all attempts together, as in shared/lua/parts/ending.lua."""
+"""Longer than all attempts together, as in shared/lua/lib/ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300

@@ -25,7 +25,7 @@ from standardwebhooks.webhooks import Webhook
 
 from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.runtime.settings import ENV_PREFIX
+from promptq.shared.settings.common import ENV_PREFIX
 
 OVERLAP_SECONDS = 86_400
 """How long the previous secret signs, too."""

@@ -25,6 +25,9 @@ ALIASES = f"{PREFIX}aliases"
 _QUEUE_NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
+ALL_QUEUES = "*"
+"""Replaces a queue's name for users of all queues."""
+
 
 def is_request_id(text: str) -> bool:
     """Whether it is 1 to 200 printable ASCII characters without spaces."""

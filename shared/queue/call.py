@@ -25,14 +25,14 @@ T_co = TypeVar("T_co", covariant=True)
 _LUA = resources.files("promptq.shared") / "lua"
 
 
-def _files_in(*folders: str) -> dict[str, Traversable]:
-    """The Lua files of some folders, by their names without the suffix."""
-    files = (path for folder in folders for path in (_LUA / folder).iterdir())
+def _files_in(folder: str) -> dict[str, Traversable]:
+    """The Lua files of a folder, by their names without the suffix."""
+    files = (_LUA / folder).iterdir()
     return {path.name.removesuffix(".lua"): path for path in files if path.name.endswith(".lua")}
 
 
-_PATHS = _files_in("requests", "upkeep")
-_PARTS = _files_in("basics", "parts")
+_PATHS = _files_in("scripts")
+_PARTS = _files_in("lib")
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 """The words of Redis 7.0, and those of later releases and of Valkey."""

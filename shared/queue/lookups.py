@@ -1,4 +1,4 @@
-"""Plain reads: what the keys of a queue hold. They change nothing."""
+"""Calls that read what the keys of a queue hold, and which queues and models a server has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from promptq.shared.protocol.keys import Keys, is_request_id
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys, is_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.call import Call, ids_of, text_map, text_of
@@ -133,3 +134,41 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
         return WorkerStats.model_validate(fields) if fields else None
 
     return Call("", ["HGETALL", keys.worker(worker_id)], parse, lambda: None)
+
+
+def note_queue(queue: str) -> Call[int]:
+    """Have gateways and clients find the queue."""
+    return Call("", ["SADD", QUEUES, queue], int)
+
+
+def forget_queue(queue: str) -> Call[int]:
+    return Call("", ["SREM", QUEUES, queue], int)
+
+
+def queue_names() -> Call[list[str]]:
+    """The names, in order. What no queue may be called is left out, as a stranger wrote it."""
+
+    def parse(found: list[bytes]) -> list[str]:
+        return sorted(filter(_is_name, ids_of(found)))
+
+    return Call("", ["SMEMBERS", QUEUES], parse, list)
+
+
+def aliases() -> Call[dict[str, str]]:
+    return Call("", ["HGETALL", ALIASES], text_map, dict)
+
+
+def set_alias(alias: str, model: str) -> Call[int]:
+    return Call("", ["HSET", ALIASES, alias, model], int)
+
+
+def forget_alias(alias: str) -> Call[int]:
+    return Call("", ["HDEL", ALIASES, alias], int)
+
+
+def _is_name(name: str) -> bool:
+    try:
+        Keys(name)
+    except ConfigurationError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys
+from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "waiting": ("pending", "pending:*", "tenants", "tenants:*", "backlog", "deadlines", "delayed"),
@@ -34,9 +34,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 """What all queues of the server share: their names, and further names of models."""
-
-ALL_QUEUES = "*"
-"""Replaces a queue's name for users of all queues."""
 
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"

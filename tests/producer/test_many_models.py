@@ -16,7 +16,7 @@ from promptq.producer.batches.local_batch import BatchOutcome, run_batch
 from promptq.shared.errors import ConfigurationError, ModelNotServedError
 from promptq.shared.protocol.keys import ALIASES, Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.directory import note_queue
+from promptq.shared.queue.lookups import note_queue
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.acl import user_rules
 from tests.model_free_worker import running_worker, served_model_free, text_of

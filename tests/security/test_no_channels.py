@@ -16,7 +16,7 @@ from promptq.producer.gateway.http import errors
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.service import Worker
 from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import live_gateway

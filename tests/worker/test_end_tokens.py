@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.served_model import Served, build
 from promptq.worker.shipped import MODEL_DIR
 from tests.worker.engine.tiny_models import save_model

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from promptq.shared.errors import ModelNotFoundError
-from promptq.shared.runtime.settings import read_settings
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import read_settings
 from promptq.worker.served_model import build
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.served_model import identify
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import batches, document

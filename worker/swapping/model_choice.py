@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from promptq.shared.queue.work import Work
+from promptq.shared.queue.statistics import Work
 
 _SPARE_SECONDS = 2.0
 """So much earlier than necessary a model is loaded for a deadline."""

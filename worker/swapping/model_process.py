@@ -10,7 +10,7 @@ from enum import Enum, auto
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.swapping.standby import Known, Tells, Told
 
 Target = Callable[[Settings, str, Connection], None]

@@ -14,9 +14,9 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 
 from promptq.shared.protocol.claims import Room
-from promptq.shared.queue import directory
+from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.served_model import fits_beside_others, identify
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Standby:
         queue = AsyncRequestQueue(client, settings.queue, model=identity)
         await queue.take_batch(Room(max_count=0, token_budget=0))
         with suppress(NoPermissionError):  # the worker warns of it once its model is loaded
-            await queue.run(directory.note_queue(settings.queue))
+            await queue.run(lookups.note_queue(settings.queue))
         self.tell(Tells.REGISTERED)
         await self._loads.wait()
         is_alone = self._is_alone.is_set()

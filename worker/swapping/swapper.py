@@ -15,7 +15,7 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.queue.work import Work, measure_work
+from promptq.shared.queue.statistics import Work, measure_work
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.liveness.health_server import Health
 from promptq.worker.liveness.service_manager import notify

@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 from promptq.shared.errors import PromptqError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
-from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
+from promptq.shared.settings.common import Settings
 from promptq.worker.liveness.health_server import HealthServer
 from promptq.worker.liveness.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.liveness.service_manager import notify, watchdog_seconds

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineLimits
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialect import Dialect, ServerDescription

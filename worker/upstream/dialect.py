@@ -8,7 +8,7 @@ from typing import Protocol
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.upstream.server import Server
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
 from benchmarks.table.jobs import Job, Outcome, Request, Trace, Workload, main, now
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
 from promptq.worker.served_model import build
 

@@ -12,7 +12,8 @@ import typer
 from promptq.producer.clients.connecting import HOW_TO_GET_A_SERVER, server_url
 from promptq.producer.command_options import Redis
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
-from promptq.shared.server.acl import ALL_QUEUES, ROLES, acl_file
+from promptq.shared.protocol.keys import ALL_QUEUES
+from promptq.shared.server.acl import ROLES, acl_file
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import make_async_redis
 

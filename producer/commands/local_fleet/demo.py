@@ -24,10 +24,10 @@ from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.runtime.tasks import end
 from promptq.shared.server.connection import open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import ENV_PREFIX
 
 SLOTS = 6
 """Fewer slots than requests, so that requests wait and priorities matter."""

@@ -24,10 +24,10 @@ from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.producer.commands.screens.render import queue_option
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.advertised import all_advertised, how_to_find, is_free
 from promptq.shared.server.connection import open_redis, without_password
 from promptq.shared.server.embedded import PREFERRED_PORT, EmbeddedServer
+from promptq.shared.settings.common import ENV_PREFIX
 
 _LOOK_SECONDS = 0.1
 

@@ -43,7 +43,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest
-from promptq.shared.queue.rate_limits import Rate
+from promptq.shared.queue.scripts import Rate
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
 

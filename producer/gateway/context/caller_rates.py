@@ -15,8 +15,8 @@ from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.shared.protocol.request import TokenAccount
-from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.scripts import Rate, RateAnswer, take_of_rates
 
 _MINUTE_MS = 60_000
 

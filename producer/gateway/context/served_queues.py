@@ -15,12 +15,11 @@ from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.gateway.context.queue_watch import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.shared.errors import ModelNotServedError, RequestNotFoundError, SpoiltRecordError
-from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys
-from promptq.shared.queue import directory
+from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
+from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.server.acl import ALL_QUEUES
 
 _FRESH_SECONDS = 1.0
 _MOST_OPENED = 4 * MOST_QUEUES
@@ -219,8 +218,8 @@ class ServedQueues:
                 aliases: dict[str, str] = {}
                 try:
                     if self._finds_others:
-                        names = (await self.own.queue.run(directory.queue_names()))[:MOST_QUEUES]
-                    aliases = await self.own.queue.run(directory.aliases())
+                        names = (await self.own.queue.run(lookups.queue_names()))[:MOST_QUEUES]
+                    aliases = await self.own.queue.run(lookups.aliases())
                 except ResponseError as error:  # such as a role of one queue
                     self._refuse(f"{QUEUES}, {ALIASES}", error)
                 except (ConnectionError, TimeoutError):  # its node of a cluster may be away alone

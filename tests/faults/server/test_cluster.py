@@ -26,7 +26,7 @@ from promptq.shared.errors import (
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.keys import QUEUES, Keys
 from promptq.shared.protocol.request import NewRequest, Request
-from promptq.shared.queue import directory, lookups
+from promptq.shared.queue import lookups
 from promptq.shared.queue.call import script_text
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from promptq.shared.server.connection import open_async_redis, open_redis
@@ -169,7 +169,7 @@ def test_queues_on_several_nodes_have_one_front_door(cluster: Cluster, owner: re
     for name in names:
         queue = RequestQueue(owner, name)
         queue.redis.hset(queue.keys.model, mapping={"model": f"model of {name}"})
-        queue.run(directory.note_queue(name))
+        queue.run(lookups.note_queue(name))
     with Client(cluster.cluster_url) as client:
         assert [it.name for it in client.models()] == sorted(f"model of {it}" for it in names)
         client.set_alias("gpt", f"model of {names[7]}")
@@ -242,7 +242,7 @@ def test_a_gateway_serves_the_queues_of_the_nodes_that_live() -> None:
         def serve(name: str) -> None:
             queue = RequestQueue(owner, name)
             queue.redis.hset(queue.keys.model, "model", f"model of {name}")
-            queue.run(directory.note_queue(name))
+            queue.run(lookups.note_queue(name))
 
         serve(own)
         serve(on_lost[0])

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from promptq.shared.protocol.request import Request
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker import process
 from promptq.worker.__main__ import main
 from promptq.worker.engine.api.progress import Progress

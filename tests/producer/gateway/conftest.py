@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.served_model import Served, build
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.roles import as_role

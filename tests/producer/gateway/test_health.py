@@ -11,10 +11,11 @@ import redis
 
 from promptq import Client
 from promptq.producer.gateway.http import errors
+from promptq.shared.protocol.keys import ALL_QUEUES
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.server.acl import ALL_QUEUES, user_rules
+from promptq.shared.server.acl import user_rules
 from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import HandWorker

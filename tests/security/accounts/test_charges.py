@@ -12,8 +12,8 @@ import pytest
 
 from promptq.shared.protocol.request import FinishReason, TokenAccount
 from promptq.shared.protocol.rows import RowStatus
-from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.scripts import Rate, take_of_rates
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import KEYS, HandWorker
 from tests.requests import ROOM, held, put, row

@@ -21,8 +21,8 @@ import redis
 from promptq.producer.gateway.answering.reading import call_reader
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
-from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from promptq.shared.queue.scripts import Rate, take_of_rates
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.roles import as_role

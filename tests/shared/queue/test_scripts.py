@@ -12,7 +12,7 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.paths import ROOT
 
 LUA = ROOT / "shared" / "lua"
-PARTS = {path.stem: path for each in ("basics", "parts") for path in (LUA / each).iterdir()}
+PARTS = {path.stem: path for path in (LUA / "lib").iterdir()}
 FILES = sorted(path.relative_to(LUA).as_posix() for path in LUA.rglob("*.lua"))
 
 
@@ -43,12 +43,12 @@ def put_together(text: str) -> str:
 
 @pytest.mark.parametrize("name", SCRIPT_NAMES)
 def test_the_description_makes_what_the_package_sends(name: str) -> None:
-    [path] = [*LUA.glob(f"requests/{name}.lua"), *LUA.glob(f"upkeep/{name}.lua")]
-    assert put_together(path.read_text()) == script_text(name)
+    text = (LUA / "scripts" / f"{name}.lua").read_text()
+    assert put_together(text) == script_text(name)
 
 
 def test_every_script_is_sent() -> None:
-    scripts = [Path(file).stem for file in FILES if not file.startswith(("basics/", "parts/"))]
+    scripts = [Path(file).stem for file in FILES if not file.startswith("lib/")]
     assert sorted(scripts) == sorted(SCRIPT_NAMES)
 
 
@@ -57,7 +57,7 @@ def test_a_file_names_just_the_parts_that_it_uses(file: str) -> None:
     text = (LUA / file).read_text()
     code = re.sub(r"--[^\n]*|'(?:[^'\\\n]|\\.)*'", "", text)
     used = set(re.findall(r"(?<![\w.])(\w+)\.\w", code)) & set(PARTS)
-    if file.startswith(("basics/", "parts/")):
+    if file.startswith("lib/"):
         used.discard(Path(file).stem)
     assert set(used_by(text)) == used
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.runtime.model_queues import queues_of_models
+from promptq.shared.settings.model_queues import queues_of_models
 
 
 def test_a_queue_is_named_like_its_model(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import sys
 
 CODE = """
 import json, os, subprocess, sys
-from promptq.shared.runtime.secrets import forget_secrets
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.secrets import forget_secrets
+from promptq.shared.settings.common import read_settings
 url = read_settings().redis_url
 os.environ["PROMPTQ_UPSTREAM_KEY"] = "set-later"
 forget_secrets()

@@ -23,10 +23,9 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
 from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
-from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.statistics import Contribution
-from promptq.shared.queue.work import measure_work
+from promptq.shared.queue.scripts import Rate, take_of_rates
+from promptq.shared.queue.statistics import Contribution, measure_work
 from tests.model_free_worker import running_worker, text_of
 from tests.roles import as_role
 from tests.shared.server.cluster import Cluster

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import redis.asyncio
 
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.service import Worker

@@ -10,7 +10,7 @@ import redis.asyncio
 from promptq import AsyncClient
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.service import Worker
 from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens

@@ -13,7 +13,7 @@ import redis.asyncio
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.metrics import BETWEEN_TOKENS
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.publishing import coalescer

@@ -12,7 +12,7 @@ from promptq.shared.errors import ModelMismatchError
 from promptq.shared.protocol.claims import Held, ModelIdentity, Room
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.service import Worker
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_put, until_tokens

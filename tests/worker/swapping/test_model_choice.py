@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from promptq.shared.queue.work import Work
+from promptq.shared.queue.statistics import Work
 from promptq.worker.swapping.model_choice import Candidate, Loaded, SwapTimes, choose
 
 TIMES = SwapTimes(least_loaded=15, longest_wait=60, idle=300)

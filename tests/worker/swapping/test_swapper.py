@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
 from promptq.worker.swapping.swapper import ModelFailedError, Swapper

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.served_model import build
 from promptq.worker.telemetry.start_up import StartUp

@@ -14,7 +14,7 @@ import pytest
 from promptq import Client
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime import extras
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.served_model import build
 from tests.processes import StartedWorker
 from tests.roles import as_role

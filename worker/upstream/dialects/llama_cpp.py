@@ -11,7 +11,7 @@ from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after

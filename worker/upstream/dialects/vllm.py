@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest
 from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
 from promptq.worker.upstream.dialects import server_abilities

@@ -44,7 +44,7 @@ from promptq.producer.gateway.responses.response_call import ResponseCall, new_r
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
 from promptq.shared.protocol.request import Request as PayloadRequest
-from promptq.shared.queue.rate_limits import Rate
+from promptq.shared.queue.scripts import Rate
 
 _SMALL_BYTES = 65_536
 """Bodies and payloads up to this size are small: reading them takes milliseconds at worst."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.llama.native_decoder import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.model.load_check.comparison import off_by

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from promptq.shared.errors import ConfigurationError, ModelError, UnsupportedModelError
 from promptq.shared.runtime import extras
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.model.loading import load_model
 from promptq.worker.served_model import build, identify
 from tests.worker.engine.checkpoints.test_formats import FILES

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.step_buffers import StepKind

@@ -27,7 +27,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from tests.requests import put
 from tests.roles import QueueClient, as_role
 from tests.servers import Server
-from tests.shared.lua.requests.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
+from tests.shared.lua.scripts.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
 
 LARGEST_PROMPT, LARGEST_OUTPUT = 40, 20
 ROOM = 5 * (LARGEST_PROMPT + LARGEST_OUTPUT)

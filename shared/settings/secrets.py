@@ -6,7 +6,7 @@ import ctypes
 import os
 from contextlib import suppress
 
-from promptq.shared.runtime.settings import ENV_PREFIX
+from promptq.shared.settings.common import ENV_PREFIX
 
 _SECRETS = tuple(
     f"{ENV_PREFIX}{name}"

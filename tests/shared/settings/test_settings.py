@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.runtime.settings import ENV_PREFIX, Settings, flag_of, read_settings
+from promptq.shared.settings.common import ENV_PREFIX, Settings, flag_of, read_settings
 from tests.paths import ROOT
 
 

@@ -1,0 +1,1 @@
+"""The settings that every process reads from its environment."""
