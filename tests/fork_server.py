@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any
 
 COMMAND = ("promptq.producer.cli",)
-WORKER = ("promptq.worker.command", "promptq.worker.process", "transformers", "torch")
+WORKER = ("promptq.worker.command", "promptq.worker.serve.process", "transformers", "torch")
 _MAX_MESSAGE_BYTES = 1 << 18
 _STREAMS = (0, 1, 2)
 

@@ -16,8 +16,8 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import Served
-from promptq.worker.service import Worker
+from promptq.worker.serve.build import Served
+from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.model_free import END_TOKEN_ID, build_model_free_engine, tokens_of
 from tests.roles import as_role

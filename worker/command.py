@@ -19,8 +19,8 @@ from promptq.shared.settings.common import Settings, flag_of, read_settings
 from promptq.shared.settings.model_queues import queues_of_models
 from promptq.shared.settings.secrets import forget_secrets
 from promptq.worker.engine.checkpoints.location import is_gguf
-from promptq.worker.process import serve_until_told
-from promptq.worker.served_model import NATIVE
+from promptq.worker.serve.build import NATIVE
+from promptq.worker.serve.process import serve_until_told
 from promptq.worker.swapping.taking_turns import take_turns
 
 _ARGUMENTS = "engine_arguments"

@@ -24,8 +24,8 @@ from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.common import Settings, read_settings
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.served_model import Served, build
-from promptq.worker.service import Worker
+from promptq.worker.serve.build import Served, build
+from promptq.worker.serve.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

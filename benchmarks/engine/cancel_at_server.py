@@ -25,10 +25,10 @@ from promptq import Client
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialect import Dialect
+from promptq.worker.upstream.dialects.dialect import Dialect
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
-from promptq.worker.upstream.server import Server
 from tests.engines.real_servers import NAMES, RealServer, real_server, why_missing
 from tests.processes import started
 from tests.roles import as_role, bring_in_roles

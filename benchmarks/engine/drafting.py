@@ -21,7 +21,7 @@ from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 
 PROMPT, OUTPUT = 128, 256
 FEW_TOKENS = {str(token): 100.0 for token in range(1000, 1032)}

@@ -29,7 +29,7 @@ from benchmarks.table.rows.engine import engine_request
 from promptq.shared.protocol.events import token_event_json
 from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 
 PROMPT, OUTPUT = 32, 200
 WORKER_MICROSECONDS = 20.0

@@ -23,8 +23,8 @@ from promptq.worker.engine.api.messages import (
     SequenceOutput,
     StepOutput,
 )
+from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.telemetry.meter import Meter
 from promptq.worker.text.detokenizer import TextStream
 
 ROWS, STEPS, ROUNDS = 64, 2000, 5

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx2
 
 from benchmarks.lib.streaming import http_events
-from promptq.worker.upstream.server import Server, read_json
+from promptq.worker.upstream.dialects.transport import Server, read_json
 
 _STREAMS, _EVENTS, _STEP_SECONDS = 32, 200, 0.02
 _EVENT = {

@@ -50,8 +50,8 @@ from promptq.shared.settings.common import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.served_model import Served
-from promptq.worker.service import Worker
+from promptq.worker.serve.build import Served
+from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 
 Noted = list[tuple[float, bytes]]

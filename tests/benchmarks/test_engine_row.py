@@ -3,7 +3,7 @@
 from benchmarks.table.jobs import Request, Workload
 from benchmarks.table.rows.engine import drive
 from promptq.shared.settings.common import read_settings
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 
 
 def test_a_guest_arrives_once_the_others_are_under_way() -> None:

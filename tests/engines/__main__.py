@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-_TESTS = ["pytest", "-n", "0", "tests/engines", "tests/worker/test_engine_contract.py"]
+_TESTS = ["pytest", "-n", "0", "tests/engines", "tests/worker/serve/test_engine_contract.py"]
 _KILLS = {"stand-in": 200, "llama.cpp": 15, "vllm": 5}
 
 

@@ -29,7 +29,7 @@ from promptq.shared.errors import RequestExistsError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.tracing import Tracing, start_tracing
 from promptq.shared.settings.common import Settings
-from promptq.worker.service import Worker
+from promptq.worker.serve.worker import Worker
 from tests.model_free_worker import served_model_free
 from tests.processes import read_line, running, started
 from tests.producer.gateway.living import live_gateway, live_worker
@@ -374,7 +374,7 @@ import sys
 for name in ("sdk", "exporter"):  # as if not installed; fastapi brings the rest
     sys.modules[f"opentelemetry.{name}"] = None
 import promptq.producer.clients.sync_client, promptq.producer.gateway.app
-import promptq.worker.service, promptq.worker.command
+import promptq.worker.serve.worker, promptq.worker.command
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import Request
 from promptq.shared.runtime.tracing import start_tracing

@@ -19,7 +19,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
-from promptq.worker.served_model import Served
+from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.model_free_worker import finished, running_worker
 from tests.requests import async_put

@@ -17,7 +17,7 @@ from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.settings.common import Settings
-from promptq.worker.service import Worker
+from promptq.worker.serve.worker import Worker
 from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import live_gateway
 from tests.producer.playing import Run

@@ -36,13 +36,13 @@ from promptq.shared.protocol.request import (
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.intake.slow_lane import SlowLane
+from promptq.worker.leases.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.grammar_compiler import Vocabulary
-from promptq.worker.text.schemas import schema_vetting
-from promptq.worker.text.schemas.schema_patterns import num_combined_patterns
-from promptq.worker.text.schemas.schema_vetting import NotVettedError, Vetter
-from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.grammars import vetting
+from promptq.worker.text.grammars.compiler import Vocabulary
+from promptq.worker.text.grammars.grammars import Grammars
+from promptq.worker.text.grammars.schema_patterns import num_combined_patterns
+from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.model_free import ModelFreeRunner
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
@@ -50,7 +50,7 @@ from tests.processes import started
 from tests.requests import async_put, put, result_of, until_active
 from tests.roles import QueueClient, as_role
 from tests.waiting import async_until, until
-from tests.worker.text.structured import json_schema
+from tests.worker.text.grammars.structured import json_schema
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -242,7 +242,7 @@ def test_who_ends_the_vetting_process_refuses_no_schema(
 def test_a_machine_too_busy_to_vet_refuses_no_schema_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(schema_vetting, "_WALL_SECONDS", 0.0)
+    monkeypatch.setattr(vetting, "_WALL_SECONDS", 0.0)
     tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
     grammars = Grammars(tokenizer, 2048, frozenset({2}), vets=True)
     wanted = Request.build({"prompt": "a", "response_format": json_schema({"type": "integer"})})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.worker.engine.api.messages import EngineLimits
-from promptq.worker.served_model import Served
+from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from promptq.worker.upstream.dialect import Dialect
+from promptq.worker.upstream.dialects.dialect import Dialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.stand_in_server.batch import VOCAB_SIZE

@@ -58,7 +58,7 @@ def test_told_to_stop_again_as_it_ends_it_has_ended_well(worker_url: str) -> Non
 
 LOADING_FOR_EVER = """
 import sys, time
-from promptq.worker import process
+from promptq.worker.serve import process
 from promptq.worker.__main__ import main
 process.build = lambda *_: print("loading", flush=True) or time.sleep(3600)
 main()

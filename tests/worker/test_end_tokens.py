@@ -11,10 +11,10 @@ import pytest
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import Served, build
+from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
 from tests.worker.engine.tiny_models import save_model
-from tests.worker.text.structured import prepare, run
+from tests.worker.text.grammars.structured import prepare, run
 
 END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 

@@ -16,7 +16,7 @@ import pytest
 from promptq.shared.errors import ModelNotFoundError
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.common import read_settings
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
 

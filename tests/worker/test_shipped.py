@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import identify
+from promptq.worker.serve.build import identify
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import batches, document
 from training.texts.chats import chat, exchange, story_exchange

@@ -19,8 +19,7 @@ from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.leases.ready_queue import ReadyQueue
-from promptq.worker.leases.wake_up import WakeUp
+from promptq.worker.leases.ready import ReadyQueue, WakeUp
 
 _PREPARING, _READY, _RUNNING, _ENDING, _RETURNING, _GONE = LeaseState
 _NEXT = {

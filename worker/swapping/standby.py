@@ -17,7 +17,7 @@ from promptq.shared.protocol.claims import Room
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import fits_beside_others, identify
+from promptq.worker.serve.build import fits_beside_others, identify
 
 if TYPE_CHECKING:
     from promptq.worker.engine.model.load_check.checked_model import Verdict

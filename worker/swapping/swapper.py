@@ -17,8 +17,8 @@ from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Work, measure_work
 from promptq.shared.runtime.logs import get_logger
-from promptq.worker.liveness.health_server import Health
-from promptq.worker.liveness.service_manager import notify
+from promptq.worker.health.probes import Health
+from promptq.worker.health.systemd import notify
 from promptq.worker.swapping.model_choice import Candidate, Choice, Loaded, SwapTimes, choose
 from promptq.worker.swapping.model_process import ModelProcess, ProcessState
 from promptq.worker.swapping.standby import Known

@@ -19,11 +19,11 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.tasks import end
 from promptq.shared.settings.common import Settings
-from promptq.worker.liveness.health_server import HealthServer
-from promptq.worker.liveness.reaper import REAPS_PER_LEASE, Reaper
-from promptq.worker.liveness.service_manager import notify, watchdog_seconds
-from promptq.worker.process import handle_signals, open_when_there, serve_until_told, unless
-from promptq.worker.served_model import MODEL_FREE, NATIVE, shown_name
+from promptq.worker.health.probes import HealthServer
+from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper
+from promptq.worker.health.systemd import notify, watchdog_seconds
+from promptq.worker.serve.build import MODEL_FREE, NATIVE, shown_name
+from promptq.worker.serve.process import handle_signals, open_when_there, serve_until_told, unless
 from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
 from promptq.worker.swapping.standby import Standby, Tells

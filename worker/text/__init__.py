@@ -1,1 +1,1 @@
-"""Converts between text and token ids: tokenizer, detokenizer, grammars, tools."""
+"""Converts between text and token ids: tokenizer, detokenizer, chat templates, grammars."""

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING
 
 from promptq.worker.text.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    from promptq.worker.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
@@ -21,20 +16,6 @@ _MOST_BYTES = 4
 """The most bytes of a character."""
 
 Decode = Callable[[Sequence[int]], str]
-
-
-def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token of a prompt, special tokens by their names. Together they are the
-    prompt: a character of several tokens is in the text of the last one."""
-    texts = [tokenizer.token_text(token_id) for token_id in token_ids]
-    for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
-        if is_part:
-            places = [*run]
-            whole = tokenizer.decode([token_ids[place] for place in places])
-            for place in places:
-                texts[place] = ""
-            texts[places[-1]] = whole
-    return texts
 
 
 class IncrementalDecoder:

@@ -12,17 +12,17 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineLimits
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialect import Dialect, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
-from promptq.worker.upstream.dialects.vllm import VllmDialect
-from promptq.worker.upstream.faults import (
+from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
+    Server,
     ServerFaultError,
     malformed_as_fault,
 )
-from promptq.worker.upstream.server import Server
+from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.server_process import ServerProcess, free_port
 
 DIALECTS: dict[str, Callable[..., Dialect]] = {

@@ -28,16 +28,16 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.shares import Shares
-from promptq.worker.upstream.dialect import Chunk, Dialect
-from promptq.worker.upstream.faults import (
+from promptq.worker.upstream.dialects.dialect import Chunk, Dialect
+from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
+    Server,
     ServerFaultError,
     UnusableAnswerError,
     malformed_as_fault,
 )
 from promptq.worker.upstream.outbox import Outbox
-from promptq.worker.upstream.server import Server
 from promptq.worker.upstream.server_process import ServerProcess
 from promptq.worker.upstream.server_recovery import ServerRecovery
 

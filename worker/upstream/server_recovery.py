@@ -8,14 +8,14 @@ import time
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import get_logger
-from promptq.worker.upstream.dialect import Dialect
-from promptq.worker.upstream.faults import (
+from promptq.worker.upstream.dialects.dialect import Dialect
+from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
+    Server,
     ServerFaultError,
     malformed_as_fault,
 )
-from promptq.worker.upstream.server import Server
 from promptq.worker.upstream.server_process import ServerProcess
 
 _FIRST_RETRY_SECONDS = 0.1

@@ -10,7 +10,7 @@ from benchmarks.table.jobs import Job, Outcome, Request, Trace, Workload, main, 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 
 COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens", "recomputed_tokens")
 

@@ -13,11 +13,11 @@ from promptq.shared.protocol.claims import Claims, Room
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.settings.common import Settings
-from promptq.worker import process, service
 from promptq.worker.__main__ import main as run_command
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.served_model import MODEL_FREE, Served, build
+from promptq.worker.serve import process, worker
+from promptq.worker.serve.build import MODEL_FREE, Served, build
 from tests.chaos.mutants import break_scripts
 from tests.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 
@@ -59,7 +59,7 @@ class NotingQueue(AsyncRequestQueue):
 
 
 def build_chaotic(settings: Settings, *rest: Any) -> Served:
-    """As `promptq.worker.served_model.build`, but for the model-free engine."""
+    """As `promptq.worker.serve.build.build`, but for the model-free engine."""
     if settings.model != MODEL_FREE:
         return build(settings, *rest)
     runner = PoisonableRunner(_NUM_BLOCKS, _BLOCK_SIZE, step_seconds=STEP_SECONDS)
@@ -78,6 +78,6 @@ def build_chaotic(settings: Settings, *rest: Any) -> Served:
 def main() -> None:
     """Run the command, with `sys.argv` as its arguments."""
     process.build = build_chaotic
-    service.AsyncRequestQueue = NotingQueue
+    worker.AsyncRequestQueue = NotingQueue
     break_scripts()
     run_command()

@@ -16,13 +16,13 @@ from typing import Any
 
 from promptq.shared.protocol.request import Request
 from promptq.shared.settings.common import Settings
-from promptq.worker import process
 from promptq.worker.__main__ import main
 from promptq.worker.engine.api.progress import Progress
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.served_model import Served
+from promptq.worker.serve import process
+from promptq.worker.serve.build import Served
 from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import served_model_free
 

@@ -16,7 +16,7 @@ from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.events import Result, TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 from tests.processes import started
 from tests.producer.gateway.living import live_worker
 from tests.roles import as_role

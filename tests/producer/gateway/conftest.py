@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import Served, build
+from promptq.worker.serve.build import Served, build
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.roles import as_role
 from tests.servers import embedded_server

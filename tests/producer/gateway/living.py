@@ -19,7 +19,7 @@ from promptq.producer.gateway.context.access import Caller, caller_of
 from promptq.producer.gateway.http.connection_limits import bounded_protocol
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.server.acl import ROLES
-from promptq.worker.served_model import Served
+from promptq.worker.serve.build import Served
 from tests.model_free_worker import running_worker
 from tests.roles import as_role
 from tests.waiting import async_until

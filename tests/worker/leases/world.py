@@ -9,9 +9,9 @@ from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.rows import RowStatus
 from promptq.worker.engine.api.messages import EngineAbilities
-from promptq.worker.intake.preparation import Preparation
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.preparation import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.worker.fake_engine import FakeEngine, limits
 

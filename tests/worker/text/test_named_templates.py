@@ -17,13 +17,13 @@ from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.chat_template import style_of
+from promptq.worker.text.grammars.grammars import Grammars
 from promptq.worker.text.output_marks import OutputMarks
-from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.checkpoints.test_formats import FILES
 from tests.worker.engine.checkpoints.test_refused import rewritten
 from tests.worker.text.families import FAMILIES, TOOLS
-from tests.worker.text.test_grammars import END, walk
+from tests.worker.text.grammars.test_grammars import END, walk
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 HERMES = FAMILIES["Hermes"]

@@ -13,8 +13,8 @@ from transformers import ByT5Tokenizer
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Request
+from promptq.worker.leases.rows import prompt_texts
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.detokenizer import prompt_texts
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialect import Chunk
+from promptq.worker.upstream.dialects.dialect import Chunk
+from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from promptq.worker.upstream.server import Server
 from tests.stand_in_server.serving import limits_of
 from tests.waiting import async_until
 

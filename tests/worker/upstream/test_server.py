@@ -21,18 +21,19 @@ from promptq.worker.engine.api.messages import LEAST, EngineRequest, SequenceOut
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.connecting import FoundServer
-from promptq.worker.upstream.dialect import Dialect, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
-from promptq.worker.upstream.dialects.vllm import VllmDialect
-from promptq.worker.upstream.faults import (
+from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
+    Server,
     ServerFaultError,
+    _events,
     malformed_as_fault,
 )
+from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from promptq.worker.upstream.server import Server, _events
 from tests.servers import free_port
 from tests.stand_in_server.serving import limits_of
 

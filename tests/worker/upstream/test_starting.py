@@ -15,7 +15,7 @@ from promptq import Client
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime import extras
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 from tests.processes import StartedWorker
 from tests.roles import as_role
 from tests.servers import free_port

@@ -14,10 +14,19 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
-from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
-from promptq.worker.upstream.dialects import server_abilities
-from promptq.worker.upstream.faults import RefusedError, ServerFaultError
-from promptq.worker.upstream.server import Server, message_of, read_json
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    ServerDescription,
+    seed_after,
+    server_abilities,
+)
+from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
+    Server,
+    ServerFaultError,
+    message_of,
+    read_json,
+)
 
 _COMPLETION = "/completion"
 _TOKENS_AT_ONCE = 8

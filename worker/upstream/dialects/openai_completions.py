@@ -12,10 +12,19 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
-from promptq.worker.upstream.dialects import server_abilities
-from promptq.worker.upstream.faults import RefusedError, ServerFaultError
-from promptq.worker.upstream.server import Server, message_of, read_json
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    ServerDescription,
+    seed_after,
+    server_abilities,
+)
+from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
+    Server,
+    ServerFaultError,
+    message_of,
+    read_json,
+)
 
 _COMPLETIONS = "/v1/completions"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

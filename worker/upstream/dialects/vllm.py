@@ -17,10 +17,20 @@ from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.common import Settings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest
-from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
-from promptq.worker.upstream.dialects import server_abilities
-from promptq.worker.upstream.faults import RefusedError, ServerFaultError, UnusableAnswerError
-from promptq.worker.upstream.server import Server, message_of, read_json
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    ServerDescription,
+    seed_after,
+    server_abilities,
+)
+from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
+    Server,
+    ServerFaultError,
+    UnusableAnswerError,
+    message_of,
+    read_json,
+)
 
 _GENERATE = "/inference/v1/generate"
 _MOST_LOGPROBS = 20

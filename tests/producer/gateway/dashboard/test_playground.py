@@ -9,7 +9,7 @@ from playwright.async_api import expect
 
 from promptq import AsyncClient
 from promptq.shared.settings.common import Settings
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
 

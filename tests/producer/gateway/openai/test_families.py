@@ -26,9 +26,9 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.served_model import Served
+from promptq.worker.serve.build import Served
 from promptq.worker.text.chat_template import style_of
-from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.grammars.grammars import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.model_free import ModelFreeRunner
 from tests.producer.batches.batches import read_lines, write_lines

@@ -22,7 +22,7 @@ from promptq.worker.engine.quantization.modules import (
     QuantizedLinear,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
-from promptq.worker.served_model import build, fits_beside_others, identify
+from promptq.worker.serve.build import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.quantization.test_quantization import logprobs_of
 from tests.worker.engine.tiny_models import save_model

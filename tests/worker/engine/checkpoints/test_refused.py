@@ -18,7 +18,7 @@ from promptq.shared.errors import ConfigurationError, ModelError, UnsupportedMod
 from promptq.shared.runtime import extras
 from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.model.loading import load_model
-from promptq.worker.served_model import build, identify
+from promptq.worker.serve.build import build, identify
 from tests.worker.engine.checkpoints.test_formats import FILES
 
 CPU = torch.device("cpu")

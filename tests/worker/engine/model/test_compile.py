@@ -25,7 +25,7 @@ from promptq.worker.engine.model.compiled import CompiledModel
 from promptq.worker.engine.model.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
-from promptq.worker.served_model import build
+from promptq.worker.serve.build import build
 from tests.worker.engine.tiny_models import generate, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within the compiler

@@ -24,7 +24,7 @@ from promptq.worker.engine.model.cuda_graphs import GraphedModel
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.sampling.kernels import TritonKernels
-from promptq.worker.served_model import _way
+from promptq.worker.serve.build import _way
 from tests.worker.engine.core.scheduling import make_sequence
 from tests.worker.engine.model.fake_cuda import FakeCuda
 from tests.worker.engine.tiny_models import save_model

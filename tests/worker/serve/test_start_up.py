@@ -1,0 +1,123 @@
+"""A worker's start: what is seen of it, and what is told of it later."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from rich.console import Console
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.settings.common import Settings
+from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.serve.build import build
+from promptq.worker.serve.start_up import StartUp
+from tests.processes import Terminal, read_line
+from tests.roles import as_role
+from tests.worker.clock import Clock
+
+
+def test_each_stage_is_measured_until_the_next_begins() -> None:
+    clock = Clock()
+    start_up = StartUp(Console(file=io.StringIO()), clock)
+    for stage, seconds in [("weights", 2.0), ("weights", 1.0), ("checking", 0.5)]:
+        start_up(stage)
+        clock.now += seconds
+    start_up.close()
+    assert start_up.seconds == {"weights": 3.0, "checking": 0.5}
+    assert str(start_up) == "weights 3.0 s, checking 0.5 s"
+
+
+@pytest.mark.usefixtures("logs_in_json")
+def test_a_long_stage_is_logged_where_there_is_no_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    start_up = StartUp(Console(file=io.StringIO()), clock)
+    start_up("weights")
+    clock.now += 60.0
+    start_up("checking")
+    clock.now += 0.1
+    start_up.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["stage"], told["seconds"]) == ("weights", 60.0)
+    assert str(start_up) == "checking 0.1 s", "nothing is repeated"
+
+
+def test_building_the_shipped_model_goes_through_all_stages() -> None:
+    heard: list[str] = []
+
+    def progress(stage: str, share: float | None = None) -> None:
+        heard.append(stage)
+
+    build(Settings(max_num_seqs=2, device="cpu"), progress)
+    assert heard == [
+        "libraries",
+        "weights",
+        "native code",
+        "checking",
+        "KV cache",
+        "packing",
+        "warm-up",
+        "tokenizer",
+    ]
+
+
+def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: str) -> None:
+    url = as_role("worker", redis_url)
+    terminal = Terminal(
+        *[sys.executable, "-m", "promptq.worker", "--redis", url, "--device", "cpu"],
+        streams=["stderr"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    # A terminal that nobody reads stops whoever writes to it.
+    watching = threading.Thread(target=terminal.read_rest)
+    watching.start()
+    with terminal.process:
+        ready = read_line(terminal.process)
+        terminal.process.kill()
+    watching.join()
+    terminal.close()
+    assert ready.startswith("ready after ")
+    for stage in ("libraries", "weights", "checking", "KV cache"):
+        assert f"{stage} " in ready
+    assert ", native code, " in ready
+    assert ", ends at <|endoftext|>, <|im_end|>; " in ready
+    assert "libraries" in terminal.shown
+
+
+def test_the_way_a_model_is_computed_is_said() -> None:
+    settings = {"max_num_seqs": 2, "device": "cpu"}
+    assert build(Settings(**settings)).way == "native code"
+    assert build(Settings(**settings, native=False)).way == "no native code (it is turned off)"
+    assert "float16" in build(Settings(**settings, dtype="float16")).way
+
+
+@pytest.mark.usefixtures("logs_in_json")
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_worker_that_would_be_faster_in_fp32_says_so(
+    dtype: Literal["float32", "bfloat16"], native: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(Settings(max_num_seqs=2, device="cpu", dtype=dtype, native=native))
+    is_slow = dtype == "bfloat16" and not native and not has_fast_bf16_products()
+    assert ("--dtype float32 is many times faster" in capsys.readouterr().err) == is_slow
+
+
+def test_weights_that_do_not_fit_are_refused_beforehand(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(8 * 2**40)  # takes no room on the disk
+    with pytest.raises(ConfigurationError, match=r"--model: .* 8,192\.0 GiB, and [\d.,]+ GiB"):
+        build(Settings(model=str(tmp_path), device="cpu"))

@@ -1,0 +1,157 @@
+"""Publishes the totals of a worker, its batch and its part of the statistics, once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import fields
+
+from promptq.shared.protocol.worker_stats import SlotState, SlotStats, WorkerStats
+from promptq.shared.queue import scripts, statistics
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats, SequenceSnapshot
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.meter import Meter
+from promptq.worker.leases.prepared_request import PreparedRequest
+
+INTERVAL_SECONDS = 1.0
+_TTL_MS = 10_000
+_AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
+_PATIENCE_SECONDS = 0.1
+"""A snapshot comes after the running step. If that takes longer, a later heartbeat shows it."""
+
+
+class Heartbeat:
+    """Publishes heartbeats. `about` is the part that seldom changes: who the worker is, and its
+    limits."""
+
+    def __init__(
+        self,
+        queue: AsyncRequestQueue,
+        engine: EnginePort,
+        leases: Leases,
+        meter: Meter,
+        about: WorkerStats,
+    ) -> None:
+        self.about = about
+        self._snapshot = EngineSnapshot()
+        self._tokens_per_second = 0.0  # generated since the last beat
+        self._queue = queue
+        self._engine = engine
+        self._leases = leases
+        self._meter = meter
+        self._asked: asyncio.Task[EngineSnapshot] | None = None
+        self._told: EngineStats = engine.stats
+        self._told_at = time.monotonic()
+
+    async def beat(self) -> int:
+        """Publish a heartbeat. Returns how many workers the queue has. Raises RedisError,
+        OSError."""
+        await self._look()
+        part = self._part()
+        num_workers = await self._queue.run(scripts.heartbeat(self.stats(), _TTL_MS, self.slots()))
+        await self._queue.run(statistics.sample(part))
+        return num_workers
+
+    async def leave(self) -> None:
+        """Report that the worker leaves. Raises RedisError, OSError."""
+        if self._asked is not None:
+            self._asked.cancel()
+        await self._queue.run(scripts.heartbeat(self.stats(), 0))
+
+    def stats(self) -> WorkerStats:
+        """The statistics of the worker, without its batch."""
+        engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
+        ready = self._leases.ready
+        now = {
+            **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
+            "num_prefetched": len(ready),
+            "mean_prefetched": ready.mean_length,
+            "mean_prefetch_wait_ms": ready.mean_wait_seconds * 1000,
+            "num_prefetch_empty": ready.num_empty,
+            "kv_used_tokens": engine.num_used_blocks * limits.block_size,
+            "kv_blocks": engine.num_blocks,
+            "kv_used_blocks": engine.num_used_blocks,
+            "kv_shared_blocks": self._snapshot.num_shared_blocks,
+            "kv_free_blocks": engine.num_blocks - engine.num_used_blocks,
+            "kv_cached_blocks": engine.num_cached_blocks,
+            "step_ms": self._snapshot.step_seconds * 1000,
+            "peak_memory_bytes": self._snapshot.peak_memory_bytes,
+            "current_step_ms": int(self._engine.seconds_without_progress() * 1000),
+            "tokens_per_second": engine.generation_tokens / max(engine.busy_seconds, 1e-9),
+            "recent_tokens_per_second": self._tokens_per_second,
+            "mean_queue_ms": meter.mean_ms("queue_ms"),
+            "mean_prompt_ms": meter.mean_ms("prompt_ms"),
+            "mean_generation_ms": meter.mean_ms("generation_ms"),
+        }
+        if not self._engine.is_accepting and self.about.state == "running":
+            now["state"] = "no_server"
+        return self.about.model_copy(update=now)
+
+    def slots(self) -> list[SlotStats]:
+        """The batch at the last snapshot, without sequences that have left since."""
+        found = []
+        for sequence in self._snapshot.sequences:
+            held = self._leases.by_sequence(sequence.sequence_id)
+            if held is not None:
+                found.append(_slot_of(held, sequence))
+        return found
+
+    async def _look(self) -> None:
+        if self._asked is None:
+            self._asked = asyncio.create_task(self._engine.snapshot())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                self._snapshot = await asyncio.shield(self._asked)
+                self._asked = None
+
+    def _part(self) -> statistics.Contribution:
+        """What was done since the last heartbeat."""
+        part, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
+        part.generated_tokens = stats.generation_tokens - self._told.generation_tokens
+        part.prompt_tokens = stats.prompt_tokens - self._told.prompt_tokens
+        seconds = now - self._told_at
+        self._tokens_per_second = part.generated_tokens / seconds if seconds > 0 else 0.0
+        self._told, self._told_at = stats, now
+        return part
+
+
+def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
+    held = lease.prepared
+    timing = sequence.timing
+    return SlotStats(
+        slot=sequence.slot,
+        request_id=held.request_id,
+        tenant=held.request.tenant,
+        priority=held.priority,
+        attempt=held.claim.attempt,
+        state=_state_of(sequence),
+        prompt_tokens=held.num_prompt_tokens,
+        emitted_tokens=sequence.num_tokens - held.num_prompt_tokens,
+        max_tokens=held.engine_request.max_tokens,
+        computed_tokens=sequence.num_computed_tokens,
+        cached_tokens=timing.cached_tokens,
+        recomputed_tokens=timing.recomputed_tokens,
+        preemptions=timing.preemptions,
+        kv_blocks=sequence.num_blocks,
+        kv_shared_blocks=sequence.num_shared_blocks,
+        claimed_at=held.claim.claimed_at_ms,
+        prefill_at=_server_ms(held, timing.scheduled_at),
+        first_token_at=_server_ms(held, timing.first_token_at),
+        preempted_at=[*map(held.claim.server_ms, timing.preempted_at)],
+        resumed_at=[*map(held.claim.server_ms, timing.resumed_at)],
+    )
+
+
+def _state_of(sequence: SequenceSnapshot) -> SlotState:
+    if sequence.slot is None:
+        return SlotState.PREEMPTED if sequence.timing.preemptions else SlotState.WAITING
+    is_decoding = sequence.num_tokens - sequence.num_computed_tokens <= 1
+    return SlotState.DECODE if is_decoding else SlotState.PREFILL
+
+
+def _server_ms(held: PreparedRequest, at: float | None) -> int | None:
+    return None if at is None else held.claim.server_ms(at)

@@ -1,0 +1,109 @@
+"""Renews leases while the worker makes progress, and notices when it makes none.
+
+Code that keeps the lock of the interpreter (a regular expression that never ends, a C extension)
+stops every thread, also the one that renews leases and watches the engine. `faulthandler` watches
+from a thread that needs no lock. It writes the stack of each thread to standard error, and exits
+with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.exceptions import RedisError
+
+from promptq.shared.errors import PromptqError
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import end
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.prefetcher import Prefetcher
+from promptq.worker.leases.publisher import Publisher
+
+_LOOKS_PER_LIMIT = 8
+_MAX_WATCH_SECONDS = 1.0
+
+_RENEWALS_PER_LEASE = 4
+
+_GRACE = 1.25  # leaves time to end in good order if the engine hangs without the lock
+_SIGNS_OF_LIFE = 8
+
+
+class EngineStuckError(PromptqError):
+    """The engine, or the preparation of a request, has made no progress for so long that the
+    worker gives everything back and ends."""
+
+
+class EngineWatchdog:
+    """A part counts as hung after it has made no progress for `seconds`."""
+
+    def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
+        self.seconds = seconds
+        self._engine = engine
+        self._prefetcher = prefetcher
+
+    @property
+    def is_in_engine(self) -> bool:
+        return self._engine.seconds_without_progress() > self.seconds
+
+    @property
+    def reason(self) -> str:
+        """The part that hangs; empty if none does."""
+        if self._prefetcher.hangs_on is not None:
+            return "the preparation of a request"
+        return "the engine" if self.is_in_engine else ""
+
+    async def watch(self) -> None:
+        """Wait until a part hangs. Raises EngineStuckError then."""
+        while True:
+            await asyncio.sleep(min(self.seconds / _LOOKS_PER_LIMIT, _MAX_WATCH_SECONDS))
+            if what := self.reason:
+                lease = self._prefetcher.hangs_on
+                of = {} if lease is None else {"request_id": lease.request_id}
+                get_logger().error(f"{what} hangs; giving everything back", **of)
+                raise EngineStuckError(f"{what} has made no progress for {self.seconds:g} s")
+
+
+class LeaseTimer:
+    """Renews all leases several times within a lease, as long as there is progress."""
+
+    def __init__(
+        self, leases: Leases, publisher: Publisher, watchdog: EngineWatchdog, lease_ms: int
+    ) -> None:
+        self._leases = leases
+        self._publisher = publisher
+        self._watchdog = watchdog
+        self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        log = get_logger()
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                if self._watchdog.reason:
+                    log.error("no progress; leases are left to run out", held=len(self._leases))
+                elif held := list(self._leases):
+                    await self._publisher.renew(held)
+            except (RedisError, OSError) as error:
+                log.warning("leases not renewed", error=str(error))
+
+
+@asynccontextmanager
+async def watched(seconds: float) -> AsyncIterator[None]:
+    """End the process once this event loop has not run for 1.25 times `seconds`."""
+    showing_life = asyncio.create_task(_show_life(seconds))
+    try:
+        yield
+    finally:
+        await end([showing_life])
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _show_life(seconds: float) -> None:
+    while True:
+        faulthandler.dump_traceback_later(seconds * _GRACE, exit=True)
+        await asyncio.sleep(min(1.0, seconds / _SIGNS_OF_LIFE))

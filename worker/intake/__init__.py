@@ -1,1 +1,0 @@
-"""Claims requests ahead of need and prepares them."""

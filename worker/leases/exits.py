@@ -1,0 +1,127 @@
+"""Notes each request that leaves the worker: in the log, the meter and the trace.
+
+Spans are made when a request leaves, so that tokens cost nothing. The names of attributes are those
+of OpenTelemetry's conventions for generative AI and messaging.
+"""
+
+from __future__ import annotations
+
+import time
+
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tracing import Tracing
+from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.leases import Departure, Outcome
+from promptq.worker.leases.meter import Meter
+from promptq.worker.leases.prepared_request import PreparedRequest
+
+_NS_A_MS = 1_000_000
+
+
+class Departures:
+    """Passes each departure to the log, the meter and the tracer."""
+
+    def __init__(self, meter: Meter, tracer: RequestTracer, worker_id: str = "") -> None:
+        self._meter = meter
+        self._tracer = tracer
+        self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
+
+    def note(self, lease: Lease, outcome: Outcome | None) -> None:
+        """A request has left with this outcome. None means that there is nothing to note."""
+        if outcome is None:
+            return
+        prepared = lease.prepared_or_none
+        if isinstance(outcome, FinishReason):
+            self._log.debug("ended", request_id=lease.request_id, reason=outcome)
+            self._meter.note_end(outcome, prepared)
+        elif outcome is Departure.FENCED:
+            self._log.warning("lease lost", request_id=lease.request_id)
+            self._meter.num_fences_lost += 1
+        if prepared is not None:
+            self._tracer.end(prepared, outcome)
+
+
+class RequestTracer:
+    """Traces requests that leave. Without `tracing` it does nothing."""
+
+    def __init__(self, tracing: Tracing | None, queue: str, model: str, worker_id: str) -> None:
+        self._tracing = tracing
+        self._queue = queue
+        self._model = model
+        self._worker_id = worker_id
+
+    def end(self, held: PreparedRequest, outcome: str) -> None:
+        """Trace a request that leaves with this outcome, a finish reason or a Departure.
+
+        An attempt's span begins with its wait in the queue if it is the first, otherwise with its
+        claim. Times are the server's.
+        """
+        if self._tracing is None:
+            return
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        claim, timing = held.claim, held.timing
+        begin_ms = claim.enqueued_at_ms if claim.attempt == 1 else claim.claimed_at_ms
+        end_ms = max(begin_ms, held.claim.server_ms(time.monotonic()))
+        operation = "text_completion" if held.request.messages is None else "chat"
+        span = self._tracing.tracer.start_span(
+            f"{operation} {self._model}",
+            context=self._tracing.parent(held.request.trace_context),
+            kind=SpanKind.CONSUMER,
+            start_time=begin_ms * _NS_A_MS,
+            attributes=self._attributes(held, operation, outcome),
+        )
+        if outcome == FinishReason.ERROR:
+            span.set_status(Status(StatusCode.ERROR))
+            kind = held.error.type if held.error is not None else "internal_error"
+            span.set_attribute("error.type", kind)
+        marks = [begin_ms]
+        if timing is not None:
+            for name, times in (("preempted", timing.preempted_at), ("resumed", timing.resumed_at)):
+                for at in times:
+                    span.add_event(name, timestamp=held.claim.server_ms(at) * _NS_A_MS)
+            reached = [timing.scheduled_at, timing.first_token_at]
+            marks += [held.claim.server_ms(at) for at in reached if at is not None]
+        marks.append(end_ms)
+        inside = set_span_in_context(span)
+        for name, start, end in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
+            part = self._tracing.tracer.start_span(
+                name, context=inside, start_time=start * _NS_A_MS
+            )
+            part.end(max(start, end) * _NS_A_MS)
+        span.end(end_ms * _NS_A_MS)
+
+    def _attributes(
+        self, held: PreparedRequest, operation: str, outcome: str
+    ) -> dict[str, str | int | float | list[str]]:
+        request, timing = held.request, held.timing
+        attributes: dict[str, str | int | float | list[str] | None] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "promptq",
+            "gen_ai.request.model": request.model or self._model,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": request.temperature,
+            "gen_ai.request.top_p": request.top_p,
+            "gen_ai.request.top_k": request.top_k or None,
+            "gen_ai.request.frequency_penalty": request.frequency_penalty or None,
+            "gen_ai.request.presence_penalty": request.presence_penalty or None,
+            "gen_ai.request.seed": request.seed,
+            "gen_ai.request.stop_sequences": request.stop_strings or None,
+            "gen_ai.response.id": held.request_id,
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.finish_reasons": [outcome],
+            "gen_ai.usage.input_tokens": held.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": held.num_emitted,
+            "gen_ai.usage.cache_read.input_tokens": timing.cached_tokens if timing else None,
+            "messaging.system": "promptq",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": self._queue,
+            "messaging.message.id": held.request_id,
+            "promptq.worker": self._worker_id,
+            "promptq.attempt": held.claim.attempt,
+            "promptq.priority": request.priority,
+            "promptq.tenant": request.tenant,
+            "promptq.preemptions": timing.preemptions if timing else None,
+        }
+        return {name: value for name, value in attributes.items() if value is not None}

@@ -1,0 +1,312 @@
+"""Claims and prepares requests ahead, so that the engine never waits for either."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from threading import get_ident
+
+from redis.exceptions import RedisError
+
+from promptq.shared.errors import InvalidRequestError, SpoiltRecordError
+from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.metrics import CLAIM_TIME
+from promptq.shared.runtime.tasks import end
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.leases.exchange import GiveBack
+from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.lease import Lease, LeaseState
+from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.meter import Meter
+from promptq.worker.leases.preparation import Preparation, TakesLongError
+from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.publisher import Publisher
+from promptq.worker.leases.slow_lane import SlowLane
+
+_JITTER_SECONDS = 0.001
+_PUT_OFF_POLL_SECONDS = 0.1
+"""Nobody sends a message when the delay of a put-off request is over."""
+
+_Made = PreparedRequest | InvalidRequestError | TakesLongError | None
+"""What preparing a claim gives; None for a claim that was lost meanwhile."""
+
+_WORK_AHEAD_SECONDS = 0.1
+_MAX_DEPTH = 4096
+
+
+class Prefetcher:
+    """Keeps prepared requests ready, in queue order.
+
+    Claims are prepared one after another in a thread. A claim whose preparation may take long goes
+    to the slow lane, and afterwards takes its place in the order. If the slow lane is full, the
+    request goes back to the queue for a while, so that it takes no slot while it waits. Requests
+    that cannot be prepared, and those that have nothing left to generate, are ended here. A
+    preparation that takes longer than `stuck_seconds` counts as hung.
+    """
+
+    def __init__(
+        self,
+        queue: AsyncRequestQueue,
+        leases: Leases,
+        preparation: Preparation,
+        policy: ClaimPolicy,
+        publisher: Publisher,
+        give_back: GiveBack,
+        departures: Departures,
+        meter: Meter,
+        stuck_seconds: float = math.inf,
+    ) -> None:
+        self.num_workers = 1
+        """How many workers the queue has. They share what waits, and the more there are, the more
+        they spread their claims."""
+        self._queue = queue
+        self._leases = leases
+        self._wake_up = leases.wake_up
+        self._preparation = preparation
+        self._policy = policy
+        self._publisher = publisher
+        self._give_back = give_back
+        self._departures = departures
+        self._meter = meter
+        self._stuck_seconds = stuck_seconds
+        self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, and when it began
+        self._slow_lane = SlowLane()
+        self._slow: set[asyncio.Task[None]] = set()
+        self._broken: BaseException | None = None  # the exception of a slow preparation that failed
+        self._too_small: Room | None = None  # the room for which the last claim found nothing
+        self._task: asyncio.Task[None] | None = None
+        self._log = get_logger(worker_id=queue.worker_id).bind()  # once, not at each line
+
+    def start(self) -> None:
+        """Start claiming. Raises RuntimeError if it runs already."""
+        if self.is_running:
+            raise RuntimeError("the prefetcher runs already")
+        self._task = asyncio.create_task(self._run(), name="intake")
+
+    async def stop(self) -> None:
+        """Stop claiming, and give back what is ready or being prepared.
+
+        A request whose preparation hangs is given back as a crash. What the server does not take
+        stays held. Raises RedisError, OSError.
+        """
+        if self._task is not None:
+            await end([self._task, *self._slow])
+            self._task = None
+        preparing = (it for it in self._overdue if it.state is LeaseState.PREPARING)
+        to_blame = next(preparing, None)  # the others may only wait for the first
+        for lease in self._leases:
+            if lease.state in (LeaseState.PREPARING, LeaseState.READY):
+                self._leases.returning(lease, crashed=lease is to_blame)
+        await self._give_back.run_once()
+        if self._queue.has_unanswered_claim:  # this call gives back what the lost reply had
+            with suppress(RedisError, OSError):
+                await self._queue.take_batch(Room(max_count=0, token_budget=0))
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """The running task, to be watched. Raises RuntimeError before `start`."""
+        if self._task is None:
+            raise RuntimeError("the prefetcher was not started")
+        return self._task
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a thread is preparing something, even a request that was given back or lost
+        meanwhile."""
+        return bool(self._preparing)
+
+    @property
+    def hangs_on(self) -> Lease | None:
+        """The lease whose preparation hangs, even if it is not held any more.
+
+        None after `stop`, as nothing waits for that thread then.
+        """
+        return next(iter(self._overdue), None) if self.is_running else None
+
+    @property
+    def _overdue(self) -> list[Lease]:
+        before = time.monotonic() - self._stuck_seconds
+        # A copy, since threads change it at any time.
+        return [lease for lease, since in [*self._preparing.values()] if since < before]
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                claimed = await self._fill()
+            except (RedisError, OSError, SpoiltRecordError) as error:
+                self._log.warning("claim failed, trying again", error=str(error))
+                claimed = 0
+            if claimed == 0:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        seconds = _PUT_OFF_POLL_SECONDS if self._slow_lane.has_put_off else POLL_SECONDS
+        if not await self._wake_up.wait(seconds):
+            self._wake_up.work_came()  # perhaps a message was missed
+            await self._tell_prompt_tokens()
+        elif self.num_workers > 1:
+            jitter = _JITTER_SECONDS * (self.num_workers - 1)
+            await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
+
+    async def _fill(self) -> int:
+        """Claim and prepare once. Returns how many requests were claimed."""
+        work_came = self._wake_up.take()
+        if self._broken is not None:
+            raise self._broken
+        room = self._policy.room()
+        if room.max_count <= 0 and not (work_came and room.preemptible):
+            return 0
+        if not work_came and self._too_small is not None and not _more(room, self._too_small):
+            return 0
+        started = time.monotonic()
+        claims = await self._queue.take_batch(replace(room, num_sharing=self.num_workers))
+        self._meter.observe(CLAIM_TIME, time.monotonic() - started)
+        self._wake_up.num_left = claims.num_pending
+        self._too_small = None if claims else room
+        if claims.next_skip:
+            self._wake_up.work_came()  # more waits behind requests for newer workers
+        if not claims:
+            return 0
+        self._meter.num_claimed += len(claims)
+        for claim in claims:
+            if (earlier := self._leases.by_request(claim.request_id)) is not None:
+                outcome = self._leases.answered(earlier, RowStatus.FENCED)
+                self._departures.note(earlier, outcome)
+        leases = self._leases.claimed(claims)
+        await self._take(leases, await asyncio.to_thread(self._prepare, leases))
+        if self._leases.some_return.is_set():  # before the next claim, which needs their room
+            await self._give_back.run_once()
+        return len(claims)
+
+    async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
+        """Pass on what was prepared. Requests that cannot be ended now are given back."""
+        failed: list[tuple[Lease, InvalidRequestError]] = []
+        for lease, it in zip(leases, made, strict=True):
+            if it is None or lease.state is not LeaseState.PREPARING:
+                continue
+            if isinstance(it, TakesLongError):
+                self._prepare_later(lease)
+                continue
+            self._log.debug("claimed", request_id=lease.request_id, attempt=lease.claim.attempt)
+            if isinstance(it, InvalidRequestError):
+                failed.append((lease, it))
+            else:
+                self._leases.prepared(lease, it)
+        self._leases.feed()
+        self._meter.num_refused += len(failed)
+        complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
+        try:
+            for lease, error in failed:
+                if lease.state is LeaseState.PREPARING:
+                    await self._publisher.refuse(lease, error)
+            for lease in complete:
+                if lease.state is LeaseState.ENDING:
+                    await self._publisher.complete(lease)
+        finally:
+            for lease in [*complete, *(lease for lease, _ in failed)]:
+                self._leases.returning(lease)
+
+    def _prepare_later(self, lease: Lease) -> None:
+        if self._leases.set_aside(lease):
+            task = asyncio.create_task(self._prepare_slowly(lease))
+            self._slow.add(task)
+            task.add_done_callback(self._end_slow)
+        else:
+            delay_ms = int(self._slow_lane.put_off(lease.claim.tenant) * 1000)
+            self._leases.returning(lease, delay_ms=delay_ms)
+
+    async def _prepare_slowly(self, lease: Lease) -> None:
+        prepare = partial(self._prepare, [lease], only_quick=False)
+        made = await self._slow_lane.run(lease.claim.tenant, prepare)
+        try:
+            await self._take([lease], made)
+        except (RedisError, OSError) as error:
+            self._log.warning("a request's end was not published, trying again", error=str(error))
+
+    def _end_slow(self, done: asyncio.Task[None]) -> None:
+        self._slow.discard(done)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._broken = error
+            self._wake_up.work_came()
+
+    async def _tell_prompt_tokens(self) -> None:
+        """Tell the server the exact prompt lengths of ready requests; running ones send it with a
+        row."""
+        ready = (it for it in self._leases if it.state is LeaseState.READY)
+        if untold := [it for it in ready if it.has_untold_length]:
+            with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
+                await self._publisher.renew(untold)
+
+    def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
+        """Runs in a thread."""
+        try:
+            return [self._prepare_one(lease, only_quick) for lease in leases]
+        finally:
+            self._preparing.pop(get_ident(), None)
+
+    def _prepare_one(self, lease: Lease, only_quick: bool) -> _Made:
+        if lease.state is not LeaseState.PREPARING:
+            return None
+        self._preparing[get_ident()] = (lease, time.monotonic())
+        try:
+            return self._preparation.prepare(lease.claim, only_quick=only_quick)
+        except (InvalidRequestError, TakesLongError) as error:
+            return error
+        except BaseException as error:  # a panic, too; it must not stop the other requests
+            self._log.exception("preparation failed", request_id=lease.request_id)
+            return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
+
+
+def _more(room: Room, than: Room) -> bool:
+    return room.max_count > than.max_count or room.token_budget > than.token_budget
+
+
+class ClaimPolicy:
+    """With `depth` None, the depth adapts to how fast requests are handed out: about 100 ms of work
+    lie ready."""
+
+    def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
+        self._leases = leases
+        self._engine = engine
+        self._fixed_depth = depth
+
+    @property
+    def depth(self) -> int:
+        """How many requests to keep ready beyond the free slots."""
+        if self._fixed_depth is not None:
+            return self._fixed_depth
+        rate = self._leases.ready.hand_outs_a_second
+        return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
+
+    def room(self) -> Room:
+        """The slots and the KV memory that no held request needs.
+
+        A prefix that several sequences share is counted once, and no request counts for more than
+        the model length. Both numbers are negative while urgent requests that will preempt are
+        held, so that fewer sequences count as preemptible for further ones. There is no room beside
+        a suspect, and none while the engine accepts nothing.
+        """
+        leases, limits = self._leases, self._engine.limits
+        if leases.has_suspect or not self._engine.is_accepting:
+            return Room(max_count=0, token_budget=0, num_held=len(leases))
+        saved = self._engine.stats.num_saved_blocks * limits.block_size
+        return Room(
+            max_count=leases.num_places + self.depth - leases.num_counted,
+            token_budget=limits.kv_tokens - leases.kv_need + saved,
+            capacity=limits.max_model_len,
+            preemptible=leases.preemptible,
+            held=leases.by_tenant,
+            num_held=len(leases) + self._engine.num_aborting,
+        )

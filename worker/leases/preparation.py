@@ -1,0 +1,338 @@
+"""Turns a claim into a held request: parses, checks, renders, tokenises and compiles.
+
+The request may come from a stranger, so the size of each part is checked before work is done on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
+from promptq.shared.protocol.rows import Row
+from promptq.worker.engine.api.grammar import Grammar, GrammarError
+from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
+from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.text.grammars.grammars import Grammars, NewGrammarError
+from promptq.worker.text.output_marks import OutputMarks
+from promptq.worker.text.tokenizer import Tokenizer
+
+_QUICK_BYTES = 32 * 1024
+_QUICK_MESSAGES = 128
+_QUICK_TOKENS = 1024
+"""Tokens of earlier attempts, or given ones, which have to be decoded."""
+
+_MAX_VALUES = 100_000
+"""The most JSON values in a payload, without the token ids of its prompt. The parser makes an
+object of each in one call, during which no other thread runs."""
+
+_SEPARATORS = (b",", b"[", b"{")
+"""Each JSON value, and each key, follows one of these."""
+
+_sequence_ids = itertools.count(1)
+
+
+class TakesLongError(Exception):
+    """A preparation may take so long that other requests should not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What is needed to turn a claim into a held request. `prepare` may run in any thread."""
+
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    abilities: EngineAbilities
+    model: ModelIdentity
+    end_token_ids: frozenset[int]
+    grammars: Grammars | None = None
+    pooling: Pooling | None = "last"
+    """How prompts become vectors unless a request says. None: each request has to say."""
+
+    def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
+        """Parse, tokenise and check a request, and rebuild the state that earlier attempts had
+        reached.
+
+        Raises InvalidRequestError that names the wrong field. With `only_quick` it raises
+        TakesLongError before any work that may take long.
+        """
+        if claim.is_spoilt:
+            raise InvalidRequestError("tokens: an entry of the log is not an event", field="tokens")
+        if only_quick and (len(claim.payload) > _QUICK_BYTES or claim.num_logged > _QUICK_TOKENS):
+            raise TakesLongError
+        self._check_values(claim.payload)
+        request = Request.parse(claim.payload)
+        self._check_served(request)
+        if only_quick and len(request.messages or ()) > _QUICK_MESSAGES:
+            raise TakesLongError
+        prompt = self.tokenizer.encode_prompt(request)
+        self._check_tokens(request, prompt)
+        stop_tokens = self._stop_tokens(request)
+        ends = frozenset(stop_tokens).union(request.stop_token_ids or ())
+        if not request.ignore_eos:
+            ends |= self.end_token_ids
+        prefix = self._prefix(request, ends, len(prompt))
+        if only_quick and len(prefix) > _QUICK_TOKENS:
+            raise TakesLongError
+        is_inexact = bool(claim.events) and not self.abilities.resumes_exactly(request)
+        if is_inexact and request.resume == "exact_only":
+            raise self._cannot_resume(request)
+        room = self.limits.max_model_len - len(prompt)
+        pooling = self._pooling(request.embed)
+        if pooling is not None:
+            max_tokens = 1
+        else:
+            max_tokens = min(len(prefix) + request.max_tokens, room) if request.max_tokens else room
+        min_tokens = len(prefix) + request.min_tokens
+        style = self.model.output_style or OutputStyle()
+        marks = OutputMarks(self.tokenizer, style, request, prompt)
+        if not claim.events:  # earlier releases have begun such requests
+            marks.check_stop_strings()
+        text, begun = marks.text_stream(prefix, claim.events, min_tokens)
+        unsent = self._event_of(prefix, begun, claim)
+        events = [*unsent, *claim.events]
+        emitted = [token_id for event in events for token_id in event.token_ids]
+        return PreparedRequest(
+            claim=claim,
+            engine_request=EngineRequest(
+                sequence_id=next(_sequence_ids),
+                prompt_token_ids=prompt,
+                params=request.model_copy(update={"min_tokens": min_tokens}) if prefix else request,
+                seed=claim.seed if request.seed is None else request.seed,
+                max_tokens=max_tokens,
+                end_token_ids=ends,
+                bad_token_sequences=self._bad_token_sequences(request, max_tokens),
+                output_token_ids=emitted,
+                priority=request.priority,
+                order=claim.order,
+                cache_salt=request.cache_salt or "",
+                tenant=claim.tenant,
+                weight=claim.weight,
+                grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
+                pooling=pooling,
+            ),
+            text=text,
+            token_ids=list(emitted),
+            texts=[event.text for event in events],
+            logprobs=[item for event in events for item in event.logprobs or ()],
+            prompt_json=claim.events[0].prompt_json if claim.events else "",
+            request=request,
+            stop_tokens=stop_tokens,
+            reasoning=marks.reasoning_tokens(ends),
+            resumed_inexactly=is_inexact,
+            rows=(rows := [Row.of(claim.request_id, claim.fence, event) for event in unsent]),
+            unsent=list(rows),
+        )
+
+    def _stop_tokens(self, request: Request) -> dict[int, str]:
+        """Returns the stop strings that are tokens, which may be special ones and so no text."""
+        found = {self.tokenizer.added_token(stop): stop for stop in request.stop_strings}
+        size = self.limits.vocab_size
+        return {
+            token_id: stop
+            for token_id, stop in found.items()
+            if token_id is not None and token_id < size
+        }
+
+    def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
+        """The tokens that the output begins with, whoever publishes them.
+
+        An end token at the end of the given ones is left out, as the output goes on in its place.
+        """
+        given = request.output_prefix
+        if given is None:
+            return []
+        token_ids = (
+            given.token_ids[:-1] if ends.intersection(given.token_ids[-1:]) else given.token_ids
+        )
+        prefix = [*token_ids, *(self.tokenizer.encode_output(given.text) if given.text else ())]
+        longest = self.limits.max_model_len - 1 - num_prompt
+        if len(prefix) > longest:
+            raise InvalidRequestError(
+                f"output_prefix: this model's maximum context length is"
+                f" {self.limits.max_model_len} tokens, and behind the {num_prompt} of the prompt at"
+                f" most {longest} can be given; these are {len(prefix)}",
+                field="output_prefix",
+                code="context_length_exceeded",
+            )
+        return prefix
+
+    def _event_of(self, prefix: list[int], text: str, claim: Claim) -> list[TokenEvent]:
+        """The event that publishes the prefix, unless an earlier attempt did that."""
+        if not prefix or claim.events:
+            return []
+        return [TokenEvent(index=0, token_ids=prefix, text=text, attempt=claim.attempt)]
+
+    def _check_values(self, payload: bytes) -> None:
+        """Refuse a payload of too many JSON values before they are parsed."""
+        most = _MAX_VALUES + self.limits.max_model_len
+        if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
+            payload
+        ):
+            raise InvalidRequestError(
+                f"payload: holds more than {most} JSON values, the most that this worker takes",
+                field="payload",
+            )
+
+    def _check_served(self, request: Request) -> None:
+        if request.model is not None and self.model.name and request.model != self.model.name:
+            raise InvalidRequestError(
+                f"model: this queue serves {self.model.name!r}, not {request.model!r}",
+                field="model",
+            )
+        unheeded = self.abilities.unheeded
+        if not self.abilities.logprobs:
+            unheeded |= {"logprobs"}
+        for name in sorted(unheeded & request.model_fields_set):
+            if getattr(request, name) != Request.model_fields[name].default:
+                raise _unsupported(name)
+        lowest = self.abilities.lowest_temperature
+        if 0.0 < request.temperature < lowest:
+            raise _unsupported("temperature", f"takes 0, or {lowest} and more")
+        if request.output_prefix is not None:
+            # Whether the random numbers begin anew does not matter: there were none before.
+            for name in self.abilities.inexact_fields(request):
+                if name != "temperature":
+                    raise _unsupported(name, "would not count the tokens of output_prefix")
+
+    def _pooling(self, embed: Embed | None) -> Pooling | None:
+        """How the prompt becomes a vector; None if it does not."""
+        if embed is None:
+            return None
+        size = self.limits.embedding_size
+        if embed.dimensions is not None and embed.dimensions > size:
+            raise InvalidRequestError(
+                f"embed: dimensions: {embed.dimensions} is more than the {size} that the vectors of"
+                " this model have",
+                field="embed",
+            )
+        pooling = embed.pooling or self.pooling
+        if pooling is None:
+            raise InvalidRequestError(
+                "embed: pooling: the model's files ask for a pooling that this worker does not"
+                " have; name one, `last` or `mean`",
+                field="embed",
+            )
+        return pooling
+
+    def _cannot_resume(self, request: Request) -> InvalidRequestError:
+        fields = self.abilities.inexact_fields(request)
+        why = "with it," if fields else "in its number format,"
+        return InvalidRequestError(
+            f"{fields[0] if fields else 'resume'}: {why} this worker's engine cannot continue an"
+            " interrupted stream exactly, and the request asks for `exact_only`",
+            field=fields[0] if fields else "resume",
+            error_type="cannot_resume",
+        )
+
+    def _check_tokens(self, request: Request, prompt: list[int]) -> None:
+        field_name = "prompt" if request.messages is None else "messages"
+        if not prompt:
+            why = "holds no tokens"
+            if request.prompt == "":
+                why = "is empty, and this model's tokenizer puts no token in front of a text"
+            raise InvalidRequestError(
+                f"{field_name}: {why}, so there is nothing to continue", field=field_name
+            )
+        longest = self.limits.max_model_len - 1
+        if len(prompt) > longest:
+            raise InvalidRequestError(
+                f"{field_name}: the prompt is too long: this model's maximum context length is"
+                f" {self.limits.max_model_len} tokens, of which at most {longest} can be the"
+                f" prompt; this one has {len(prompt)}",
+                field=field_name,
+                code="context_length_exceeded",
+            )
+        if request.prompt_logprobs is not None:
+            num_logprobs = len(prompt) * (request.prompt_logprobs + 1)
+            if num_logprobs > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequestError(
+                    f"prompt_logprobs: {request.prompt_logprobs} likeliest tokens, and the one of"
+                    f" the prompt, in each of {len(prompt)} places are {num_logprobs}"
+                    f" log-probabilities, more than the {MAX_PROMPT_LOGPROBS} that a request may"
+                    " ask for; ask for fewer, or send a shorter prompt",
+                    field="prompt_logprobs",
+                )
+        named: list[tuple[str, list[int]]] = [(field_name, prompt)]
+        if request.stop_token_ids:
+            named.append(("stop_token_ids", request.stop_token_ids))
+        if request.output_prefix is not None and request.output_prefix.token_ids:
+            named.append(("output_prefix", request.output_prefix.token_ids))
+        if request.logit_bias:
+            named.append(("logit_bias", [int(key) for key in request.logit_bias]))
+        for name, token_ids in named:
+            worst = max(token_ids)
+            if worst >= self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: token id {worst} is outside the vocabulary of"
+                    f" {self.limits.vocab_size} tokens",
+                    field=name,
+                )
+
+    def _grammar(
+        self,
+        request: Request,
+        ends: frozenset[int],
+        emitted: list[int],
+        is_given: bool,
+        only_quick: bool,
+    ) -> Grammar | None:
+        """The grammar behind what was emitted. `is_given`: the request itself gave that."""
+        wanted = request.wanted_output
+        if wanted is None:
+            return None
+        if self.grammars is None or not self.abilities.grammars:
+            raise _unsupported(wanted.field)
+        try:
+            grammar = self.grammars.start(wanted, ends, only_known=only_quick)
+        except NewGrammarError as error:
+            raise TakesLongError from error
+        try:
+            for token_id in emitted:
+                grammar.accept(token_id)
+        except GrammarError as error:
+            if is_given:
+                raise InvalidRequestError(
+                    f"output_prefix: does not fit {wanted.field}: {error}", field="output_prefix"
+                ) from error
+            raise InvalidRequestError(
+                f"{wanted.field}: what was emitted before does not fit: {error}",
+                field=wanted.field,
+                error_type="internal_error",
+            ) from error
+        return grammar
+
+    def _bad_token_sequences(
+        self, request: Request, max_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of the bad words that fit into an output of so many tokens."""
+        found = {
+            tuple(tokens)
+            for tokens in self.tokenizer.encode_words(request.bad_words or ())
+            if len(tokens) <= max_tokens
+        }
+        return tuple(sorted(found))
+
+
+def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{field}: this worker's engine {why}",
+        field=field,
+        error_type="unsupported",
+    )
+
+
+def _num_values(payload: bytes) -> int:
+    """Count the separators outside of strings: there are at most so many JSON values."""
+    text = payload.replace(b"\\\\", b"").replace(
+        b'\\"', b""
+    )  # only borders of strings keep their `"`
+    characters = np.frombuffer(text, dtype=np.uint8)
+    is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
+    return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))

@@ -1,0 +1,198 @@
+"""Sends what the engine made, all of it in one round trip, and acts on the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Held
+from promptq.shared.protocol.rows import Row, RowStatus
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import heeding_cancels
+from promptq.shared.server.retry import keep_trying
+from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, StepOutput
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.leases.coalescer import Coalescer
+from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.meter import Meter
+from promptq.worker.leases.rows import RowBuilder
+from promptq.worker.text.tokenizer import Tokenizer
+
+_Sent = tuple[Lease, Row]
+
+
+class Publisher:
+    """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
+
+    The coalescer decides what is sent at once. Rows that the server does not take are sent again
+    for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
+    """
+
+    def __init__(
+        self,
+        queue: AsyncRequestQueue,
+        leases: Leases,
+        engine: EnginePort,
+        tokenizer: Tokenizer,
+        coalescer: Coalescer,
+        meter: Meter,
+        departures: Departures,
+        retry_seconds: float = 0.0,
+    ) -> None:
+        self._queue = queue
+        self._leases = leases
+        self._engine = engine
+        self._rows = RowBuilder(leases, tokenizer)
+        self._coalescer = coalescer
+        self._meter = meter
+        self._departures = departures
+        self._retry_seconds = retry_seconds
+        self._log = get_logger(worker_id=queue.worker_id)
+
+    async def run(self) -> None:
+        """Run until cancelled, or until the engine fails. Raises its exception then."""
+        while True:
+            steps = await self._fetch()
+            # Under load it hardly ever waits for anything else.
+            await heeding_cancels(self._publish(steps))
+
+    async def flush(self) -> None:
+        """Send what still waits, at the end of a worker.
+
+        It is tried once, since these tokens are generated again if that fails. Raises the error of
+        the server.
+        """
+        self._coalescer.hurry()
+        self._retry_seconds = 0.0
+        await self._publish([])
+
+    async def refuse(self, lease: Lease, error: InvalidRequestError) -> None:
+        """End a request that cannot be prepared. Raises as `run` does."""
+        self._leases.ending(lease)
+        await self._send([(lease, self._rows.refusal(lease, error))])
+
+    async def complete(self, lease: Lease) -> None:
+        """End a request whose earlier attempts generated all of its output. Raises as `run`
+        does."""
+        await self._send([(lease, self._rows.completion(lease))])
+
+    async def renew(self, leases: Sequence[Lease]) -> None:
+        """Renew leases, and let go of requests that are cancelled, expired or lost.
+
+        It also sends the exact lengths of prompts. Raises RedisError, OSError.
+        """
+        held = [lease.as_held() for lease in leases]
+        published = await self._queue.publish([], held)
+        self._take_answers(leases, held, published.held)
+        self._leases.feed()
+
+    async def _fetch(self) -> list[StepOutput]:
+        """The steps since the last call; none if output of earlier steps is due first.
+
+        Raises the exception of an engine that failed, once nothing waits any more.
+        """
+        try:
+            async with asyncio.timeout(self._coalescer.seconds_left):
+                return await self._engine.fetch()
+        except Exception:  # the time is over, or the engine has failed
+            if self._coalescer.seconds_left is None:
+                raise
+            self._coalescer.hurry()
+            return []
+
+    async def _publish(self, steps: Sequence[StepOutput]) -> None:
+        """Send what is due. What the engine gives back goes to the queue afterwards."""
+        rows: list[_Sent] = []
+        given_back: list[tuple[Lease, GivenBack]] = []
+        for output in self._due(steps):
+            lease = self._leases.by_sequence(output.sequence_id)
+            if lease is None:
+                continue
+            if output.given_back is not None:
+                self._leases.ending(lease, by_engine=True)
+                given_back.append((lease, output.given_back))
+            else:
+                rows.append((lease, self._rows.row(lease, output)))
+        self._leases.feed()  # slots are free before the round trip, not after
+        if rows:
+            await self._send(rows)
+            self._leases.feed()
+        for lease, why in given_back:
+            note = self._log.error if why.is_blamed else self._log.info
+            note(f"it goes back to the queue: {why.reason}", request_id=lease.request_id)
+            self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
+
+    def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
+        """The outputs that are due, step by step: one step may end what a later one goes on
+        with."""
+        for step in steps:
+            yield from self._take(step)
+        yield from self._coalescer.take_due()  # also when no step has come
+
+    def _take(self, step: StepOutput) -> list[SequenceOutput]:
+        """Measure a step and pass it to the coalescer. Returns the outputs that are due."""
+        ready: list[SequenceOutput] = []
+        for output in step.outputs:
+            lease = self._leases.by_sequence(output.sequence_id)
+            if lease is None:
+                continue
+            prepared = lease.prepared
+            if output.timing is not None:
+                prepared.timing = output.timing
+            if output.token_ids:
+                self._meter.note_output(prepared, step.ended_at)
+            ready += self._coalescer.take(output, at_once=prepared.text.may_stop)
+        self._meter.note_step(step)
+        return ready + self._coalescer.take_due()
+
+    async def _send(self, rows: Sequence[_Sent]) -> None:
+        """Publish rows and act on the answers.
+
+        Raises the last error of the server if it has taken nothing for `retry_seconds`.
+        """
+        rows = [(lease, each) for lease, row in rows for each in lease.with_unsent(row)]
+        untold = list(dict.fromkeys(lease for lease, _ in rows if lease.has_untold_length))
+        lengths = [lease.as_held() for lease in untold]
+        started = time.monotonic()
+        published = await keep_trying(
+            lambda: self._queue.publish([row for _, row in rows], lengths), self._retry_seconds
+        )
+        statuses = [
+            await self._fill_gap(lease, row) if status is RowStatus.GAP else status
+            for (lease, row), status in zip(rows, published.rows, strict=True)
+        ]
+        self._meter.note_publish(len(rows), time.monotonic() - started)
+        for (lease, row), status in zip(rows, statuses, strict=True):
+            if status is RowStatus.OK and not row.finish_reason:
+                continue
+            if status in (RowStatus.GAP, RowStatus.ERROR) and lease.is_held:
+                self._log.error("row refused", request_id=row.request_id, status=status)
+            outcome = self._leases.answered(lease, status, row.finish_reason)
+            self._departures.note(lease, outcome)
+        self._take_answers(untold, lengths, published.held)
+
+    def _take_answers(
+        self, leases: Sequence[Lease], told: Sequence[Held], statuses: Sequence[RowStatus]
+    ) -> None:
+        """Act on what the server answered about leases."""
+        for lease, held, status in zip(leases, told, statuses, strict=True):
+            lease.told(held)
+            self._departures.note(lease, self._leases.answered(lease, status))
+
+    async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
+        """Send all rows before `row` again, byte for byte, and then the row.
+
+        The log ends before the row: the server lost writes, as in a failover. For rows that it
+        still has the server answers `duplicate`.
+        """
+        if not lease.is_held or lease.prepared_or_none is None:
+            return RowStatus.GAP
+        rows = lease.prepared.rows_until(row)
+        self._log.warning("the log lost events; sending them again", request_id=row.request_id)
+        published = await keep_trying(lambda: self._queue.publish(rows), self._retry_seconds)
+        return next((status for status in published.rows if status.is_lost), published.rows[-1])

@@ -1,0 +1,123 @@
+"""The prepared requests that wait for a place in the engine, and what wakes the prefetcher."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Set
+
+from promptq.worker.engine.api.tenant_counts import TenantCounts
+from promptq.worker.leases.lease import Lease
+
+_RATE_WINDOW_SECONDS = 2.0
+_MAX_HAND_OUTS = 100_000
+"""How many of the last hand-outs are remembered. Nobody looks at them if the depth is fixed."""
+
+
+class ReadyQueue:
+    """Only `Leases` adds and removes requests. Its numbers are totals since the start."""
+
+    def __init__(self) -> None:
+        self.num_handed_out = 0
+        self.num_empty = 0
+        """How often the engine had a place and no request was ready."""
+        self.waited_seconds = 0.0
+        """How long prepared requests waited, in all, until they were handed out."""
+        self.filled_seconds = 0.0
+        """The number of ready requests, integrated over time."""
+        self._started_at = self._changed_at = time.monotonic()
+        self.tenants = TenantCounts()
+        self._since: dict[Lease, float] = {}
+        self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
+        self._numbers = itertools.count()
+        self._hand_outs: deque[float] = deque(maxlen=_MAX_HAND_OUTS)
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def first(self) -> Lease | None:
+        """The first request in queue order."""
+        while self._heap and self._heap[0][2] not in self._since:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def first_of(self, tenants: Set[str]) -> Lease:
+        """The first request of these tenants. Raises ValueError if there is none."""
+        found = (lease for lease in self._since if lease.claim.tenant in tenants)
+        return min(found, key=lambda lease: lease.claim.order)
+
+    def add(self, lease: Lease) -> None:
+        self.tenants.add(lease.claim.tenant)
+        self._since[lease] = self._note_change()
+        heapq.heappush(self._heap, (lease.claim.order, next(self._numbers), lease))
+
+    def remove(self, lease: Lease, *, is_handed_out: bool) -> None:
+        now = self._note_change()
+        since = self._since.pop(lease)
+        self.tenants.remove(lease.claim.tenant)
+        if is_handed_out:
+            self.waited_seconds += now - since
+            self.num_handed_out += 1
+            self._hand_outs.append(now)
+
+    @property
+    def hand_outs_a_second(self) -> float:
+        """The rate over the last two seconds."""
+        horizon = time.monotonic() - _RATE_WINDOW_SECONDS
+        while self._hand_outs and self._hand_outs[0] < horizon:
+            self._hand_outs.popleft()
+        return len(self._hand_outs) / _RATE_WINDOW_SECONDS
+
+    @property
+    def mean_wait_seconds(self) -> float:
+        """How long a request waited on average, until it was handed out."""
+        return self.waited_seconds / max(1, self.num_handed_out)
+
+    @property
+    def mean_length(self) -> float:
+        """How many requests were ready on average."""
+        return self.filled_seconds / max(time.monotonic() - self._started_at, 1e-9)
+
+    def _note_change(self) -> float:
+        now = time.monotonic()
+        self.filled_seconds += len(self._since) * (now - self._changed_at)
+        self._changed_at = now
+        return now
+
+
+class WakeUp:
+    """Any part may ring. Only the intake waits."""
+
+    def __init__(self) -> None:
+        self.num_left = 0
+        """How many requests the last claim left in the queue."""
+        self._work_came = False
+        self._rung = asyncio.Event()
+
+    def work_came(self) -> None:
+        """There may be new requests, perhaps more urgent than the running ones."""
+        self._work_came = True
+        self._rung.set()
+
+    def room_freed(self) -> None:
+        """There may be room for requests that the last claim left."""
+        if self.num_left:
+            self._rung.set()
+
+    def take(self) -> bool:
+        """Begin a turn. Returns whether new work may have come since the last one."""
+        self._rung.clear()
+        came, self._work_came = self._work_came, False
+        return came
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until it rings. Returns False if `seconds` are over first."""
+        try:
+            async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation
+                await self._rung.wait()
+        except TimeoutError:
+            return False
+        return True

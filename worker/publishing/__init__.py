@@ -1,1 +1,0 @@
-"""Publishes what the engine makes, a step in one round trip."""

@@ -1,0 +1,391 @@
+"""Puts together what a worker serves: engine, tokenizer, end tokens and the model's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.request import Pooling
+from promptq.shared.runtime.extras import require
+from promptq.shared.runtime.logs import get_logger, take_over_logs
+from promptq.shared.runtime.quick_imports import quick_imports
+from promptq.shared.settings.common import Settings, flag_of
+from promptq.worker.engine.api.messages import Engine
+from promptq.worker.engine.api.progress import Progress, unheard
+from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.runner import Runner
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
+from promptq.worker.text.chat_template import style_of
+from promptq.worker.text.grammars.grammars import Grammars
+from promptq.worker.text.pooling_files import pooling_of
+from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.model.load_check.checked_model import Verdict
+    from promptq.worker.engine.model.model_runner import ModelRunner
+
+MODEL_FREE = "model-free"
+NATIVE = "native"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_HASHED_BYTES = 2**20
+_MODEL_FREE_BLOCK_SIZE = 16
+_SPECULATIVE_TOKENS = 7
+_MODEL_FREE_KV_BYTES = 2**23
+_MODEL_FREE_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, ready to serve."""
+
+    engine: Engine | EnginePort
+    """One that is driven by steps gets a thread from the worker."""
+    tokenizer: Tokenizer
+    identity: ModelIdentity
+    end_token_ids: frozenset[int]
+    device: str
+    dtype: str
+    """Empty if nothing is computed."""
+    way: str = ""
+    """How it computes, in words: with code of our own, or why not."""
+    grammars: Grammars | None = None
+    """Makes outputs match a schema; None for an engine that cannot use grammars."""
+    verdict: Verdict | None = None
+    """What another load of the same model need not check again."""
+    pooling: Pooling | None = "last"
+    """How prompts become vectors; see Preparation."""
+
+    @property
+    def computes_here(self) -> bool:
+        """Whether steps of this process compute, which they do without the interpreter's lock."""
+        return bool(self.dtype) and not isinstance(self.engine, EnginePort)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigurationError(
+            f"--kv-cache-memory: {text!r} is not a size; write 512M, 4G or a number of bytes"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def build(settings: Settings, progress: Progress = unheard, known: Verdict | None = None) -> Served:
+    """Load the model that the settings name. `known` is the verdict of an earlier load of it.
+
+    Raises ConfigurationError, ModelError.
+    """
+    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    if settings.engine != NATIVE:
+        return _build_upstream(settings, progress)
+    for name in ("upstream", "upstream_key", "engine_command", "engine_arguments"):
+        if getattr(settings, name):
+            raise ConfigurationError(
+                f"{flag_of(name)}: belongs to an inference server; name its kind with --engine,"
+                " such as --engine vllm"
+            )
+    require("the native engine", "worker")
+    if settings.model == MODEL_FREE:
+        return _build_model_free(settings, memory)
+    return _build_model(settings, memory, progress, known)
+
+
+def identify(settings: Settings) -> ModelIdentity:
+    """The model that the settings name, without its weights. Raises ModelError."""
+    if settings.model == MODEL_FREE and settings.engine == NATIVE:
+        return ModelIdentity(MODEL_FREE, MODEL_FREE)
+    name = settings.model or str(MODEL_DIR)
+    if settings.engine == NATIVE:
+        from promptq.worker.engine.checkpoints.location import check_source, check_weights
+
+        check_weights(check_source(name))
+    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
+    return _identity(settings, tokenizer)
+
+
+def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
+    """`settings.model` is the model that an inference server serves."""
+    is_native = settings.engine == NATIVE
+    name = settings.model or str(MODEL_DIR)
+    fingerprint = _fingerprint(name, with_weights=is_native)
+    if is_native:
+        fingerprint += "".join(f"-{part}" for part in _formats(settings))
+    return ModelIdentity(
+        shown_name(settings),
+        fingerprint if is_native else f"{settings.engine}-{fingerprint}",
+        style_of(tokenizer),
+    )
+
+
+def _formats(settings: Settings) -> list[str]:
+    """What is rounded. It changes texts by more than processors do."""
+    formats: list[str] = []
+    if settings.quantization != "none":
+        formats.append(settings.quantization)
+        if settings.quantization == "int4" and settings.quantization_group != "32":
+            formats.append(settings.quantization_group)
+        if not settings.quantize_embeddings:
+            formats.append("layers")
+    if settings.kv_cache_dtype != "auto":
+        formats.append(f"kv-{settings.kv_cache_dtype}")
+    return formats
+
+
+def fits_beside_others(settings: Settings) -> bool:
+    """Whether the model can surely be loaded while others stay in memory."""
+    if settings.engine != NATIVE:
+        return settings.upstream is not None  # otherwise its server takes what it takes
+    if settings.model == MODEL_FREE:
+        return True
+    from promptq.worker.engine.model import loading
+    from promptq.worker.engine.model.backend_choice import resolve_device
+
+    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    name = settings.model or str(MODEL_DIR)
+    return loading.fits_beside_others(
+        name if is_gguf(name) else str(_folder(name)),
+        resolve_device(settings.device),
+        settings.dtype,
+        memory,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _build_model_free(settings: Settings, memory: int | None) -> Served:
+    from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner
+
+    runner = ModelFreeRunner(
+        num_blocks=(memory or _MODEL_FREE_KV_BYTES) // (_MODEL_FREE_BLOCK_SIZE * 8),
+        block_size=_MODEL_FREE_BLOCK_SIZE,
+        max_model_len=_MODEL_FREE_MODEL_LEN,
+    )
+    engine = _engine(runner, settings, _SPECULATIVE_TOKENS)
+    identity = ModelIdentity(shown_name(settings), MODEL_FREE)
+    return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
+
+
+def _build_model(
+    settings: Settings, memory: int | None, progress: Progress, known: Verdict | None
+) -> Served:
+    progress("libraries")
+    with quick_imports():
+        from transformers.utils import logging as transformers_logging
+
+        from promptq.worker.engine.model.loading import LoadOptions
+        from promptq.worker.engine.model.model_runner import ModelRunner
+
+    take_over_logs("transformers", "huggingface_hub")
+    cast("Any", transformers_logging).disable_progress_bar()  # `progress` shows the whole start
+    name = settings.model or str(MODEL_DIR)
+    options = LoadOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        trust_remote_code=settings.trust_remote_code,
+        kv_cache_memory=memory,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        attention=settings.attention,
+        native=settings.native,
+        quantization=settings.quantization,
+        quantization_group=int(settings.quantization_group),
+        quantize_embeddings=settings.quantize_embeddings,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        compile=settings.compile,
+        cuda_graphs=settings.cuda_graphs,
+    )
+    runner = ModelRunner.load(name, options, progress, known)
+    if runner.is_slow_in_bf16:
+        get_logger().warning(
+            "this processor has no fast products in bfloat16, and there is no native code for this"
+            " model: --dtype float32 is many times faster",
+            why_no_own_code=runner.why_no_own_code,
+        )
+    progress("tokenizer")
+    is_on_cuda = runner.device.type == "cuda"
+    engine = _engine(
+        runner,
+        settings,
+        # A sequence that may draft keeps the next step from being launched ahead.
+        _SPECULATIVE_TOKENS if runner.is_row_invariant and not is_on_cuda else 0,
+        async_scheduling=is_on_cuda,
+    )
+    tokenizer = HuggingFaceTokenizer.load(
+        name,
+        trust_remote_code=settings.trust_remote_code,
+        max_prompt_tokens=engine.limits.max_model_len,
+    )
+    ends = _end_token_ids(runner.end_token_ids, tokenizer, runner.vocab_size)
+    return Served(
+        engine=engine,
+        tokenizer=tokenizer,
+        identity=_identity(settings, tokenizer),
+        end_token_ids=ends,
+        device=str(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        way=_way(runner, settings),
+        grammars=Grammars(tokenizer, runner.vocab_size, ends, vets=True),
+        verdict=runner.verdict,
+        pooling=settings.pooling or pooling_of(_folder(name)),
+    )
+
+
+def _build_upstream(settings: Settings, progress: Progress) -> Served:
+    require("an engine behind HTTP", "upstream")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+    from promptq.worker.upstream.connecting import DIALECTS, find_server, start_server
+    from promptq.worker.upstream.forwarding_engine import ForwardingEngine
+    from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
+
+    for setting in ("engine_command", "engine_arguments") if settings.upstream else ():
+        if getattr(settings, setting):
+            raise ConfigurationError(
+                f"{flag_of(setting)}: belongs to a server that the worker starts, but --upstream"
+                " names one that runs already; leave one of the two out"
+            )
+    take_over_logs("transformers", "huggingface_hub")
+    if is_gguf(settings.model or ""):
+        require_for_gguf()
+    dialect = DIALECTS[settings.engine](
+        is_exact=settings.dtype == "float32", shares_prefixes=settings.share_prefix_cache
+    )
+    progress("server")
+    process = None if settings.upstream else start_server(dialect, settings)
+    found = find_server(dialect, settings, process)
+    name = settings.model or found.description.model_dir
+    if name is None or (settings.trust_remote_code and settings.model is None):
+        raise ConfigurationError(
+            "--model: name the directory, GGUF file or hub name of the model that the server"
+            " serves; what it says itself is missing, or not trusted with --trust-remote-code"
+        )
+    progress("tokenizer")
+    facts = read_model_facts(name, trust_remote_code=settings.trust_remote_code)
+    limits = found.limits(settings, facts.vocab_size)
+    tokenizer = HuggingFaceTokenizer.load(
+        name,
+        trust_remote_code=settings.trust_remote_code,
+        max_prompt_tokens=limits.max_model_len,
+    )
+    found.check_tokenizer(tokenizer)
+    abilities = dialect.abilities
+    get_logger().info(
+        "what this engine cannot do",
+        server=found.description.software,
+        refused=" ".join(abilities.refused),
+        exact_resume=abilities.exact_resume,
+        not_exact_with=" ".join(sorted(abilities.inexact_with)),
+    )
+    engine = ForwardingEngine(
+        found.url,
+        settings.upstream_key,
+        dialect,
+        limits,
+        found.description.model,
+        settings.stuck_seconds,
+        process,
+    )
+    return Served(
+        engine=engine,
+        tokenizer=tokenizer,
+        identity=_identity(settings.model_copy(update={"model": name}), tokenizer),
+        end_token_ids=_end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size),
+        device=found.url,
+        dtype="" if settings.dtype == "auto" else settings.dtype,
+        way=found.description.software,
+    )
+
+
+def _end_token_ids(
+    of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
+) -> frozenset[int]:
+    """Returns the model's end tokens with the tokenizer's, as vLLM does: the configuration of many
+    fine-tunes is that of the model that they were made from."""
+    own = tokenizer.end_token_id
+    return of_model if own is None or own >= vocab_size else of_model | {own}
+
+
+def _way(runner: ModelRunner, settings: Settings) -> str:
+    way, origin = runner.own_code, "of"
+    if runner.why_no_own_code:
+        is_compiled = runner.compiled is not None and runner.compiled.is_compiled
+        way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"
+        origin = "widened from"
+    if runner.saved_format:
+        way += f", weights {origin} {runner.saved_format}"
+    if settings.quantization != "none":
+        way += f", weights in {settings.quantization}"
+    if settings.kv_cache_dtype != "auto":
+        way += f", KV cache in {settings.kv_cache_dtype}"
+    return f"{way}, no CUDA graphs ({runner.why_no_graphs})" if runner.why_no_graphs else way
+
+
+def _engine(
+    runner: Runner, settings: Settings, speculative_tokens: int, *, async_scheduling: bool = False
+) -> Engine:
+    """`speculative_tokens` and `async_scheduling` are the defaults of the settings."""
+    if settings.speculative_tokens is not None:
+        speculative_tokens = settings.speculative_tokens
+    if settings.async_scheduling is not None:
+        async_scheduling = settings.async_scheduling
+    return LLMEngine(
+        runner,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk=settings.prefill_chunk,
+        max_model_len=settings.max_model_len,
+        speculative_tokens=speculative_tokens,
+        async_scheduling=async_scheduling,
+        share_prefix_cache=settings.share_prefix_cache,
+    )
+
+
+def shown_name(settings: Settings) -> str:
+    """The name by which clients know the model."""
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    if settings.model is None:
+        return MODEL_NAME
+    path = Path(settings.model)
+    if is_gguf(settings.model):
+        return path.stem
+    return path.resolve().name if path.is_dir() else settings.model
+
+
+def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
+    """A hash that tells models apart, of the sizes and beginnings of a model's files.
+
+    A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
+    name and vocabulary. A machine whose worker forwards may have it or not.
+    """
+    folder = _folder(name_or_dir)
+    digest = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "tokenizer.model")
+    files = [folder / name for name in names if (folder / name).exists()]
+    if with_weights:
+        files += sorted(folder.glob("*.safetensors"))
+    if is_gguf(name_or_dir):  # it has all of these inside
+        files = [Path(name_or_dir).expanduser()]
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_HASHED_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _folder(name_or_dir: str) -> Path:
+    """Where a model's files are, that was loaded from there or by its hub name."""
+    folder = Path(library_arguments(name_or_dir)[0])
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name_or_dir, local_files_only=True))

@@ -1,0 +1,310 @@
+"""A worker's lifetime: start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError, RedisError
+
+from promptq.shared.errors import SpoiltRecordError
+from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups
+from promptq.shared.queue.eviction import eviction_warning
+from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.spoilt import note
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import end
+from promptq.shared.runtime.tracing import Tracing
+from promptq.shared.server.cluster import try_less
+from promptq.shared.server.retry import keep_trying
+from promptq.shared.settings.common import Settings
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.health.heartbeat import INTERVAL_SECONDS, Heartbeat
+from promptq.worker.health.probes import Health
+from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper
+from promptq.worker.health.systemd import notify, watchdog_seconds
+from promptq.worker.health.watchdogs import EngineWatchdog, LeaseTimer
+from promptq.worker.leases.coalescer import Coalescer, default_rate
+from promptq.worker.leases.exchange import Cancellation, GiveBack
+from promptq.worker.leases.exits import Departures, RequestTracer
+from promptq.worker.leases.lease import LeaseState
+from promptq.worker.leases.leases import Departure, Leases
+from promptq.worker.leases.meter import Meter
+from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
+from promptq.worker.leases.preparation import Preparation
+from promptq.worker.leases.publisher import Publisher
+from promptq.worker.serve.build import Served
+from promptq.worker.serve.control_channel import Message, messages
+from promptq.worker.serve.engine_thread import EngineThread
+
+_NOTE_SECONDS = 5.0
+"""How often the queue's name is added to those of the server."""
+
+
+class Worker:
+    """Serves one queue with one engine until it is told to stop.
+
+    It makes the parts of a worker and runs them. The intake claims and prepares requests, and the
+    publisher sends what the engine makes of them. All parts report what happens to a held request
+    to the leases, and the leases feed the engine. `start_up_seconds` says how long each stage of
+    loading took; the heartbeat shows it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        served: Served,
+        client: redis.asyncio.Redis,
+        start_up_seconds: Mapping[str, float] | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+        self.served = served
+        self._settings = settings
+        self._queue = AsyncRequestQueue(
+            client,
+            settings.queue,
+            worker_id=self.worker_id,
+            lease_ms=settings.lease_ms,
+            max_crashes=settings.max_crashes,
+            model=served.identity,
+            seed=settings.seed,
+        )
+        engine = served.engine
+        self.engine = engine if isinstance(engine, EnginePort) else EngineThread(engine)
+        self.leases = Leases(self.engine)
+        self.meter = Meter()
+        tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
+        self._departures = Departures(self.meter, tracer, self.worker_id)
+        about = self._about(start_up_seconds or {})
+        self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
+        self._publisher = Publisher(
+            self._queue,
+            self.leases,
+            self.engine,
+            served.tokenizer,
+            Coalescer(settings.max_events_per_second or default_rate()),
+            self.meter,
+            self._departures,
+            settings.redis_retry_seconds,
+        )
+        self._give_back = GiveBack(self._queue, self.leases, self._departures)
+        self._cancels = Cancellation(self._queue, self.leases, self._publisher)
+        self._reaper = Reaper(self._queue)
+        self.intake = Prefetcher(
+            self._queue,
+            self.leases,
+            Preparation(
+                served.tokenizer,
+                self.engine.limits,
+                self.engine.abilities,
+                served.identity,
+                served.end_token_ids,
+                served.grammars,
+                served.pooling,
+            ),
+            ClaimPolicy(self.leases, self.engine, settings.prefetch_depth),
+            self._publisher,
+            self._give_back,
+            self._departures,
+            self.meter,
+            settings.stuck_seconds,
+        )
+        self._watchdog = EngineWatchdog(self.engine, self.intake, settings.stuck_seconds)
+        self._lease_timer = LeaseTimer(
+            self.leases, self._publisher, self._watchdog, self._queue.lease_ms
+        )
+        self._eviction_log = EvictionLog()
+        self._told_to_drain = asyncio.Event()
+        self._has_started = False
+        self._was_refused = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
+
+    def _about(self, start_up_seconds: Mapping[str, float]) -> WorkerStats:
+        """The part of the worker's statistics that does not change."""
+        served, limits = self.served, self.engine.limits
+        stages = start_up_seconds.items()
+        return WorkerStats(
+            worker_id=self.worker_id,
+            model=served.identity.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="running",
+            started_at_ms=int(time.time() * 1000),
+            device=served.device,
+            dtype=served.dtype,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            kv_tokens=limits.kv_tokens,
+            kv_bytes_per_token=limits.bytes_per_token,
+            untold=" ".join(sorted(self.engine.abilities.untold)),
+            start_up_seconds=sum(start_up_seconds.values()),
+            start_up_stages=" ".join(f"{it.replace(' ', '_')}={took:.3f}" for it, took in stages),
+        )
+
+    async def start(self) -> None:
+        """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
+        no_room = Room(max_count=0, token_budget=0)
+        await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
+        control = messages(self._queue.redis, self._queue.keys)
+        await anext(control)  # raises if the user may not listen
+        self.engine.start()
+        lease_ms = self._queue.lease_ms
+        self._spawn(self._publisher.run())
+        self._spawn(self._give_back.run())
+        self._spawn(self._watchdog.watch())
+        self._spawn(self._listen(control))
+        self._spawn(self._every(0.0, self._cancels.run_once))
+        self._spawn(self._lease_timer.run())
+        self._spawn(self._every(INTERVAL_SECONDS, self._beat))
+        self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
+        self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
+        self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
+        if (seconds := watchdog_seconds()) is not None:
+            self._spawn(self._every(seconds, self._tell_service_manager))
+        await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
+        await self._survive_redis(self._compare_lengths)
+        await self._survive_redis(self._note_queue)
+        await self._survive_redis(self._look_for_eviction)
+        self.intake.start()
+        self._has_started = True
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set, or until a drain is asked for on the control channel.
+
+        Raises the exception of a part of the worker that failed.
+        """
+        stopping = {asyncio.create_task(it.wait()) for it in (stop, self._told_to_drain)}
+        parts = [*self._tasks, self.intake.task]
+        try:
+            done, _ = await asyncio.wait([*stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - stopping:
+                task.result()
+        finally:
+            for task in stopping:
+                task.cancel()
+
+    async def drain(self, now: asyncio.Event) -> None:
+        """Stop claiming, and let running requests finish until the grace time is over.
+
+        Setting `now` ends the grace time early. Raises as `serve` does.
+        """
+        self._heartbeat.about.state = "draining"
+        notify("STOPPING=1")
+        deadline = time.monotonic() + self._settings.drain_seconds
+        try_less(self._queue.redis)
+        await self._survive_redis(self.intake.stop)
+        while self.leases.is_busy and not now.is_set() and time.monotonic() < deadline:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await now.wait()
+
+    async def stop(self) -> None:
+        """End all parts, give held requests back with their progress, and leave the queue."""
+        self._heartbeat.about.state = "draining"
+        try_less(self._queue.redis)
+        await self._survive_redis(self.intake.stop)
+        await end(self._tasks)
+        await self._survive_redis(self._publisher.flush)
+        has_failed = self.engine.has_failed and self.engine.abilities.is_at_risk
+        broken = has_failed or self._watchdog.is_in_engine
+        for lease in self.leases:  # no need to wait for the running step: it writes nothing
+            is_suspect = broken and lease.state is LeaseState.RUNNING
+            self.leases.returning(lease, crashed=is_suspect)
+        seconds = self._queue.lease_ms / 1000  # after that the leases have run out anyway
+        await self._survive_redis(lambda: self._give_back.run_once(seconds))
+        for lease in self.leases:
+            self._departures.note(lease, Departure.of(lease))
+        await self.engine.stop(patience=self._settings.stuck_seconds)
+        if self.served.grammars is not None and not self.intake.is_preparing:
+            await asyncio.to_thread(self.served.grammars.close)
+        await self._survive_redis(self._heartbeat.leave)
+
+    @property
+    def health(self) -> Health:
+        return Health(
+            has_started=self._has_started,
+            is_claiming=self._has_started and self._heartbeat.about.state == "running",
+            hangs=self._watchdog.reason,
+        )
+
+    def stats(self) -> WorkerStats:
+        """The worker's statistics as they are now."""
+        return self._heartbeat.stats()
+
+    async def _note_queue(self) -> None:
+        """Have gateways of several queues find this one, also after the server lost its data."""
+        try:
+            await self._queue.run(lookups.note_queue(self._queue.keys.queue))
+        except NoPermissionError:
+            if not self._was_refused:
+                self._was_refused = True
+                self._log.warning(
+                    "gateways that serve all queues will not find this one: the Redis user may not"
+                    " add to promptq:queues; make the users anew (promptq acl)"
+                )
+
+    async def _look_for_eviction(self) -> None:
+        self._eviction_log.note(await self._queue.run(eviction_warning()))
+
+    async def _beat(self) -> None:
+        self.intake.num_workers = await self._heartbeat.beat()
+
+    async def _compare_lengths(self) -> None:
+        """Warn if another worker has another length limit, as streams may move to it."""
+        keys, own = self._queue.keys, self.engine.limits.max_model_len
+        for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
+            other = await self._queue.run(lookups.worker_stats(keys, worker_id))
+            if other is not None and other.max_model_len not in (0, own):
+                self._log.warning(
+                    "another worker of the queue has another length limit, so streams that move"
+                    " between them may be cut short; give all workers the same --max-model-len",
+                    max_model_len=own,
+                    other_max_model_len=other.max_model_len,
+                    other_worker_id=worker_id,
+                )
+                return
+
+    async def _listen(self, control: AsyncIterator[Message]) -> None:
+        async for kind, name in control:
+            if kind == "pending":
+                self.leases.wake_up.work_came()
+            elif kind == "cancel":
+                self._cancels.add(name or "")
+            elif kind == "drain" and name in (None, self.worker_id):
+                self._log.info("told to drain")
+                self._told_to_drain.set()
+
+    async def _tell_service_manager(self) -> None:
+        """Tell systemd that the worker lives, as long as no part of it hangs."""
+        if not self._watchdog.reason:
+            notify("WATCHDOG=1")
+
+    async def _every(self, seconds: float, action: Any) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            await self._survive_redis(action)
+
+    async def _survive_redis(self, action: Any) -> None:
+        try:
+            await action()
+        except (RedisError, OSError) as error:
+            self._log.warning("Redis does not answer", error=str(error))
+        except SpoiltRecordError as error:
+            note(error)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(coroutine))

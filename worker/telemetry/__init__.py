@@ -1,1 +1,0 @@
-"""Measures, logs and traces the work of a worker."""

@@ -1,0 +1,124 @@
+"""Proves that no value matches two schemas, so that `oneOf` means `anyOf`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from promptq.worker.text.grammars.references import target_of
+
+_MAX_STEPS = 20_000
+_MAX_DEPTH = 12
+_KINDS = frozenset({"array", "boolean", "integer", "fraction", "null", "object", "string"})
+"""The types of JSON schema, whose `number` is an integer or a fraction."""
+
+
+class Disjointness:
+    """Proofs about the schemas of one document. All of them together take a bounded time."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._steps_left = _MAX_STEPS
+
+    def of_all(self, schemas: Sequence[Any]) -> bool:
+        """Whether all pairs of the schemas are known to exclude each other."""
+        return all(self._of(one, other, 0) for one, other in combinations(schemas, 2))
+
+    def _of(self, one: Any, other: Any, depth: int) -> bool:
+        self._steps_left -= 1
+        if self._steps_left < 0 or depth > _MAX_DEPTH:
+            return False
+        if _is_never(one) or _is_never(other):
+            return True
+        if not (isinstance(one, dict) and isinstance(other, dict)):
+            return False
+        if self._part_of(one, other, depth + 1) or self._part_of(other, one, depth + 1):
+            return True
+        kinds = _kinds(one) & _kinds(other)
+        values, others = self._values(one), self._values(other)
+        if not kinds or (values is not None and others is not None and not values & others):
+            return True
+        return kinds == {"object"} and self._of_objects(one, other, depth + 1)
+
+    def _part_of(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
+        """Whether a schema excludes the other one by its reference or its combined schemas."""
+        parts = [target_of(one["$ref"], self._root)] if "$ref" in one else []
+        parts += _list(one, "allOf")
+        if any(self._of(part, other, depth) for part in parts):
+            return True
+        unions = [branches for name in ("anyOf", "oneOf") if (branches := _list(one, name))]
+        return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
+
+    def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
+        """Whether a required property excludes the other schema's, or is none of the other's."""
+        for first, second in ((one, other), (other, one)):
+            required = [name for name in _list(first, "required") if isinstance(name, str)]
+            named, others = first.get("properties"), second.get("properties", {})
+            if not isinstance(others, dict):
+                continue
+            self._steps_left -= len(required)
+            is_closed = second.get("additionalProperties") is False
+            if is_closed and not second.get("patternProperties") and {*required} - others.keys():
+                return True
+            also_required = {name for name in _list(second, "required") if isinstance(name, str)}
+            if isinstance(named, dict) and any(
+                self._of(named[name], others[name], depth)
+                for name in required
+                if name in named and name in others and name in also_required
+            ):
+                return True
+        return False
+
+    def _values(self, schema: dict[str, Any]) -> set[str] | None:
+        """All values that a schema allows, as text; None if it lists none."""
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not isinstance(listed, list):
+            return None
+        self._steps_left -= len(listed)
+        return {_as_text(value) for value in listed}
+
+
+def _is_never(schema: Any) -> bool:
+    return schema is False or (isinstance(schema, dict) and schema.get("not") in (True, {}))
+
+
+def _list(schema: dict[str, Any], name: str) -> list[Any]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _kinds(schema: dict[str, Any]) -> frozenset[str]:
+    kinds = _KINDS
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if "number" in named:
+            named = [*named, "integer", "fraction"]
+        kinds &= {name for name in named if isinstance(name, str)}
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(listed, list):
+        kinds &= {_kind_of(value) for value in listed}
+    return kinds
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "fraction"
+    names = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _as_text(value: Any) -> str:
+    """The text of a JSON value, which is the same for 1 and 1.0."""
+    return json.dumps(_plain_numbers(value), sort_keys=True)
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain_numbers(it) for key, it in value.items()}
+    return value

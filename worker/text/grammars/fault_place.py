@@ -1,0 +1,107 @@
+"""Finds the place in a schema that the grammar library refuses without naming it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from reprlib import repr as shown
+from typing import Any
+
+from promptq.worker.text.grammars.closed_schemas import children
+
+_MAX_TRIALS = 80
+_MAX_SECONDS = 1.0
+
+Keys = tuple[Any, ...]
+
+
+class _TooManyTrialsError(Exception):
+    """The limit of trials or of time is reached."""
+
+
+def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]], str]) -> Keys:
+    """Returns the keys that lead to the deepest schema, or keyword, that causes the refusal.
+
+    `reason_of` returns why the library refuses a schema. The place is found by removing parts: a
+    part without which the reason is another one holds the cause. Number and time of the trials are
+    limited, so the place of a fault in a large schema may stay vague.
+    """
+    ends_at = time.monotonic() + _MAX_SECONDS
+    reason = reason_of(schema)
+    trials = 0
+
+    def persists_in(trial: dict[str, Any]) -> bool:
+        nonlocal trials
+        trials += 1
+        if trials > _MAX_TRIALS or time.monotonic() > ends_at:
+            raise _TooManyTrialsError
+        return reason_of(trial) == reason
+
+    def persists_without(places: list[Keys]) -> bool:
+        trial: Any = schema
+        for place in places:
+            is_choice = len(place) > 1 and place[-2] in ("anyOf", "oneOf")
+            trial = _with(trial, place, False if is_choice else {})  # {} would hide the others
+        return persists_in(trial)
+
+    place: Keys = ()
+    try:
+        while True:
+            node = _at(schema, place)
+            inside = [(*place, *keys) for keys in _in_order(node)]
+            if not inside or persists_without(inside):
+                break
+            place = _cause(inside, persists_without)
+        for name in node:
+            lacking = {key: value for key, value in node.items() if key != name}
+            if not persists_in(_with(schema, place, lacking)):
+                return (*place, name)
+    except _TooManyTrialsError:
+        return place
+    return place[:-1] if place and isinstance(place[-1], int) else place  # between its schemas
+
+
+def path(keys: Keys) -> str:
+    """Returns the keys as a path that follows the name of a schema's field."""
+    words = (
+        f"[{key}]"
+        if isinstance(key, int)
+        else f".{key}"
+        if re.fullmatch(r"[\w$-]{1,64}", key)
+        else f"[{shown(key)}]"
+        for key in keys
+    )
+    return "".join(words)
+
+
+def _cause(places: list[Keys], persists_without: Callable[[list[Keys]], bool]) -> Keys:
+    removed: list[Keys] = []
+    while len(places) > 1:
+        half = places[: len(places) // 2]
+        if persists_without([*removed, *half]):
+            removed += half
+            places = places[len(half) :]
+        else:
+            places = half
+    return places[0]
+
+
+def _in_order(node: dict[str, Any]) -> Iterator[Keys]:
+    """Definitions come first: what refers to one has no fault itself."""
+    found = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
+    return iter(sorted(found, key=lambda keys: keys[0] not in ("$defs", "definitions")))
+
+
+def _at(schema: Any, place: Keys) -> Any:
+    for key in place:
+        schema = schema[key]
+    return schema
+
+
+def _with(schema: Any, place: Keys, value: Any) -> Any:
+    if not place:
+        return value
+    copied = schema.copy()
+    copied[place[0]] = _with(schema[place[0]], place[1:], value)
+    return copied

@@ -1,0 +1,441 @@
+"""Turns the output format that a request wants into masks over the vocabulary, with llguidance.
+
+The library is imported, and gets the vocabulary, when a request first needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from hashlib import sha256
+from reprlib import repr as shown
+from typing import TYPE_CHECKING, Any, cast
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.output_format import (
+    ChoiceOutput,
+    GrammarOutput,
+    JsonOutput,
+    Output,
+    RegexOutput,
+    ToolCallOutput,
+)
+from promptq.shared.protocol.output_style import NAMED, OutputStyle
+from promptq.worker.engine.api.grammar import Grammar, GrammarError
+from promptq.worker.text.chat_template import style_of
+from promptq.worker.text.grammars.closed_schemas import closed
+from promptq.worker.text.grammars.compiler import Vocabulary, compile_grammar, reason_of
+from promptq.worker.text.grammars.fault_place import path, place_of_fault
+from promptq.worker.text.grammars.plain_schemas import plain
+from promptq.worker.text.grammars.schema_patterns import (
+    MAX_COMBINED_PATTERNS,
+    num_combined_patterns,
+    num_patterns_of_lark,
+)
+from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+WHITESPACE = "[ ]"
+"""At most one space between the tokens of JSON. Indentation costs tokens for nothing, and without
+a limit a weak model may write white space for ever."""
+
+_MAX_COMPILED = 256
+_MAX_REFUSED = 1024
+_MAX_GRAMMAR_CHARS = 2**18
+_MAX_CACHED_CHARS = 2**21
+"""The limit for all compiled grammars together. A character takes up to 40 bytes of memory."""
+_MAX_THREADS = 4
+
+
+class NewGrammarError(Exception):
+    """A grammar is not known yet, and compiling it may take long."""
+
+
+class Grammars:
+    """Makes the grammars of the outputs that requests want. Thread-safe.
+
+    The last 256 schemas that were used stay compiled, or fewer if they are large. With `vets`, a
+    new schema is first tried out in a process that can be killed. Without it, all are trusted.
+    """
+
+    def __init__(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        vocab_size: int,
+        end_token_ids: frozenset[int],
+        *,
+        vets: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = end_token_ids
+        self._vets = vets
+        self._masker: LLMasker | None = None
+        self._vetter: Vetter | None = None
+        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # and its length
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()  # for all of these
+
+    def start(
+        self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
+    ) -> LLGrammar:
+        """The grammar of an output that has no token yet and may end with these end tokens.
+
+        Raises InvalidRequestError, with the reason, if the library refuses the schema or if it
+        exceeds a limit. With `only_known`, raises NewGrammarError if it had to be compiled.
+        """
+        if only_known and self._masker is None:
+            raise NewGrammarError
+        masker = self._set_up(wanted.field)
+        matcher = self._compile(wanted, masker, only_known).deep_copy()
+        return LLGrammar(matcher, masker, end_token_ids)
+
+    def close(self) -> None:
+        """End the process that tries out schemas."""
+        if self._vetter is not None:
+            self._vetter.close()
+
+    def _set_up(self, field: str) -> LLMasker:
+        with self._lock:
+            if self._masker is None:
+                vocabulary = self._vocabulary(field)
+                self._vetter = Vetter(vocabulary) if self._vets else None
+                try:
+                    self._masker = LLMasker(vocabulary.load())
+                except ValueError as error:
+                    raise _untold(field, str(error)) from error
+            return self._masker
+
+    def _vocabulary(self, field: str) -> Vocabulary:
+        content = self._tokenizer.as_json()
+        if content is None:
+            raise _untold(field, "it is not one of the tokenizers library")
+        num_tokens = max(self._vocab_size, self._tokenizer.num_tokens)
+        return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
+
+    def _text(self, wanted: Output) -> str:
+        if isinstance(wanted, GrammarOutput):
+            counts = [num_patterns_of_lark(wanted.grammar)]
+        else:
+            counts = [num_combined_patterns(schema) for _, schema, _ in _placed_schemas(wanted)]
+        if (count := max(counts, default=0)) > MAX_COMBINED_PATTERNS:
+            what = "grammar" if isinstance(wanted, GrammarOutput) else "schema"
+            how = "(&)" if isinstance(wanted, GrammarOutput) else "others (allOf, ...)"
+            raise _refusal(
+                wanted.field,
+                f"takes too long to compile: a {what} that combines {how} may have"
+                f" {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
+            )
+        try:
+            text = self._grammar_text(wanted)
+        except ValueError as error:
+            raise _error(wanted.field, _refused(wanted, str(error), lambda _: "")) from error
+        _check_length(len(text), wanted.field)
+        return text
+
+    def _grammar_text(self, wanted: Output) -> str:
+        from llguidance import LLMatcher
+
+        if isinstance(wanted, JsonOutput):
+            return _schema_grammar(wanted.schema, wanted.strict)
+        if isinstance(wanted, GrammarOutput):
+            return LLMatcher.grammar_from_lark(wanted.grammar)
+        ours = self._tokenizer
+        if isinstance(wanted, RegexOutput):
+            # The library drops a backslash that escapes nothing.
+            if (len(wanted.regex) - len(wanted.regex.rstrip("\\"))) % 2:
+                raise ValueError("it ends with a backslash, which escapes nothing")
+            return LLMatcher.grammar_from_regex(wanted.regex)
+        if isinstance(wanted, ChoiceOutput):
+            grammar = _choice(wanted, ours.added_tokens, ours.special_tokens)
+            return LLMatcher.grammar_from_lark(grammar)
+        style = style_of(ours).forced
+        return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
+
+    def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
+        key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known[0]
+            if (refused := self._refused.get(key)) is not None:
+                raise _error(wanted.field, refused)
+        if only_known:
+            raise NewGrammarError
+        wanted = _simplified(wanted)
+        text = self._text(wanted)
+        try:
+            reason = self._vetter.vet(text) if self._vetter is not None else ""
+        except NotVettedError as too_much:
+            message = f"{wanted.field}: {too_much}"
+            if not too_much.is_certain:
+                raise InvalidRequestError(
+                    f"{message}; send the request again",
+                    field=wanted.field,
+                    error_type="internal_error",
+                ) from too_much
+        else:
+            if not reason:
+                matcher = masker.compile(text)
+                reason = reason_of(matcher)
+            if not reason:
+                self._remember(key, matcher, len(text))
+                return matcher
+            message = _refused(wanted, reason, partial(self._reason_against, masker))
+        self._refuse(key, message)
+        raise _error(wanted.field, message)
+
+    def _reason_against(self, masker: LLMasker, text: str) -> str:
+        """Returns why the library refuses a grammar; empty if it accepts it or takes too long."""
+        if self._vetter is None:
+            return reason_of(masker.compile(text))
+        try:
+            return self._vetter.vet(text)
+        except NotVettedError:
+            return ""
+
+    def _remember(self, key: bytes, matcher: LLMatcher, num_chars: int) -> None:
+        with self._lock:
+            self._known[key] = matcher, num_chars
+            sum_of_chars = sum(count for _, count in self._known.values())
+            while len(self._known) > _MAX_COMPILED or sum_of_chars > _MAX_CACHED_CHARS:
+                _, (_, count) = self._known.popitem(last=False)
+                sum_of_chars -= count
+
+    def _refuse(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self._refused[key] = reason
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+
+
+def _untold(field: str, reason: str) -> InvalidRequestError:
+    return _refusal(field, f"the model's tokenizer does not suit the grammar library: {reason}")
+
+
+class LLMasker:
+    """See Masker. It also holds the vocabulary, and compiles grammars for it."""
+
+    def __init__(self, vocabulary: LLTokenizer) -> None:
+        from llguidance import LLExecutor
+
+        self._vocabulary = vocabulary
+        num_threads = max(1, min((os.cpu_count() or 1) // 2, _MAX_THREADS))
+        self._executor: LLExecutor = LLExecutor(num_threads=num_threads)
+        self.model_ends = frozenset(vocabulary.eos_tokens)
+        """The tokens with which the library lets an output end."""
+        self.num_words = (vocabulary.vocab_size + 31) // 32
+
+    def compile(self, text: str) -> LLMatcher:
+        """See `compile_grammar`."""
+        return compile_grammar(self._vocabulary, text)
+
+    def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
+        ours = cast("Sequence[LLGrammar]", grammars)
+        matchers = [(grammar.matcher, row) for row, grammar in enumerate(ours)]
+        self._executor.unsafe_compute_mask_ptr(
+            matchers, masks.ctypes.data, masks.strides[0], len(masks)
+        )
+        for row, grammar in enumerate(ours):
+            grammar.correct_ends(masks[row])
+        # A matcher that has failed allows an end, and the output would then look complete.
+        return {row: reason_of(matcher) for matcher, row in matchers if matcher.is_error()}
+
+
+class LLGrammar:
+    """See Grammar. The library also offers `rollback` and `validate_tokens`, for drafts."""
+
+    __slots__ = ("_ends_to_allow", "_ends_to_ban", "masker", "matcher")
+
+    def __init__(self, matcher: LLMatcher, masker: LLMasker, end_token_ids: frozenset[int]) -> None:
+        self.matcher = matcher
+        self.masker = masker
+        self._ends_to_allow = sorted(end_token_ids - masker.model_ends)
+        self._ends_to_ban = sorted(masker.model_ends - end_token_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.matcher.is_stopped()
+
+    def accept(self, token_id: int) -> None:
+        if not self.matcher.consume_token(token_id):
+            raise GrammarError(reason_of(self.matcher))
+
+    def correct_ends(self, mask: npt.NDArray[np.int32]) -> None:
+        """Correct the mask if the end tokens of the request are not those of the model."""
+        if not (self._ends_to_allow or self._ends_to_ban):
+            return
+        may_end = self.matcher.is_accepting()
+        bits = mask.view("uint8")
+        for token_id in self._ends_to_ban:
+            bits[token_id // 8] &= 255 - (1 << token_id % 8)
+        for token_id in self._ends_to_allow:
+            bit = 1 << token_id % 8
+            bits[token_id // 8] = bits[token_id // 8] & (255 - bit) | (bit if may_end else 0)
+
+
+def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mapping[str, int]) -> str:
+    """A Lark grammar. The parameters of each tool stay one whole schema, for their references."""
+    calls, rules = [], []
+    for index, tool in enumerate(wanted.tools):
+        if style.form == NAMED:
+            head, tail = f"{tool.name}{style.middle}", ""
+        else:
+            name = f'"{style.name_key}": {json.dumps(tool.name)}'
+            head, tail = f'{{{name}, "{style.arguments_key}": ', "}"
+        before = _terms(style.opening + style.before + head, added_tokens)
+        after = _terms(tail + style.after + style.closing, added_tokens)
+        schema = {**tool.parameters, "x-guidance": _options(tool.strict)}
+        calls.append(f"call_{index}")
+        rules.append(f"call_{index}: {before} %json {json.dumps(schema)} {after}")
+    return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
+
+
+def _choice(
+    wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
+) -> str:
+    """A Lark grammar. One terminal has all texts of letters: rules would make masks slow.
+
+    Raises ValueError for a text with a special token, which is no text.
+    """
+    added = _any_of(tuple(added_tokens))
+    letters: list[str] = []
+    others: list[str] = []
+    for text in dict.fromkeys(wanted.texts):
+        if not (held := added.findall(text)):
+            letters.append(json.dumps(text))
+            continue
+        for name in held:
+            if name in special_tokens:
+                raise ValueError(f"{shown(text)} holds {name}, a special token and no text")
+        others.append(_terms(text, added_tokens))
+    if not letters:
+        return f"%llguidance {{}}\nstart: {' | '.join(others)}"
+    start = " | ".join(["TEXT", *others])
+    return f"%llguidance {{}}\nstart: {start}\nTEXT: {' | '.join(letters)}"
+
+
+@lru_cache(maxsize=4)
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds these names, the longest first; the group keeps them where a text is split."""
+    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(f"({any_name})" if names else "((?!))")
+
+
+def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
+    """The text in a Lark grammar, where an added token must be named: its letters are others."""
+    pieces = _any_of(tuple(added_tokens)).split(text)
+    return " ".join(
+        f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
+        for piece in pieces
+        if piece
+    )
+
+
+def _simplified(wanted: Output) -> Output:
+    """The output with schemas that the library takes. Raises InvalidRequestError for long ones."""
+    if isinstance(wanted, GrammarOutput):
+        _check_length(len(wanted.grammar), wanted.field)
+    for _, schema, _ in _placed_schemas(wanted):
+        _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
+    if isinstance(wanted, JsonOutput):
+        return replace(wanted, schema=closed(plain(wanted.schema)))
+    if isinstance(wanted, ToolCallOutput):
+        tools = [replace(tool, parameters=closed(plain(tool.parameters))) for tool in wanted.tools]
+        return replace(wanted, tools=tuple(tools))
+    return wanted
+
+
+def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
+    """Each schema of an output, behind its path and before whether it is strict."""
+    if isinstance(wanted, JsonOutput):
+        return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
+    if isinstance(wanted, ToolCallOutput):
+        return [(tool.place, tool.parameters, tool.strict) for tool in wanted.tools]
+    return []
+
+
+def _check_length(num_chars: int, field: str) -> None:
+    if num_chars > _MAX_GRAMMAR_CHARS:
+        reason = f"{num_chars} characters are more than the {_MAX_GRAMMAR_CHARS} allowed"
+        raise _refusal(field, reason)
+
+
+def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
+    """The message about an output that the library refuses. For a schema, it names the place."""
+    if isinstance(wanted, GrammarOutput):
+        if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
+            reason = f"line {listed[1]}: {_reworded(listed[2])}"
+        elif reason.startswith("NoExtension"):
+            reason = "no text matches it"
+        return f"{wanted.field}: the grammar is refused: {reason}"
+    if isinstance(wanted, RegexOutput | ChoiceOutput):
+        kind = "regex" if isinstance(wanted, RegexOutput) else "choice"
+        return f"{wanted.field}: the {kind} is refused: {reason}"
+    for place, schema, strict in _placed_schemas(wanted):
+
+        def reason_of_schema(schema: dict[str, Any], strict: bool = strict) -> str:
+            try:
+                return reason_against(_schema_grammar(schema, strict))
+            except ValueError as error:
+                return str(error)
+
+        if found := reason_of_schema(schema):
+            place += path(place_of_fault(schema, reason_of_schema))
+            return f"{place}: {_reworded(found)}"
+    return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
+
+
+_NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, which ignores it'
+
+
+def _reworded(reason: str) -> str:
+    """The library's reason in the words of JSON schema."""
+    reason = reason.split("failed to compile JSON schema: ")[-1]
+    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
+        return f"{found[1].replace(chr(34), '')} {_NOT_ENFORCED}"
+    if found := re.fullmatch(r"Unknown format: (.*)", reason):
+        return f"the format {shown(found[1])} {_NOT_ENFORCED}"
+    if reason.startswith("oneOf constraints are not supported"):
+        return "one value may match two of these schemas; use anyOf, or let them exclude each other"
+    if reason.startswith("regex parse error") and "look-around" in reason:
+        return "a pattern that looks ahead or behind cannot be enforced; write it without (?...)"
+    if reason.startswith(("NoExtension", "no text matches")):
+        return "no value matches it"
+    if reason.startswith("Unsatisfiable schema: "):
+        return reason.replace("Unsatisfiable schema", "no value matches it", 1)
+    if reason.startswith(("lexer error: too many", "Parser Error: ")):
+        return "it is too complex"
+    if reason.startswith("Resource "):
+        return "this refers to another document; only references inside the schema are followed"
+    return reason
+
+
+def _schema_grammar(schema: dict[str, Any], strict: bool) -> str:
+    from llguidance import LLMatcher
+
+    options = cast("Any", _options(strict))
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _options(strict: bool) -> dict[str, Any]:
+    return {"lenient": not strict, "whitespace_pattern": WHITESPACE}
+
+
+def _refusal(field: str, reason: str) -> InvalidRequestError:
+    return _error(field, f"{field}: {reason}")
+
+
+def _error(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, field=field, error_type="unsupported")

@@ -1,0 +1,248 @@
+"""Rewrites keywords that the grammar library refuses although they add no constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from math import inf, nan
+from typing import Any
+
+from promptq.worker.text.grammars.closed_schemas import rebuilt
+from promptq.worker.text.grammars.disjoint_schemas import Disjointness
+from promptq.worker.text.grammars.lookaheads import without_lookaheads
+from promptq.worker.text.grammars.references import (
+    all_objects,
+    all_references,
+    steps_of,
+    target_of,
+    with_pointers,
+)
+
+_CONSTRAINTS = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties"),
+        *("allOf", "anyOf", "const", "contains", "dependencies", "dependentRequired"),
+        *("dependentSchemas", "else", "enum", "exclusiveMaximum", "exclusiveMinimum", "format"),
+        *("if", "items", "maxContains", "maxItems", "maxLength", "maxProperties", "maximum"),
+        *("minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not"),
+        *("oneOf", "pattern", "patternProperties", "prefixItems", "properties", "propertyNames"),
+        *("required", "then", "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+    }
+)
+_STRUCTURE = frozenset(
+    {"$anchor", "$defs", "$id", "$schema", "$vocabulary", "definitions", "id", "x-guidance"}
+)
+_APPLICATORS = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies"),
+        *("dependentSchemas", "else", "if", "not", "oneOf", "then"),
+    }
+)
+"""Keywords that may evaluate a property or an item beside those which name them."""
+_MAX_REFERENCES = 8
+_HINTS = frozenset(
+    {
+        *("binary", "byte", "directory-path", "file-path", "multi-line", "password", "path"),
+        *("double", "float", "int32", "int64", "textarea"),
+    }
+)
+"""Formats that do not constrain a text's letters: they are for display, use or numbers."""
+_STANDARD_FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname"),
+        *("ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "regex"),
+        *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
+    }
+)
+"""Any other format beside a `pattern` is a name for that pattern, as zod writes it."""
+
+
+def plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema for the library. Whatever matches it matches the given schema, too.
+
+    A `oneOf` whose schemas exclude each other becomes an `anyOf`.
+    """
+    found: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
+    return found
+
+
+class _Plain:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._disjointness = Disjointness(root)
+        self._referred_to = {
+            (id(container), key)
+            for reference in all_references(root)
+            for container, key, _ in steps_of(reference, root)
+        }
+
+    def of_root(self) -> Any:
+        found = self._of(self._root)
+        return {"enum": []} if found is False else found
+
+    def _of(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        result = rebuilt(schema, lambda child, _: self._of(child))
+        if "propertyNames" in schema:
+            result["propertyNames"] = self._resolved(schema["propertyNames"])
+        for name in _idle(result):
+            if (id(schema), name) not in self._referred_to:
+                result.pop(name, None)
+        branches = schema.get("oneOf")
+        if (
+            isinstance(branches, list)
+            and branches
+            and "anyOf" not in schema
+            and (id(schema), "oneOf") not in self._referred_to
+            and self._disjointness.of_all(branches)
+        ):
+            result["anyOf"] = result.pop("oneOf")
+        is_used = any((id(schema), key) in self._referred_to for key in schema)
+        if not is_used and _accepts_none(self._resolved(result)):
+            return False
+        return _rewritten(result)
+
+    def _resolved(self, schema: Any) -> Any:
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, dict) or _CONSTRAINTS & schema.keys() != {"$ref"}:
+                break
+            schema = target_of(schema["$ref"], self._root)
+        return schema
+
+
+def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema that requires the properties by which schemas of a `oneOf` are told apart.
+
+    pydantic leaves them out of `required` where they have a default.
+    """
+    if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
+        return schema
+    schema = deepcopy(schema)
+    for found in [*all_objects(schema)]:
+        named, branches = found.get("discriminator"), found.get("oneOf")
+        name = named.get("propertyName") if isinstance(named, dict) else None
+        for branch in branches if isinstance(branches, list) and isinstance(name, str) else ():
+            reference = branch.get("$ref") if isinstance(branch, dict) else None
+            target = branch if reference is None else target_of(reference, schema)
+            if isinstance(target, dict) and name in (target.get("properties") or ()):
+                required = target.setdefault("required", [])
+                if isinstance(required, list) and name not in required:
+                    required.append(name)
+    return schema
+
+
+def _accepts_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and not _CONSTRAINTS & schema.keys())
+
+
+def _accepts_none(schema: Any) -> bool:
+    if schema is False:
+        return True
+    return isinstance(schema, dict) and "not" in schema and _accepts_all(schema["not"])
+
+
+def _accepts_texts(schema: Any) -> bool:
+    """Whether each text matches it. Names of properties are texts."""
+    if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
+        schema = {key: value for key, value in schema.items() if key != "type"}
+    return _accepts_all(schema)
+
+
+def _needs_nothing(dependency: Any) -> bool:
+    return dependency == [] or _accepts_all(dependency)
+
+
+def _all(is_idle: Callable[[Any], bool], values: Any) -> bool:
+    if isinstance(values, dict):
+        values = list(values.values())
+    return isinstance(values, list) and all(map(is_idle, values))
+
+
+_IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
+    "allOf": partial(_all, _accepts_all),
+    "dependencies": partial(_all, _needs_nothing),
+    "dependentRequired": partial(_all, _needs_nothing),
+    "dependentSchemas": partial(_all, _accepts_all),
+    "not": _accepts_none,
+    "patternProperties": lambda value: value == {},
+    "propertyNames": _accepts_texts,
+    "unevaluatedItems": _accepts_all,
+    "unevaluatedProperties": _accepts_all,
+    "uniqueItems": lambda value: value is False,
+}
+"""Tests whether a keyword's value is no constraint, whatever is beside it."""
+
+
+def _idle(schema: dict[str, Any]) -> list[str]:
+    """Returns the keywords that are no constraint. The schemas inside are plain already."""
+    found = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
+    found += [
+        name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
+    ]
+    if "contains" not in schema:
+        found += ["minContains", "maxContains"]
+    elif _count(schema, "minContains") == 0 and "maxContains" not in schema:
+        found += ["contains", "minContains"]
+    outcomes = [name for name in ("then", "else") if name in schema]
+    if "if" not in schema or all(_accepts_all(schema[name]) for name in outcomes):
+        found += ["if", *outcomes]
+    form = schema.get("format")
+    if isinstance(form, str) and (
+        form in _HINTS or (isinstance(schema.get("pattern"), str) and form not in _STANDARD_FORMATS)
+    ):
+        found.append("format")
+    named, required = schema.get("properties"), schema.get("required")
+    if isinstance(required, list) and _count(schema, "minProperties") <= len({*map(str, required)}):
+        found.append("minProperties")
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if is_closed and isinstance(named, dict) and _count(schema, "maxProperties") >= len(named):
+        found.append("maxProperties")
+    if _count(schema, "maxItems", 2) <= 1:
+        found.append("uniqueItems")
+    return found
+
+
+def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with keywords of the library for those that it does not know."""
+    pattern, members = schema.get("pattern"), schema.get("allOf", [])
+    if isinstance(pattern, str) and isinstance(members, list):
+        first, *others = without_lookaheads(pattern) or [pattern]
+        if others:
+            members = [*members, *({"pattern": other} for other in others)]
+            schema = {**schema, "pattern": first, "allOf": members}
+    if "contains" in schema and _accepts_all(schema["contains"]):
+        at_least = max(_count(schema, "minItems", 0), _count(schema, "minContains", 1))
+        at_most = min(_count(schema, "maxItems", inf), _count(schema, "maxContains", inf))
+        limits = {"minItems": at_least} | ({"maxItems": at_most} if at_most < inf else {})
+        schema = {**_without(schema, "contains", "minContains", "maxContains"), **limits}
+    names = schema.get("propertyNames")
+    if isinstance(names, dict) and not schema.keys() & {"properties", "patternProperties"}:
+        asked = {key: value for key, value in names.items() if key in _CONSTRAINTS - {"type"}}
+        value = schema.get("additionalProperties", True)
+        listed = asked.get("enum", [asked["const"]] if "const" in asked else None)
+        closed = {**_without(schema, "propertyNames"), "additionalProperties": False}
+        if len(asked) == 1 and isinstance(listed, list):
+            texts = [name for name in listed if isinstance(name, str)]
+            schema = {**closed, "properties": dict.fromkeys(texts, value)}
+        elif asked.keys() == {"pattern"} and isinstance(asked["pattern"], str):
+            schema = {**closed, "patternProperties": {asked["pattern"]: value}}
+    if not _APPLICATORS & schema.keys():
+        for rest, known in (
+            ("unevaluatedProperties", "additionalProperties"),
+            ("unevaluatedItems", "items"),
+        ):
+            if rest in schema and not isinstance(schema.get(known), list):
+                schema = {known: schema[rest], **_without(schema, rest)}
+    return schema
+
+
+def _without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in names}
+
+
+def _count(schema: dict[str, Any], name: str, default: float = nan) -> float:
+    """The keyword's number; the default, which compares as false, if it has none."""
+    value = schema.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default

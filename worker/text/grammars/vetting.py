@@ -1,0 +1,212 @@
+"""Tries out grammars in a separate process, which is killed if a grammar needs too much.
+
+The library's own limits are not enough: time and memory may double with each further pattern of a
+schema, in one call that cannot be interrupted. A worker compiles only grammars that the process
+survived. The process runs this module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import IO, Any, cast
+
+from promptq.worker.text.grammars.compiler import Vocabulary, compile_grammar, reason_of
+
+COMPILE_SECONDS = 1.0
+"""CPU time that a grammar may take, for compiling and the first masks together."""
+COMPILE_BYTES = 128 * 2**20
+"""Memory that it may take."""
+MASK_SECONDS = 0.1
+"""CPU time that a mask may take, because in a worker the step of all sequences waits for it."""
+_MASKS = 32
+_WALL_SECONDS = 25.0
+"""The longest time for a grammar, so that a busy machine does not delay a preparation for ever."""
+_ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""The process gets only these of the worker's variables. Others say how to reach Redis."""
+_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
+"""The signals with which its own limits end the process. All others come from outside."""
+
+
+class NotVettedError(Exception):
+    """A grammar takes too much, or could not be tried out. The message says which.
+
+    `is_certain` is False if the next try may succeed.
+    """
+
+    def __init__(self, message: str, *, is_certain: bool = True) -> None:
+        super().__init__(message)
+        self.is_certain = is_certain
+
+
+class Vetter:
+    """Controls the process in a worker. It starts when first needed, and again after a kill.
+
+    Thread-safe. It takes one grammar at a time.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def vet(self, grammar: str) -> str:
+        """Why the library refuses a grammar; empty if it accepts it.
+
+        Raises NotVettedError if this takes too long or too much memory, or cannot be found out.
+        """
+        with self._lock:
+            told = self._ask(grammar)
+            if told is None:  # somebody ended the process, perhaps long ago
+                told = self._ask(grammar)
+        if told is None:
+            raise NotVettedError(
+                "could not be tried out: the process that does it ends at once", is_certain=False
+            )
+        if too_much := told["too_much"]:
+            raise NotVettedError(too_much)
+        return told["error"]
+
+    def _ask(self, grammar: str) -> dict[str, str] | None:
+        """The reply of the process; None if it ended without a reply, but not by a limit."""
+        process = self._process = self._process or self._start()
+        is_overdue = threading.Event()
+
+        def give_up() -> None:
+            is_overdue.set()
+            process.kill()
+
+        overdue = threading.Timer(_WALL_SECONDS, give_up)
+        overdue.start()
+        reply: dict[str, str] | None = None
+        try:
+            _write(process.stdin, grammar)
+            reply = _read(process.stdout)
+        except OSError:
+            pass
+        finally:
+            overdue.cancel()
+        if reply is None:
+            process.wait()
+            self._end(process)
+            if -process.returncode in _LIMIT_SIGNALS:
+                raise NotVettedError(
+                    f"takes too long to compile: more than {COMPILE_SECONDS:g} s, or"
+                    f" {COMPILE_BYTES // 2**20} MiB of memory"
+                )
+            if is_overdue.is_set():
+                raise NotVettedError(
+                    f"could not be tried out within {_WALL_SECONDS:g} s: the machine is too busy",
+                    is_certain=False,
+                )
+        return reply
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            if self._process is not None:
+                self._end(self._process)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # What the library writes to standard error may quote the grammar.
+        process = subprocess.Popen(  # noqa: S603 # this Python, a module of ours
+            [sys.executable, "-P", "-m", __spec__.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        )
+        with suppress(OSError):  # the reader of its reply notices that it has ended
+            _write(process.stdin, asdict(self._vocabulary))
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # nobody reads what was not written yet
+                cast("IO[bytes]", pipe).close()
+
+
+def _write(pipe: IO[bytes] | None, message: Any) -> None:
+    """Send a message as one line of JSON."""
+    pipe = cast("IO[bytes]", pipe)
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes] | None) -> Any:
+    """The next message; None at the end."""
+    line = cast("IO[bytes]", pipe).readline()
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def main() -> None:
+    """Vet one grammar after another, until there are no more."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need it
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, replies = sys.stdin.buffer, sys.stdout.buffer
+    told = _read(source)
+    if told is None:
+        return
+    vocabulary = Vocabulary(**told).load()
+    _limit_memory()
+    while (grammar := _read(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # its signal ends the process
+        try:
+            reply = _try_out(grammar, vocabulary)
+        except BaseException:  # no memory, or a panic of the library
+            os.abort()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(replies, reply)
+
+
+def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
+    """Compile a grammar, and follow one path through it."""
+    matcher = compile_grammar(vocabulary, grammar)
+    if matcher.is_error():
+        return {"error": reason_of(matcher), "too_much": ""}
+    rng = random.Random(0)  # noqa: S311 # the same choices each time
+    for _ in range(_MASKS):
+        started_at = time.process_time()
+        mask = matcher.compute_bitmask()
+        if time.process_time() - started_at > MASK_SECONDS:
+            return {"error": "", "too_much": f"takes more than {MASK_SECONDS:g} s for a token"}
+        allowed = [it for it in _tokens(mask) if it not in vocabulary.eos_tokens]
+        if not allowed or not matcher.consume_token(rng.choice(allowed)):
+            break
+    if matcher.is_error():  # the library accepts some grammars that it cannot follow
+        return {"error": reason_of(matcher), "too_much": ""}
+    if not (allowed or matcher.is_accepting() or matcher.is_stopped()):
+        return {"error": "no text matches it", "too_much": ""}
+    return {"error": "", "too_much": ""}
+
+
+def _tokens(mask: bytes) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
+
+
+def _limit_memory() -> None:
+    try:
+        with open("/proc/self/statm") as sizes:
+            used = int(sizes.read().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux; the time limit also limits the memory
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES, most))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What is done with the JSON schemas of requests before they are compiled."""

@@ -1,0 +1,120 @@
+"""The Protocol of all kinds of inference servers, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.settings.common import Settings
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
+from promptq.worker.upstream.dialects.transport import Server
+
+_LONGEST_NAME = 4096
+"""Characters of the name of a model, which may be a path."""
+
+_UNTOLD = frozenset(
+    {
+        "accepted_tokens",
+        "cached_tokens",
+        "drafted_tokens",
+        "kv_bytes_per_token",
+        "kv_cached_blocks",
+        "kv_shared_blocks",
+        "peak_memory_bytes",
+        "recomputed_tokens",
+        "step_ms",
+    }
+)
+"""Statistics that no server tells for the part that a worker has of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDescription:
+    """What a server says of itself. None for what it does not say."""
+
+    software: str
+    """Its name and version, for people: `vLLM 0.32.0`."""
+    model: str
+    """What it calls its model."""
+    max_model_len: int
+    """Prompt and output together."""
+    max_num_seqs: int | None = None
+    kv_tokens: int | None = None
+    block_size: int = 1
+    model_dir: str | None = None
+    """Directory or hub name of the model's files, as the server was given it."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be used."""
+        for name, value in (("name", self.model), ("root", self.model_dir or "")):
+            if not isinstance(value, str) or len(value) > _LONGEST_NAME:
+                raise ValueError(
+                    f"the model's {name} {value!r:.40} is no text of up to {_LONGEST_NAME}"
+                    " characters"
+                )
+        for name in ("max_model_len", "max_num_seqs", "kv_tokens", "block_size"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**53:
+                raise ValueError(f"{name} is {value!r:.40}")
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The next tokens of a stream. `finish_reason` is set on the last chunk."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+
+
+def seed_after(request: EngineRequest, num_emitted: int) -> int:
+    """The seed of a call. Another attempt draws other numbers than the first one has used."""
+    return (request.seed + num_emitted * 0x9E3779B97F4A7C15) % 2**63
+
+
+class Dialect(Protocol):
+    """How to talk to one kind of server: token ids in, token ids out.
+
+    All methods raise the faults of `Server`.
+    """
+
+    abilities: EngineAbilities
+
+    def start_command(self, settings: Settings, port: int) -> list[str]:
+        """What starts a server of this kind as the settings say. Raises ConfigurationError."""
+        ...
+
+    async def describe(self, server: Server) -> ServerDescription:
+        """Ask what the server is, and have it generate a token.
+
+        Raises ConfigurationError if it cannot be used.
+        """
+        ...
+
+    async def tokenize(self, server: Server, text: str) -> list[int] | None:
+        """The token ids of a text without special tokens; None if the server does not tell."""
+        ...
+
+    def generate(
+        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+    ) -> AsyncGenerator[Chunk]:
+        """What follows `emitted`, the output so far, until the server's end of the sequence.
+
+        The chunks have every token. Closing the generator closes the connection.
+        """
+        ...
+
+
+def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
+    """The abilities of a dialect: what all servers have in common, and its own."""
+    return EngineAbilities(
+        grammars=False,
+        preempts_inexact=False,
+        is_at_risk=False,
+        untold=_UNTOLD,
+        unheeded=unheeded | {"embed", "prompt_logprobs"},
+        **own,
+    )

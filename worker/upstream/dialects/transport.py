@@ -1,0 +1,228 @@
+"""HTTP to an inference server: JSON calls, streams of server-sent events, and their faults."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import aiohttp
+from pydantic_core import from_json
+
+from promptq.shared.errors import ConfigurationError
+
+_CALL_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
+_LONGEST_RETRY_AFTER = 60.0
+"""A server may be well long before the time that it names."""
+_LONGEST_LINE = 2**20
+_MOST_BYTES = 2**24
+"""The limit for an answer that is no stream. Answers have less than a megabyte."""
+_MOST_BYTES_OF_ERROR = 2**16
+_MOST_SHOWN = 500
+_OVERLOADED = (429, 503)
+_DATA = b"data:"
+DONE = b"[DONE]"
+
+
+class ServerFaultError(Exception):
+    """The server does not answer, or broke off: what it had is computed again."""
+
+
+class UnusableAnswerError(Exception):
+    """The server's answer to one request has values that no answer has, such as a NaN."""
+
+
+class OverloadedError(Exception):
+    """The server takes no more for now. `seconds` says for how long, if the server does."""
+
+    def __init__(self, message: str, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class RefusedError(Exception):
+    """The server refuses this one request, and would do so again. `status` is that of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@contextmanager
+def malformed_as_fault() -> Iterator[None]:
+    """Raise ServerFaultError where an answer is not built as this kind of server builds it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ServerFaultError(f"the server's answer is malformed: {error!r:.500}") from error
+
+
+class Server:
+    """One inference server. An instance belongs to one event loop, and `close` ends it.
+
+    All methods raise ServerFaultError, OverloadedError and RefusedError, and ConfigurationError if
+    the key is refused.
+    """
+
+    def __init__(self, url: str, key: str | None = None, idle_seconds: float = 120.0) -> None:
+        """`idle_seconds` is how long a stream may bring nothing."""
+        self.url = url
+        self.idle_seconds = idle_seconds
+        headers = {"Accept-Encoding": "identity"}  # a small answer may unpack to gigabytes
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            # Each call has a connection of its own. Servers close one after some seconds without a
+            # call, or after some calls, and a call at that moment would look like a fault.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, path: str) -> Any:
+        """The JSON, or the text, that a page answers with."""
+        return await self._call("GET", path, _CALL_SECONDS)
+
+    async def post(self, path: str, body: Any, seconds: float = _CALL_SECONDS) -> Any:
+        """The JSON that the server answers with, within so many seconds."""
+        return await self._call("POST", path, seconds, json=body)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The data of each server-sent event. Leaving the context early closes the connection,
+        which is how a server learns that nobody waits any more."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
+        )
+        with _as_faults(self.url):
+            async with self._session.post(
+                self.url + path, json=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                await _check(response)
+                yield _events(response)
+
+    async def _call(self, method: str, path: str, seconds: float, **options: Any) -> Any:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        with _as_faults(self.url):
+            async with self._session.request(
+                method, self.url + path, timeout=timeout, allow_redirects=False, **options
+            ) as response:
+                await _check(response)
+                read = await _read(response, _MOST_BYTES + 1)
+                if len(read) > _MOST_BYTES:
+                    raise ServerFaultError(f"{path}: its answer has more than {_MOST_BYTES} bytes")
+                text = read.decode("utf-8", "replace")
+                if response.content_type != "application/json":
+                    return text
+                return read_json(text)
+
+
+@contextmanager
+def _as_faults(url: str) -> Iterator[None]:
+    """Turn what the client library raises into a fault of the server."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ServerFaultError(f"{url} was silent for too long") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise ServerFaultError(f"{url}: {_described(error)}") from error
+
+
+def _described(error: Exception) -> str:
+    """What went wrong, without the library's words for its own options."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        if cause.errno is None or isinstance(cause, socket.gaierror):
+            return str(cause.strerror or cause)
+        return os.strerror(cause.errno)  # in its place asyncio says where it connected to
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"it does not answer as an HTTP server: {error.message[:_MOST_SHOWN]}"
+    return str(error) or type(error).__name__
+
+
+def read_json(text: str | bytes) -> Any:
+    """What a server sent as JSON. Raises ServerFaultError."""
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise ServerFaultError(f"sent what is not JSON: {text[:_MOST_SHOWN]!r}") from error
+
+
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, or that many bytes of it. The rest is never read: each call has its connection."""
+    pieces, left = [], most
+    while left and (piece := await response.content.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Raises an error for anything but an answer that can be read.
+
+    A redirect is not followed, as the prompt would go where the operator did not send it.
+    """
+    if 300 <= response.status < 400:
+        place = response.headers.get("Location", "nowhere")[:_MOST_SHOWN]
+        raise ServerFaultError(
+            f"it redirects {response.url.path} to {place}, which is not followed; give the address"
+            " of the inference server itself"
+        )
+    if response.status < 300:
+        if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ServerFaultError(f"it answers in the encoding {coding[:80]!r} unasked")
+        return
+    text = (await _read(response, _MOST_BYTES_OF_ERROR)).decode("utf-8", "replace")
+    with suppress(ValueError):
+        text = message_of(from_json(text)) or text
+    text = text[:_MOST_SHOWN]
+    if response.status == 401:
+        raise ConfigurationError(f"--upstream-key: the server refuses the key: {text}")
+    if response.status in _OVERLOADED:
+        raise OverloadedError(text, _seconds(response.headers.get("Retry-After")))
+    if response.status >= 500:
+        raise ServerFaultError(f"status {response.status}: {text}")
+    raise RefusedError(text, response.status)
+
+
+def message_of(body: Any) -> str:
+    """The message of an error object; empty if it is none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message", error) if isinstance(error, dict) else error or ""
+    return str(message)[:_MOST_SHOWN]
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    try:
+        seconds = float(retry_after) if retry_after else math.nan
+    except ValueError:
+        return None  # a date
+    return max(0.0, min(seconds, _LONGEST_RETRY_AFTER)) if math.isfinite(seconds) else None
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields the data of each event up to the server's end mark."""
+    rest = bytearray()
+    async for piece in response.content.iter_any():
+        *lines, end = piece.split(b"\n")
+        if lines:
+            lines[0] = bytes(rest + lines[0])
+            rest.clear()
+        rest += end
+        if len(rest) > _LONGEST_LINE:
+            raise ServerFaultError(f"sent a line of more than {_LONGEST_LINE} bytes")
+        for line in lines:
+            if not line.startswith(_DATA):
+                continue
+            data = line[len(_DATA) :].strip()
+            if data == DONE:
+                return
+            yield data
