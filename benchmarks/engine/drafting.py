@@ -20,7 +20,8 @@ from rich.table import Table
 from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.settings.common import read_settings
-from promptq.worker.engine.api.messages import Engine, EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.build import build
 
 PROMPT, OUTPUT = 128, 256

@@ -132,7 +132,7 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
 
 def start(folder: Path, format: str) -> None:
     """Load in this process, and print how long it took and what memory it added."""
-    import promptq.worker.engine.model.model_runner  # noqa: F401  # the libraries, before
+    import promptq.worker.engine.runner.model_runner  # noqa: F401  # the libraries, before
 
     before, began = _resident_bytes(), time.perf_counter()
     with watching_own_memory() as peak:

@@ -28,7 +28,7 @@ from benchmarks.table.jobs import Request
 from benchmarks.table.rows.engine import engine_request
 from promptq.shared.protocol.events import token_event_json
 from promptq.shared.settings.common import read_settings
-from promptq.worker.engine.api.messages import Engine
+from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.build import build
 
 PROMPT, OUTPUT = 32, 200

@@ -22,7 +22,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import document
 

@@ -11,13 +11,8 @@ from types import MappingProxyType
 
 import torch
 
-from promptq.worker.engine.attention.backend import (
-    AttentionBackend,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-)
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.weight import QuantizedWeight

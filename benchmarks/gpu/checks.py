@@ -17,21 +17,15 @@ from benchmarks.gpu.cases import (
 )
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention.backend import (
-    FULL,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-)
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.fused.fp8_product import FP8Product
-from promptq.worker.engine.fused.heads import Rotary, place_heads
-from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
+from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
+from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
 
 FP8 = torch.float8_e4m3fn

@@ -15,9 +15,9 @@ from benchmarks.gpu import formats
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
 from benchmarks.gpu.timing import Ceilings, KernelTime, kernels_of, seconds
-from promptq.worker.engine.attention.backend import Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.model.load_check.checked_model import CheckedModel
+from promptq.worker.engine.attention.types import Scoring
+from promptq.worker.engine.load_check.checked_model import CheckedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.fused.decoder import FusedDecoder
-from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model, Results
-from promptq.worker.engine.model.load_check.checked_model import CheckedModel
-from promptq.worker.engine.model.load_check.formula import check_model
+from promptq.worker.engine.decoders.fused import FusedDecoder
+from promptq.worker.engine.load_check.checked_model import CheckedModel
+from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.quantization.modules import QuantizedLinear
+from promptq.worker.engine.runner.compiled import CompiledModel
+from promptq.worker.engine.runner.cuda_graphs import GraphedModel, Model, Results
 
 BLOCK_SIZE = 16
 SEED = 5

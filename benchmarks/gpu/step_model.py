@@ -23,12 +23,12 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.formats import FORMATS, WIDE, Format, quantize
 from benchmarks.gpu.models import BLOCK_SIZE, LARGE, Size, build
 from benchmarks.gpu.timing import CARDS
-from promptq.worker.engine.attention.backend import FULL, LayerSpec, StepLayout
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.attention.types import FULL, LayerSpec, StepLayout
 from promptq.worker.engine.core.block_manager import num_blocks_for
-from promptq.worker.engine.fused.decoder import FusedDecoder
+from promptq.worker.engine.decoders.fused import FusedDecoder
 from promptq.worker.engine.model.packed_model import PackedModel
 
 LAUNCH = 1.5e-6

@@ -17,7 +17,7 @@ from benchmarks.gpu.models import BLOCK_SIZE, SEED, Size
 from benchmarks.gpu.timing import wait
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 
 MAX_BATCHED_TOKENS = 8192
 

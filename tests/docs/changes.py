@@ -25,7 +25,7 @@ TESTS = {
     ],
     "attention-backend": [
         "tests/worker/engine/attention/test_attention.py",
-        "tests/worker/engine/model/test_right_tokens.py::test_every_attention_backend",
+        "tests/worker/engine/runner/test_right_tokens.py::test_every_attention_backend",
     ],
 }
 

@@ -18,7 +18,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.model_free_worker import finished, running_worker

@@ -11,7 +11,7 @@ from promptq.shared.protocol.worker_stats import SlotState, SlotStats, WorkerSta
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats, SequenceSnapshot
-from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter

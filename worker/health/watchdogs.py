@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
-from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prefetcher import Prefetcher
 from promptq.worker.leases.publisher import Publisher

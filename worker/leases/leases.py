@@ -15,8 +15,8 @@ from enum import StrEnum
 from promptq.shared.protocol.claims import Claim, Holding
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import RowStatus
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.engine.api.tenant_counts import TenantCounts
-from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.ready import ReadyQueue, WakeUp

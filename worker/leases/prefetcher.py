@@ -20,7 +20,7 @@ from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
-from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import GiveBack
 from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import Lease, LeaseState

@@ -14,7 +14,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import heeding_cancels
 from promptq.shared.server.retry import keep_trying
 from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, StepOutput
-from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import Lease

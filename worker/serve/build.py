@@ -16,21 +16,19 @@ from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.quick_imports import quick_imports
 from promptq.shared.settings.common import Settings, flag_of
-from promptq.worker.engine.api.messages import Engine
-from promptq.worker.engine.api.progress import Progress, unheard
+from promptq.worker.engine.api.port import Engine, EnginePort, Progress, unheard
+from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
-from promptq.worker.engine_port import EnginePort
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
 from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.grammars import Grammars
-from promptq.worker.text.pooling_files import pooling_of
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.model.load_check.checked_model import Verdict
-    from promptq.worker.engine.model.model_runner import ModelRunner
+    from promptq.worker.engine.load_check.checked_model import Verdict
+    from promptq.worker.engine.runner.model_runner import ModelRunner
 
 MODEL_FREE = "model-free"
 NATIVE = "native"
@@ -181,7 +179,7 @@ def _build_model(
         from transformers.utils import logging as transformers_logging
 
         from promptq.worker.engine.model.loading import LoadOptions
-        from promptq.worker.engine.model.model_runner import ModelRunner
+        from promptq.worker.engine.runner.model_runner import ModelRunner
 
     take_over_logs("transformers", "huggingface_hub")
     cast("Any", transformers_logging).disable_progress_bar()  # `progress` shows the whole start

@@ -18,13 +18,13 @@ from typing import TypeVar
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.engine.api.messages import (
-    Engine,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
     SequenceOutput,
     StepOutput,
 )
+from promptq.worker.engine.api.port import Engine
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from promptq.worker.serve.start_up import StartUp
 from promptq.worker.serve.worker import Worker
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.model.load_check.checked_model import Verdict
+    from promptq.worker.engine.load_check.checked_model import Verdict
 
 T = TypeVar("T")
 

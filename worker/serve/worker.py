@@ -27,7 +27,7 @@ from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_less
 from promptq.shared.server.retry import keep_trying
 from promptq.shared.settings.common import Settings
-from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.health.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.health.probes import Health
 from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper

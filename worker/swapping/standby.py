@@ -20,7 +20,7 @@ from promptq.shared.settings.common import Settings
 from promptq.worker.serve.build import fits_beside_others, identify
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.model.load_check.checked_model import Verdict
+    from promptq.worker.engine.load_check.checked_model import Verdict
 
 
 class Told(StrEnum):

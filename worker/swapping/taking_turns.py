@@ -108,7 +108,7 @@ def _of_one(settings: Settings, nth: int) -> Settings:
 def _libraries(settings: Sequence[Settings]) -> list[str]:
     """What takes long to import before a model can be loaded."""
     is_needed = any(it.engine == NATIVE and it.model != MODEL_FREE for it in settings)
-    return ["promptq.worker.engine.model.model_runner"] if is_needed else []
+    return ["promptq.worker.engine.runner.model_runner"] if is_needed else []
 
 
 def _cores() -> set[int] | None:

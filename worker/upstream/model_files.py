@@ -9,7 +9,7 @@ from typing import Any
 
 from promptq.shared.errors import ConfigurationError, ModelNotFoundError
 from promptq.shared.runtime.extras import require
-from promptq.worker.engine.api.end_tokens import end_token_ids
+from promptq.worker.engine.checkpoints.configurations import end_token_ids
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 
 

@@ -9,7 +9,8 @@ from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
 from benchmarks.table.jobs import Job, Outcome, Request, Trace, Workload, main, now
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.settings.common import read_settings
-from promptq.worker.engine.api.messages import Engine, EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.build import build
 
 COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens", "recomputed_tokens")

@@ -21,7 +21,7 @@ from tests.paths import ROOT
 
 _MODULES = [
     "tests.chaos.processes.chaotic_worker",
-    "promptq.worker.engine.model.model_runner",
+    "promptq.worker.engine.runner.model_runner",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
 ]

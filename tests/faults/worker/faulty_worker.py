@@ -17,7 +17,7 @@ from typing import Any
 from promptq.shared.protocol.request import Request
 from promptq.shared.settings.common import Settings
 from promptq.worker.__main__ import main
-from promptq.worker.engine.api.progress import Progress
+from promptq.worker.engine.api.port import Progress
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch

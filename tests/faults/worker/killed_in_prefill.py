@@ -7,8 +7,8 @@ import signal
 
 from promptq.worker.__main__ import main
 from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.engine.model import model_runner
-from promptq.worker.engine.model.model_runner import ModelRunner, ModelStep
+from promptq.worker.engine.runner import model_runner
+from promptq.worker.engine.runner.model_runner import ModelRunner, ModelStep
 
 TOKENS_BEFORE = 500
 """Of the prompt that are computed."""

@@ -9,8 +9,8 @@ import torch
 
 from promptq.worker.__main__ import main
 from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.engine.model import model_runner
-from promptq.worker.engine.model.model_runner import ModelRunner, ModelStep
+from promptq.worker.engine.runner import model_runner
+from promptq.worker.engine.runner.model_runner import ModelRunner, ModelStep
 
 _TOKENS_BEFORE = 20
 """Of each of those that are served together."""

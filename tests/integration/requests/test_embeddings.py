@@ -24,9 +24,9 @@ from promptq.producer.batches.local_batch import errors_beside, run_batch
 from promptq.shared.errors import ConfigurationError, InvalidRequestError, RequestFailedError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.common import Settings
+from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.pooling_files import pooling_of
 from tests.model_free_worker import finished, running_worker
 from tests.processes import started
 from tests.producer.playing import PROMPTQ

@@ -14,10 +14,10 @@ import pytest
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineLimits, EngineRequest, SequenceOutput
+from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
-from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.engine_thread import EngineThread
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect

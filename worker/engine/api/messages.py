@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, Pooling, SamplingParams
@@ -18,7 +18,6 @@ from promptq.worker.engine.api.grammar import Grammar
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
 
 LEAST = -9999.0
 """Used instead of minus infinity, which JSON does not have (the same value as in vLLM)."""
@@ -301,56 +300,3 @@ class EngineAbilities:
     def inexact_fields(self, params: SamplingParams) -> list[str]:
         """The fields that keep it from that."""
         return sorted(filter(params.is_set, self.inexact_with))
-
-
-class Engine(Protocol):
-    """A continuous batch. Not thread-safe: one thread drives it."""
-
-    @property
-    def limits(self) -> EngineLimits: ...
-
-    @property
-    def abilities(self) -> EngineAbilities: ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    def add(self, request: EngineRequest) -> None:
-        """Add a sequence, which then waits for a slot and blocks.
-
-        Raises ValueError if it can never fit.
-        """
-        ...
-
-    def abort(self, sequence_id: int) -> bool:
-        """End a sequence without a further output; slot and blocks are free on return.
-
-        False if it is not here (any more).
-        """
-        ...
-
-    def step(self) -> StepOutput:
-        """Schedule, compute and commit one step."""
-        ...
-
-    def recover(self, error: Exception) -> StepOutput:
-        """Compute the work of a step that raised `error` again, in parts if necessary.
-
-        Sequences that fail alone end with an error. A sequence that is out of memory even alone
-        waits without blocks, is tried some more times, and is then given back. Raises if the engine
-        itself is broken, or was broken before the work of the step was known.
-        """
-        ...
-
-    def snapshot(self) -> EngineSnapshot:
-        """The state of all sequences, for people to look at."""
-        ...
-
-    def check_integrity(self) -> None:
-        """Audit blocks and slots. Raises RuntimeError that names what is inconsistent."""
-        ...

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from promptq.worker.engine.attention.types import SpanList
 from promptq.worker.engine.device.async_copies import to_device
-
-if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import Pattern
 
 PART_TOKENS = 256
 """The tokens of a part. A shorter one would take longer to start than to read."""
@@ -31,15 +29,6 @@ START_TOKENS = 64
 MAX_SPAN_TOKENS = 4096
 
 _Numbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class SpanList:
-    """Which list of spans layers ask for: that of their pattern, made for the number of spans whose
-    KV heads a launch computes at once."""
-
-    pattern: Pattern
-    at_once: int
 
 
 def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from promptq.worker.engine.attention.backend import LayerCache, LayerSpec
+from promptq.worker.engine.attention.types import LayerCache, LayerSpec
 
 _LEAST_MAPPED_BYTES = 2**20
 

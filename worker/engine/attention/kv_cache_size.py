@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.engine.attention.backend import LayerSpec
 from promptq.worker.engine.attention.kv_cache import bytes_per_token
+from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 

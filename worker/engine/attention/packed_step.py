@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.attention.backend import StepLayout
-from promptq.worker.engine.attention.work_lists import AskedLists, Lists
+from promptq.worker.engine.attention.types import AskedLists, StepLayout
+from promptq.worker.engine.attention.work_lists import Lists, lists_of
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.async_copies import to_device_at_once
 
@@ -126,7 +126,7 @@ class Packer:
         )
         lists = padded_lists(layout, max(1, len(sampled)))
         if lists is None:
-            lists = self._asked.lists(layout)
+            lists = lists_of(self._asked, layout)
         unknown = [
             (row, sampled_at[item.sequence.sequence_id])
             for row, item in enumerate(decodes)

@@ -13,7 +13,7 @@ import torch
 from promptq.worker.engine.device.async_copies import to_device
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import StepLayout
+    from promptq.worker.engine.attention.types import StepLayout
 
 FIELDS = 4
 """The numbers that describe a tile (see `cut`)."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from promptq.worker.engine.attention.backend import DECODE_WORK, PREFILL_WORK, StepLayout
 from promptq.worker.engine.attention.decode_work import DecodeWork, cut
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.prefill_work import PrefillWork
+from promptq.worker.engine.attention.types import DECODE_WORK, PREFILL_WORK, StepLayout
 from promptq.worker.engine.attention.work_lists import Lists
 from promptq.worker.engine.core.block_manager import num_blocks_for
 

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from promptq.worker.engine.attention.backend import (
-    AttentionBackend,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-)
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 
 MAX_GATHERED_TOKENS = 1 << 16
 """The most context tokens in one group of decodes, with padding. It limits a gather's memory."""

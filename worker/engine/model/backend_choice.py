@@ -9,11 +9,12 @@ from importlib.util import find_spec
 import torch
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
+from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.llama.decoder import LlamaDecoder
-from promptq.worker.engine.llama.native_decoder import DTYPES, NativeDecoder
+from promptq.worker.engine.attention.types import LayerSpec
+from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.native import DTYPES, NativeDecoder
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import load_native
@@ -113,7 +114,7 @@ def own_decoders(
             return [], f"--attention {options.attention} was asked for"
         if find_spec(TritonPaged.needs) is None:
             return [], f"they need the package {TritonPaged.needs}, which is not installed"
-        from promptq.worker.engine.fused.decoder import FusedDecoder
+        from promptq.worker.engine.decoders.fused import FusedDecoder
 
         return [FusedDecoder], ""
     if no_native_code:

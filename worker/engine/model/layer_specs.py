@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from promptq.shared.errors import UnsupportedModelError
-from promptq.worker.engine.attention.backend import FULL, LayerSpec, Pattern
+from promptq.worker.engine.attention.types import FULL, LayerSpec, Pattern
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import set_attention
 

@@ -1,4 +1,4 @@
-"""Loads a causal language model from a directory, from a GGUF file, or by its hub name."""
+"""The files of a model, whatever their form."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.worker.engine.api.end_tokens import end_token_ids
-from promptq.worker.engine.checkpoints.files import ModelFiles, open_files
+from promptq.worker.engine.checkpoints.configurations import end_token_ids
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
+from promptq.worker.engine.checkpoints.location import check_source, is_gguf
+from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
+from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.llama_parts import is_of_llama_kind
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
-from promptq.worker.engine.llama.decoder import LlamaDecoder
-from promptq.worker.engine.llama.parts import is_of_llama_kind
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits, move_quantized, quantize_model
 
@@ -31,6 +32,41 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
 """While weights are arranged for code of our own, some of them are there twice."""
+
+
+class ModelFiles(Protocol):
+    """Configuration and weights of a model."""
+
+    source: str
+    config: PreTrainedConfig
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def generation_config(self) -> GenerationConfig | None: ...
+
+    @property
+    def is_quantized(self) -> bool: ...
+
+    @property
+    def num_saved_bytes(self) -> int: ...
+
+    def num_bytes(self, dtype: torch.dtype | None) -> int: ...
+
+    def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None: ...
+
+
+def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
+    """Raises ModelNotFoundError if there is no model at that place, UnsupportedModelError if it is
+    not read, and ConfigurationError if a package is missing."""
+    source = check_source(name_or_dir)
+    if not is_gguf(source):
+        return ModelFolder(source, trust_remote_code)
+    # Its package is optional.
+    from promptq.worker.engine.checkpoints.gguf.model_file import GGUFFile
+
+    return GGUFFile(source)
 
 
 @dataclass(frozen=True, slots=True)

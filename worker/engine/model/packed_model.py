@@ -17,14 +17,9 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from promptq.shared.errors import UnsupportedModelError
-from promptq.worker.engine.attention.backend import (
-    AttentionBackend,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-)
+from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.model.attention_operator import attend, number_of
 
 SEAM = "promptq"

@@ -25,15 +25,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.cases import Case, Shape
-from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.fused.activation import silu_and_multiply
-from promptq.worker.engine.fused.fp8_product import rounded
-from promptq.worker.engine.fused.heads import Rotary, place_heads
-from promptq.worker.engine.fused.norm import add_rms_norm
-from promptq.worker.engine.fused.quantized_product import FEW_ROWS, QuantizedProduct
+from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
+from promptq.worker.engine.decoders.kernels.fp8_product import rounded
+from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
+from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.quantization.weight import QuantizedWeight
-from promptq.worker.engine.sampling.choice_kernel import choose_tokens
+from promptq.worker.engine.sampling.triton_choice import choose_tokens
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program may use, by compute capability (CUDA's programming guide)."""

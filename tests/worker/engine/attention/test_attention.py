@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from promptq.worker.engine.attention import torch_paged
-from promptq.worker.engine.attention.backend import (
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.types import (
     FULL,
-    AttentionBackend,
     LayerCache,
     LayerSpec,
     Pattern,

@@ -8,17 +8,16 @@ from random import Random
 import pytest
 import torch
 
-from promptq.worker.engine.attention.backend import FULL, Pattern
 from promptq.worker.engine.attention.decode_work import (
     MAX_PARTS,
     MAX_SPAN_TOKENS,
     PART_TOKENS,
     START_TOKENS,
     DecodeWork,
-    SpanList,
     cut,
     most_parts,
 )
+from promptq.worker.engine.attention.types import FULL, Pattern, SpanList
 
 CPU = torch.device("cpu")
 PATTERNS = [FULL, Pattern("sliding", 5000), Pattern("sliding", 1), Pattern("chunked", 777)]

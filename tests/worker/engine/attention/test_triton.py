@@ -21,20 +21,20 @@ from benchmarks.gpu.cases import Case, Shape, off_by
 from benchmarks.gpu.models import PaddedModel
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention.backend import DECODE_WORK, FULL, Pattern, Scoring
-from promptq.worker.engine.attention.decode_work import SpanList, cut
+from promptq.worker.engine.attention.decode_work import cut
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.prefill_work import PrefillWork
 from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.triton_kernels.decode import NUM_WARPS, PROGRAMS_PER_PROCESSOR
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.attention.types import DECODE_WORK, FULL, Pattern, Scoring, SpanList
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.fused.quantized_product import STEP, programs_per_processor
-from promptq.worker.engine.model.cuda_graphs import graph_kinds
-from promptq.worker.engine.model.load_check.formula import check_model
+from promptq.worker.engine.decoders.kernels.quantized_product import STEP, programs_per_processor
+from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.runner.cuda_graphs import graph_kinds
 from tests.paths import ROOT
 from tests.worker.engine.attention.compile_kernels import SHARED_MEMORY
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model

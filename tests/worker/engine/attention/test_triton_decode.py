@@ -15,10 +15,10 @@ if find_spec("triton") is None:
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 from benchmarks.gpu.cases import Case, Shape, off_by
-from promptq.worker.engine.attention.backend import DECODE_WORK, FULL, Pattern, Scoring
 from promptq.worker.engine.attention.decode_work import DecodeWork
 from promptq.worker.engine.attention.triton_kernels.decode import span_list
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.attention.types import DECODE_WORK, FULL, Pattern, Scoring
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

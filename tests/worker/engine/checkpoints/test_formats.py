@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from promptq.shared.settings.common import read_settings
 from promptq.worker.engine.checkpoints.gptq import GPTQ
-from promptq.worker.engine.llama.native_decoder import NativeDecoder, UnpackedDecoder
-from promptq.worker.engine.model.load_check.comparison import off_by
+from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
+from promptq.worker.engine.load_check.comparison import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
-from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.quantization.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.quantization.test_quantization import logprobs_of

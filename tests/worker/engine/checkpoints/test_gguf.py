@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer
 
 from promptq.shared.errors import ModelError, ModelNotFoundError
-from promptq.worker.engine.checkpoints.files import open_files
+from promptq.worker.engine.model.loading import open_files
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.checkpoints.test_formats import FILES
 from tests.worker.engine.checkpoints.test_refused import rewritten

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from promptq.shared.errors import ConfigurationError, ModelError
 from promptq.worker.engine.model.loading import LoadOptions, load_model
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.model_files import read_model_facts

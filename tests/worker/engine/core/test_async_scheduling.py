@@ -16,7 +16,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.model_free import (
     ModelFreeRunner,
     ModelFreeStep,

@@ -13,7 +13,7 @@ from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, Sequence
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.sampling import sampler
 from promptq.worker.engine.sampling.penalties import Penalties
 from tests.model_free import ModelFreeRunner, ModelFreeStep, tokens_of

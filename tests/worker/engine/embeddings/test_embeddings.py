@@ -15,7 +15,7 @@ from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.pooling import Pool
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.core.stepping import run_to_end
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
 

@@ -18,16 +18,16 @@ from promptq.shared.errors import (
     UnsupportedModelError,
 )
 from promptq.worker.engine.attention import kv_cache_size
-from promptq.worker.engine.attention.backend import LayerSpec
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import (
     CPU_SHARE,
     default_memory_bytes,
     fitting_blocks,
 )
+from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.device.memory import free_bytes
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
-from promptq.worker.engine.model.model_runner import ModelRunner, resolve_device
+from promptq.worker.engine.runner.model_runner import ModelRunner, resolve_device
 from tests.worker.engine.tiny_models import save_model
 
 CPU = torch.device("cpu")

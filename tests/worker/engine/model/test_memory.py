@@ -16,25 +16,26 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention import kv_cache_size
-from promptq.worker.engine.attention.backend import LayerCache
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.kv_cache_size import CUDA_SHARE, MIN_BLOCKS
 from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.torch_paged import TorchPaged
+from promptq.worker.engine.attention.types import LayerCache
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.device import memory
 from promptq.worker.engine.device.memory import MemoryPeak
-from promptq.worker.engine.model import loading, model_runner
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_bytes
-from promptq.worker.engine.model.load_check import comparison
-from promptq.worker.engine.model.load_check.comparison import TF32_TOLERANCE, TOLERANCE
-from promptq.worker.engine.model.load_check.formula import check_model
+from promptq.worker.engine.load_check import comparison
+from promptq.worker.engine.load_check.comparison import TF32_TOLERANCE, TOLERANCE
+from promptq.worker.engine.load_check.formula import check_model
+from promptq.worker.engine.model import loading
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner import model_runner
+from promptq.worker.engine.runner.cuda_graphs import GraphedModel, graph_bytes
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.device.test_precision import forced_tf32
-from tests.worker.engine.model.fake_cuda import FakeCuda
-from tests.worker.engine.model.test_cuda_graphs import TinyModel
+from tests.worker.engine.runner.fake_cuda import FakeCuda
+from tests.worker.engine.runner.test_cuda_graphs import TinyModel
 from tests.worker.engine.tiny_models import make_model, save_model
 
 CPU = torch.device("cpu")

@@ -13,23 +13,17 @@ from transformers.models.llama import modeling_llama
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention.backend import (
-    FULL,
-    AttentionBackend,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-)
+from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.torch_paged import TorchPaged
+from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device import precision
-from promptq.worker.engine.model.load_check.checked_model import CheckedModel
-from promptq.worker.engine.model.load_check.comparison import LENGTHS
-from promptq.worker.engine.model.load_check.formula import check_model
+from promptq.worker.engine.load_check.checked_model import CheckedModel
+from promptq.worker.engine.load_check.comparison import LENGTHS
+from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_length import model_length
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, GPT_SHAPED, LLAMA_SHAPED, make_model
 
 BERT_SHAPED = {

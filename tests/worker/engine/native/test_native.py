@@ -14,13 +14,13 @@ from transformers.models.llama import modeling_llama
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.llama.native_decoder import native_weight
+from promptq.worker.engine.decoders.native import native_weight
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, library_path
 from promptq.worker.engine.native.library import NativeError, Weight, load_native
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
 
 SEED = 11

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from benchmarks.gpu.cases import Case, Shape, off_by
-from promptq.worker.engine.attention.backend import (
-    FULL,
-    AttentionBackend,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-)
-from promptq.worker.engine.llama.native_decoder import native_cache
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.decoders.native import native_cache
 from promptq.worker.engine.native.library import Layout, load_native
 
 CPU = torch.device("cpu")

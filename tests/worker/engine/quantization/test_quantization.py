@@ -14,14 +14,14 @@ from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.llama.native_decoder import NativeDecoder, native_weight
+from promptq.worker.engine.decoders.native import NativeDecoder, native_weight
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
-from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import NativeError
 from promptq.worker.engine.quantization import modules
 from promptq.worker.engine.quantization.modules import QuantizedLinear, quantize_model
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import LLAMA_SHAPED, VOCAB_SIZE, make_model, save_model
 
 SEED = 5

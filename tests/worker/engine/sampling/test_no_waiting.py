@@ -16,16 +16,16 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.sampling import (
-    choice_kernel,
+    choosers,
     constraints,
     filters,
     grammar_masks,
-    kernels,
     logprobs,
     penalties,
     sampler,
+    triton_choice,
 )
-from promptq.worker.engine.sampling.kernels import TorchKernels
+from promptq.worker.engine.sampling.choosers import TorchKernels
 from promptq.worker.engine.sampling.sampler import Sampler
 
 META = torch.device("meta")
@@ -64,11 +64,11 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for module in (constraints, filters, kernels, logprobs, grammar_masks, penalties, sampler):
+    for module in (constraints, filters, choosers, logprobs, grammar_masks, penalties, sampler):
         if hasattr(module, "to_device"):
             monkeypatch.setattr(module, "to_device", to_meta)
     # Triton has no meta device. The kernel leaves what it is given.
-    monkeypatch.setattr(choice_kernel._draw_kernel, "run", lambda *_, **__: None)
+    monkeypatch.setattr(triton_choice._draw_kernel, "run", lambda *_, **__: None)
 
 
 def sequence(sequence_id: int, **fields: Any) -> Sequence:

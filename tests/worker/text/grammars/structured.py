@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.leases.preparation import Preparation
 from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.serve.build import Served

@@ -11,7 +11,7 @@ import triton.language as tl
 from promptq.worker.engine.attention.triton_kernels.common import as_kept
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, StepLayout
+    from promptq.worker.engine.attention.types import LayerCache, StepLayout
 
 
 def write_cache(

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, Pattern
+    from promptq.worker.engine.attention.types import LayerCache, Pattern
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SLIDING = tl.constexpr(1)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.attention.decode_work import FIELDS, MAX_PARTS, SpanList
+from promptq.worker.engine.attention.decode_work import FIELDS, MAX_PARTS
 from promptq.worker.engine.attention.triton_kernels.common import (
     LOG2_E,
     MAX_KEYS_PER_TILE,
@@ -27,10 +27,11 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     shared_memory_bytes,
     widened,
 )
+from promptq.worker.engine.attention.types import SpanList
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring
     from promptq.worker.engine.attention.decode_work import DecodeWork
+    from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 
 PROGRAMS_PER_PROCESSOR = 4
 """While one of them starts or ends a span, the others keep the memory busy."""

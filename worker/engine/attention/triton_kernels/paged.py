@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from promptq.worker.engine.attention.backend import (
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.decode_work import DecodeWork
+from promptq.worker.engine.attention.prefill_work import PrefillWork
+from promptq.worker.engine.attention.types import (
     DECODE_WORK,
     PREFILL_WORK,
-    AttentionBackend,
     LayerCache,
     Scoring,
     StepLayout,
 )
-from promptq.worker.engine.attention.decode_work import DecodeWork
-from promptq.worker.engine.attention.prefill_work import PrefillWork
 
 
 class TritonPaged(AttentionBackend):

@@ -31,8 +31,8 @@ from promptq.worker.engine.attention.triton_kernels.common import (
 )
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, Scoring
     from promptq.worker.engine.attention.prefill_work import PrefillWork
+    from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
 """Heads larger than 128 get half of it, and fp32 a quarter, because sums are in registers."""

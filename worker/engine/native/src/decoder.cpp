@@ -4,7 +4,7 @@
 //   each layer: hidden += o(attention(qkv(norm(hidden)))); hidden += down(silu(gate) * up)(norm(hidden))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// Python builds it (llama/native_decoder.py) and compares it with the library's own model at load.
+// Python builds it (decoders/native.py) and compares it with the library's own model at load.
 #include <malloc.h>
 
 #include <algorithm>

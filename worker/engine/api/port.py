@@ -1,0 +1,152 @@
+"""The interface that a worker needs of any engine, and how a start reports its progress."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from promptq.worker.engine.api.messages import (
+    EngineAbilities,
+    EngineLimits,
+    EngineRequest,
+    EngineSnapshot,
+    EngineStats,
+    StepOutput,
+)
+
+
+class Progress(Protocol):
+    """Is called in each stage of a start, such as the weights and the check."""
+
+    def __call__(self, stage: str, share: float | None = None) -> object:
+        """Report that `stage` goes on, and that the stage before it is over.
+
+        `share` is how much of the stage is done, from 0 to 1; None if that is unknown.
+        """
+        ...
+
+
+def unheard(stage: str, share: float | None = None) -> None:
+    """A Progress that does nothing."""
+
+
+class Engine(Protocol):
+    """A continuous batch. Not thread-safe: one thread drives it."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def abilities(self) -> EngineAbilities: ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute anything."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Add a sequence, which then waits for a slot and blocks.
+
+        Raises ValueError if it can never fit.
+        """
+        ...
+
+    def abort(self, sequence_id: int) -> bool:
+        """End a sequence without a further output; slot and blocks are free on return.
+
+        False if it is not here (any more).
+        """
+        ...
+
+    def step(self) -> StepOutput:
+        """Schedule, compute and commit one step."""
+        ...
+
+    def recover(self, error: Exception) -> StepOutput:
+        """Compute the work of a step that raised `error` again, in parts if necessary.
+
+        Sequences that fail alone end with an error. A sequence that is out of memory even alone
+        waits without blocks, is tried some more times, and is then given back. Raises if the engine
+        itself is broken, or was broken before the work of the step was known.
+        """
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """The state of all sequences, for people to look at."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Audit blocks and slots. Raises RuntimeError that names what is inconsistent."""
+        ...
+
+
+@runtime_checkable
+class EnginePort(Protocol):
+    """Runs sequences and returns their outputs. All methods belong to one event loop."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def abilities(self) -> EngineAbilities: ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """The totals and the state of the batch, as last reported."""
+        ...
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether it can run new sequences. While it cannot, nothing is claimed for it, and what is
+        added is given back."""
+        ...
+
+    def start(self) -> None:
+        """Start running. The running event loop is the one that fetches."""
+        ...
+
+    async def stop(self, patience: float) -> None:
+        """Stop after the running step, unless that has taken more than `patience` seconds.
+
+        Steps that were not fetched are dropped.
+        """
+        ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Add a sequence. One that can never run ends with an error that says why."""
+        ...
+
+    def abort(self, sequence_id: int) -> None:
+        """End a sequence. There is no output for it once the engine has aborted it.
+
+        This has no effect on a sequence that has ended or was never added.
+        """
+        ...
+
+    async def snapshot(self) -> EngineSnapshot:
+        """The state of all sequences after the running step."""
+        ...
+
+    async def fetch(self) -> list[StepOutput]:
+        """All steps since the last call, at least one. An engine that is not fetched from stops.
+
+        Raises the exception of an engine that failed, once all steps before that were fetched.
+        """
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed and does nothing any more."""
+        ...
+
+    @property
+    def num_aborting(self) -> int:
+        """Aborts that have not taken effect yet, so that their sequences still hold memory."""
+        ...
+
+    def seconds_without_progress(self) -> float:
+        """How long it has been busy with one thing. About 0 while it waits for work or to be
+        fetched."""
+        ...

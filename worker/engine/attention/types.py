@@ -1,0 +1,188 @@
+"""The types of attention over the paged KV cache: layers, steps, and lists of work."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SpanList:
+    """Which list of spans layers ask for: that of their pattern, made for the number of spans whose
+    KV heads a launch computes at once."""
+
+    pattern: Pattern
+    at_once: int
+
+
+class AskedLists:
+    """The lists that were asked for in earlier steps. A list that is missing here costs a copy of
+    its own, once."""
+
+    def __init__(self) -> None:
+        self.spans: set[SpanList] = set()
+        """The lists of decodes."""
+        self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
+
+    def note(self, spans: SpanList) -> None:
+        """Layers asked for this list of decodes."""
+        self.spans.add(spans)
+
+    def note_tiles(self, longest_chunk: int, queries_per_tile: int) -> None:
+        """Layers asked for tiles of this size, beside a longest chunk of this length."""
+        self._tile_sizes[_power_of_two(longest_chunk)].add(queries_per_tile)
+
+    def tile_sizes(self, longest_chunk: int) -> Set[int]:
+        """The sizes of tiles that layers asked for beside a longest chunk of this length."""
+        return self._tile_sizes[_power_of_two(longest_chunk)]
+
+
+def _power_of_two(number: int) -> int:
+    """The exponent of the next one. Tiles have a size for each (see triton_kernels/prefill.py)."""
+    return (number - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which positions a query sees, up to and including its own.
+
+    `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
+    """
+
+    kind: Literal["full", "sliding", "chunked"]
+    size: int = 0
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        if self.kind == "sliding":
+            return max(0, position + 1 - self.size)
+        if self.kind == "chunked":
+            return position - position % self.size
+        return 0
+
+    def shortened(self, max_length: int) -> Pattern:
+        """The same for sequences of up to `max_length` tokens. It is full if `size` covers them."""
+        return FULL if self.size >= max_length else self
+
+
+FULL = Pattern("full")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's attention, as recorded in a forward of the model."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    pattern: Pattern = FULL
+    shares_kv_of: int | None = None
+    """The index of an earlier layer whose K and V this layer uses."""
+    scoring: frozenset[str] = frozenset()
+    """Further features of its scores: `softcap`, `sinks`."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features beyond plain causal attention. Backends refuse features by these names."""
+        return self.scoring if self.pattern.kind == "full" else self.scoring | {self.pattern.kind}
+
+    @property
+    def bytes_per_token(self) -> int:
+        if self.shares_kv_of is not None:
+            return 0
+        key_bytes = self.key_size * self.key_dtype.itemsize
+        return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
+
+    def in_int8(self) -> LayerSpec:
+        """The same with K and V in int8: a row has its integers, and then their scale in bf16."""
+        if self.key_dtype == torch.uint8:
+            return self
+        return replace(
+            self,
+            key_size=self.key_size + SCALE_BYTES,
+            value_size=self.value_size + SCALE_BYTES,
+            key_dtype=torch.uint8,
+            value_dtype=torch.uint8,
+        )
+
+    def in_float32(self) -> LayerSpec:
+        """The same with K and V in fp32, whatever they are in."""
+        scale_bytes = SCALE_BYTES if self.key_dtype == torch.uint8 else 0
+        return replace(
+            self,
+            key_size=self.key_size - scale_bytes,
+            value_size=self.value_size - scale_bytes,
+            key_dtype=torch.float32,
+            value_dtype=torch.float32,
+        )
+
+    def in_fp8(self) -> LayerSpec:
+        """The same with K and V in fp8, without a scale."""
+        return replace(self, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn)
+
+
+SCALE_BYTES = 2
+"""What the scale of a row in int8 takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's K [num_blocks, num_kv_heads, block_size, key_size], and V likewise."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How queries score keys: `softmax(softcap * tanh(q k scale / softcap))` within `pattern`.
+
+    `sinks` [num_heads] are further logits in the softmax that carry no value (gpt-oss).
+    """
+
+    scale: float
+    pattern: Pattern = FULL
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where a step's T packed rows lie in the cache; the same for all layers.
+
+    The first `num_decodes` rows belong to one sequence each, in descending order of context, and
+    the rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to
+    `query_starts[i + 1]`, and after the step its K and V are `context_lens[i]` long.
+    """
+
+    num_decodes: int
+    query_starts: list[int]
+    context_lens: list[int]
+    block_tables: torch.Tensor
+    """[num_sequences, max_blocks], int64. Entries after a sequence's last block mean nothing."""
+    write_blocks: torch.Tensor
+    """[T], int64: the block that each row's K and V are written to."""
+    write_offsets: torch.Tensor
+    """[T], int64: the place in that block."""
+    block_size: int
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+    """What a backend computes once per step and uses in every layer."""
+    lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """The work lists that came with the step's inputs: of decodes by their SpanList, and of chunks
+    by the size of their tiles. Those of a padded step have keys (kind, one of these)."""
+    asked: AskedLists = field(default_factory=AskedLists)
+    """Where a backend notes which lists it asks for."""
+
+
+DECODE_WORK = "decode work"
+"""The key in a layout's plans for the DecodeWork of its decodes. Code that replays a step with
+other lengths puts its own there."""
+PREFILL_WORK = "prefill work"
+"""The same for the PrefillWork of its chunks."""

@@ -1,0 +1,65 @@
+"""Reads what a model's configurations say beside its weights: end tokens and pooling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.shared.protocol.request import Pooling
+
+_FILE = Path("1_Pooling", "config.json")
+_PREFIX = "pooling_mode_"
+_NAMES: dict[str, Pooling] = {
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+}
+
+
+def pooling_of(folder: Path) -> Pooling | None:
+    """`last` if there is no such file; None if it asks for another one, such as the first token.
+
+    Raises ConfigurationError for a file that cannot be read.
+    """
+    file = folder / _FILE
+    if not file.exists():
+        return "last"
+    try:
+        modes = _modes(json.loads(file.read_bytes()))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{file} does not say how vectors are pooled ({error}); name it with --pooling"
+        ) from error
+    return _NAMES.get(modes[0]) if len(modes) == 1 else None
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    """The poolings that are on. Newer files have one name in place of a switch for each."""
+    if isinstance(name := config.get("pooling_mode"), str):
+        return [name]
+    return [
+        name.removeprefix(_PREFIX)
+        for name, is_on in config.items()
+        if name.startswith(_PREFIX) and is_on is True
+    ]
+
+
+def end_token_ids(configurations: Iterable[object]) -> frozenset[int]:
+    """Those of the first configuration that names any.
+
+    Raises UnsupportedModelError if one of them is no token id.
+    """
+    for configuration in configurations:
+        ids = getattr(configuration, "eos_token_id", None)
+        if ids is not None:
+            ids = ids if isinstance(ids, (list, tuple)) else [ids]
+            for token_id in ids:
+                if type(token_id) is not int:
+                    raise UnsupportedModelError(
+                        f"the model's files: eos_token_id: {token_id!r:.80} is no token id"
+                    )
+            return frozenset(ids)
+    return frozenset()

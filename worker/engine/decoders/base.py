@@ -1,0 +1,66 @@
+"""What all decoders of our own offer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.types import LayerCache, Pattern
+from promptq.worker.engine.quantization.modules import FewBits
+
+
+class LlamaDecoder(ABC):
+    """Computes packed steps like PackedModel, without the library's modules."""
+
+    unpacked: ClassVar[type[LlamaDecoder] | None] = None
+    """A decoder that computes the same in fp32 and reads the model's weights where they are, so
+    that the formula can be checked without copies of them. None: there is no such decoder."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        caches: Sequence[LayerCache],
+        patterns: Sequence[Pattern],
+        backend: AttentionBackend,
+        max_length: int,
+        *,
+        releases: bool = False,
+    ) -> None:
+        """For positions below `max_length`, with a cache and a pattern for each layer.
+
+        `backend` is the attention backend that serves the model. `releases`: the model's weights
+        may be freed where the decoder has copies. Raises NotOfThisKindError if the
+        model has a part that the decoder does not know.
+        """
+
+    @abstractmethod
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        """See PackedModel."""
+
+    @abstractmethod
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PackedModel."""
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether its code is there."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def takes(cls, weight: FewBits) -> bool:
+        """Whether it multiplies with this weight as it is."""
+
+    @classmethod  # noqa: B027  # a decoder may take them as they are
+    def arrange(cls, model: PreTrainedModel) -> None:
+        """Lay the weights of a model that is served out as the decoder needs them. This is done
+        before free memory is counted for the KV cache."""

@@ -1,0 +1,148 @@
+"""The decoder on a GPU: a layer of the Llama kind in nine launches, seen from the host's side.
+
+    hidden = embed(ids)
+    each layer: hidden += o(attention(qkv(norm(hidden))))
+                hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))
+    logits = head(norm(hidden of the sampling rows))
+
+Each sum is left to the norm after it, which reads the hidden state anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
+from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
+from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
+from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.linear import Product, fused
+from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
+from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
+from promptq.worker.engine.decoders.llama_parts import LlamaLayer, LlamaParts, NotOfThisKindError
+from promptq.worker.engine.quantization.fp8_weight import FP8Weight
+from promptq.worker.engine.quantization.modules import FewBits
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor  # [hidden size]
+    qkv: Product
+    head_norms: torch.Tensor | None  # [2, head size]: the query's, the key's
+    cache: LayerCache
+    scoring: Scoring
+    output: Product
+    inner_norm: torch.Tensor  # [hidden size]
+    gate_up: Product
+    down: Product
+
+
+class FusedDecoder(LlamaDecoder):
+    """Computes packed steps in fused kernels, as they are or captured in a CUDA graph.
+
+    The parameters of `model` become views of the fused weights, so the model can still compute.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        caches: Sequence[LayerCache],
+        patterns: Sequence[Pattern],
+        backend: AttentionBackend,
+        max_length: int,
+        *,
+        releases: bool = False,
+    ) -> None:
+        if not isinstance(backend, TritonPaged):
+            raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
+        parts = LlamaParts.of(model, len(caches))
+        self._backend = backend
+        self._embedding, self._norm = parts.embedding, parts.norm
+        self._head = fused(parts.head)
+        self._epsilon = parts.epsilon
+        self._rotary = Rotary(*parts.rotations(max_length, parts.norm))
+        self._layers = [
+            _layer(layer, cache, Scoring(parts.scale, pattern))
+            for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)
+        ]
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        hidden, update = self._last_sum(step)
+        return self._head(self._states(hidden, update, rows))
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, update = self._last_sum(step)
+        logits = self._head(self._states(hidden, update, rows))
+        return logits, self._states(hidden, update, kept)
+
+    def _states(
+        self, hidden: torch.Tensor, update: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The final norm of some rows of the last sum."""
+        hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
+        return add_rms_norm(hidden, update, self._norm, self._epsilon)
+
+    def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two terms [T, hidden size], whose sum is what the last layer gives."""
+        layout, positions, epsilon = step.layout, step.positions[0], self._epsilon
+        hidden = self._embedding(step.input_ids[0])
+        update: torch.Tensor | None = None
+        for layer in self._layers:
+            normed = add_rms_norm(hidden, update, layer.input_norm, epsilon)
+            query = place_heads(
+                layer.qkv(normed),
+                positions,
+                self._rotary,
+                layer.head_norms,
+                epsilon,
+                layer.cache,
+                layout,
+            )
+            attended = self._backend.attend_written(query, layer.cache, layout, layer.scoring)
+            update = layer.output(attended.flatten(1))
+            normed = add_rms_norm(hidden, update, layer.inner_norm, epsilon)
+            update = layer.down(silu_and_multiply(layer.gate_up(normed)))
+        assert update is not None  # there is a layer
+        return hidden, update
+
+    @classmethod
+    def takes(cls, weight: FewBits) -> bool:
+        if isinstance(weight, FP8Weight):
+            return FP8Product.takes(weight)
+        return QuantizedProduct.takes(weight)
+
+    @classmethod
+    def arrange(cls, model: PreTrainedModel) -> None:
+        for layer in LlamaParts.of(model).layers:
+            _fuse(layer)
+
+
+def _fuse(layer: LlamaLayer) -> tuple[Product, Product]:
+    """The layer's QKV, and its gate and up."""
+    return fused(layer.query, layer.key, layer.value), fused(layer.gate, layer.up)
+
+
+def _layer(layer: LlamaLayer, cache: LayerCache, scoring: Scoring) -> _Layer:
+    qkv, gate_up = _fuse(layer)
+    norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    return _Layer(
+        input_norm=layer.input_norm,
+        qkv=qkv,
+        head_norms=torch.stack(norms) if norms else None,
+        cache=cache,
+        scoring=scoring,
+        output=fused(layer.output),
+        inner_norm=layer.inner_norm,
+        gate_up=gate_up,
+        down=fused(layer.down),
+    )

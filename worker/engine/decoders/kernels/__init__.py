@@ -1,0 +1,1 @@
+"""Triton kernels for the GPU: a decoder layer in nine launches."""

@@ -1,0 +1,274 @@
+"""Builds the native decoder from a model of the library whose layers are of the Llama kind."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from ctypes import byref, c_void_p
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
+from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.llama_parts import LlamaLayer, LlamaParts, NotOfThisKindError
+from promptq.worker.engine.device.memory import give_back
+from promptq.worker.engine.native import library
+from promptq.worker.engine.native.build import NativeCodeError
+from promptq.worker.engine.native.library import load_native
+from promptq.worker.engine.quantization.modules import (
+    FewBits,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""The dtypes of weights that it can compute with."""
+
+_FREED_BYTES = 2**26
+"""Weights that were freed go back to the system once there are so many of them."""
+
+VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
+"""The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
+
+
+class NativeDecoder(LlamaDecoder):
+    """Computes packed steps in one call that releases the interpreter lock."""
+
+    _is_packed = True
+    """Whether it has a copy of the weights, in the order in which products read them."""
+    _dtypes: AbstractSet[torch.dtype] = frozenset()
+    """Which weights of linear layers and embeddings may have, beside its own."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        caches: Sequence[LayerCache],
+        patterns: Sequence[Pattern],
+        backend: AttentionBackend,
+        max_length: int,
+        *,
+        releases: bool = False,
+    ) -> None:
+        """See LlamaDecoder. It has its own attention, so it does not use the backend."""
+        parts = LlamaParts.of(model, len(caches))
+        vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
+        if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
+            raise NotOfThisKindError("it has a head of another size than its embedding")
+        self._dtype = parts.norm.dtype if self._is_packed else torch.float32
+        self._kept: list[torch.Tensor] = []  # that the native code refers to
+        cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
+        self._kept += [cosine, sine]
+        shape = library.ModelShape(
+            is_bf16=self._dtype == torch.bfloat16,
+            is_packed=self._is_packed,
+            size=size,
+            inner_size=parts.layers[0].gate.out_features,
+            vocab_size=vocab_size,
+            num_heads=parts.num_heads,
+            num_kv_heads=parts.num_kv_heads,
+            head_size=parts.head_size,
+            rotary=cosine.shape[1],
+            epsilon=parts.epsilon,
+            scale=parts.scale,
+        )
+        weights = library.ModelWeights(
+            embedding=self._kept_weight(parts.embedding),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            norm=self._keep(parts.norm),
+            head=self._weight(parts.head),
+        )
+        self._vocab_size, self._size = vocab_size, size
+        self._native: Any = load_native()
+        self._decoder = c_void_p()
+        threads = torch.get_num_threads()
+        self._native.decoder_new(byref(shape), byref(weights), threads, byref(self._decoder))
+        freed = weakref.finalize(self, self._native.decoder_free, self._decoder)
+        freed.atexit = False  # a step may still run then, on the engine's thread
+        freed_bytes = 0
+        for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
+            self._add(layer, cache, pattern)
+            if releases and (freed_bytes := freed_bytes + release(layer.linears)) >= _FREED_BYTES:
+                give_back(layer.query.weight.device)
+                freed_bytes = 0
+        self._no_rows = torch.empty(0, dtype=torch.int64)
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        return self.logits_and_states(step, rows, self._no_rows)[0]
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = step.layout
+        logits = torch.empty(len(rows), self._vocab_size, dtype=self._dtype)
+        states = torch.empty(len(kept), self._size, dtype=self._dtype)
+        starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
+        tables = layout.block_tables.contiguous()
+        self._native.decoder_run(
+            self._decoder,
+            library.Step(
+                num_rows=step.input_ids.shape[1],
+                ids=step.input_ids.data_ptr(),
+                positions=step.positions.data_ptr(),
+                num_outputs=len(rows),
+                outputs=rows.data_ptr(),
+                num_kept=len(kept),
+                kept=kept.data_ptr(),
+                layout=library.Layout(
+                    num_sequences=len(contexts),
+                    max_blocks=tables.shape[1],
+                    query_starts=starts.data_ptr(),
+                    context_lens=contexts.data_ptr(),
+                    block_tables=tables.data_ptr(),
+                    write_blocks=layout.write_blocks.data_ptr(),
+                    write_offsets=layout.write_offsets.data_ptr(),
+                ),
+                logits=logits.data_ptr(),
+                states=states.data_ptr(),
+            ),
+        )
+        return logits, states
+
+    @classmethod
+    def is_available(cls) -> bool:
+        try:
+            load_native()
+        except NativeCodeError:
+            return False
+        return True
+
+    @classmethod
+    def takes(cls, weight: FewBits) -> bool:
+        return isinstance(weight, QuantizedWeight) and weight.has_native_products
+
+    def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
+        projections = (layer.query, layer.key, layer.value)
+        biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
+        qkv_bias = torch.cat(biases) if biases else None
+        self._kept += [cache.key, cache.value]
+        self._native.decoder_add_layer(
+            self._decoder,
+            library.LayerWeights(
+                input_norm=self._keep(layer.input_norm),
+                query=self._weight(layer.query),
+                key=self._weight(layer.key),
+                value=self._weight(layer.value),
+                qkv_bias=self._given(qkv_bias),
+                query_norm=self._keep(layer.query_norm),
+                key_norm=self._keep(layer.key_norm),
+                output=self._weight(layer.output),
+                output_bias=self._given(layer.output.bias),
+                inner_norm=self._keep(layer.inner_norm),
+                gate=self._weight(layer.gate),
+                up=self._weight(layer.up),
+                down=self._weight(layer.down),
+                cache=native_cache(cache, pattern),
+            ),
+        )
+
+    def _weight(self, module: nn.Linear | nn.Embedding) -> library.Weight:
+        weight = _weight_of(module)
+        if isinstance(weight, QuantizedWeight):
+            return native_weight(weight)
+        numbers = self._given(weight, *self._dtypes)
+        return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
+
+    def _kept_weight(self, module: nn.Embedding) -> library.Weight:
+        """The same, of a weight that the native code goes on to read."""
+        if not self._is_packed:
+            return self._weight(module)
+        weight = _weight_of(module)
+        if isinstance(weight, QuantizedWeight):
+            self._kept += weight.tensors
+            return native_weight(weight)
+        return library.Weight(numbers=self._keep(weight), bits=8 * self._dtype.itemsize)
+
+    def _given(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
+        """The address of numbers, if there are any. They have the decoder's dtype or one of the
+        `others`."""
+        if weight is None:
+            return None
+        if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
+            raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
+        return weight.data_ptr()
+
+    def _keep(self, weight: torch.Tensor | None) -> int | None:
+        """The same, of a copy that the native code goes on to read. The model's own tensor may be a
+        part of a whole file in memory."""
+        if weight is not None:
+            self._kept.append(weight := weight.clone())
+        return self._given(weight)
+
+
+class UnpackedDecoder(NativeDecoder):
+    """Computes in fp32, slowly, and reads the weights where they are: no copy is made of them.
+
+    They may also be in bf16, or quantized. Norms and biases are in fp32.
+    """
+
+    _is_packed = False
+    _dtypes = frozenset({torch.bfloat16})
+
+
+NativeDecoder.unpacked = UnpackedDecoder
+
+
+def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
+    """[outputs, inputs], or [tokens, hidden size]."""
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        assert isinstance(module.quantized, QuantizedWeight), "it takes no others"
+        return module.quantized
+    return module.weight
+
+
+def native_weight(weight: QuantizedWeight) -> library.Weight:
+    """What the native code is told of a quantized weight, which has to be kept meanwhile."""
+    return library.Weight(
+        numbers=weight.numbers.data_ptr(),
+        scales=weight.scales.data_ptr(),
+        offsets=None if weight.offsets is None else weight.offsets.data_ptr(),
+        bits=weight.bits,
+        group=weight.group,
+    )
+
+
+def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
+    """What the native code is told of a layer's K and V. It goes on to use their memory."""
+    key, value = cache.key, cache.value
+    assert key.stride() == value.stride(), "K and V are laid out alike"
+    assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
+    _, num_kv_heads, block_size, row_size = key.shape
+    is_int8 = key.dtype == torch.uint8
+    return library.LayerCache(
+        keys=key.data_ptr(),
+        values=value.data_ptr(),
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=row_size - SCALE_BYTES if is_int8 else row_size,
+        block_stride=key.stride(0) * key.itemsize,
+        head_stride=key.stride(1) * key.itemsize,
+        position_stride=row_size * key.itemsize,
+        is_int8=is_int8,
+        pattern=library.Pattern(VISIBLE[pattern.kind], pattern.size),
+    )
+
+
+def release(modules: Iterable[nn.Module]) -> int:
+    """Free the weights of modules, of which a native decoder has copies. They cannot compute any
+    more. Returns how many bytes they had."""
+    num_bytes = 0
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            num_bytes += parameter.nbytes
+            parameter.data = parameter.new_empty(0)
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            num_bytes += sum(tensor.nbytes for tensor in module.quantized.tensors)
+            module.quantized = module.quantized.released()
+    return num_bytes

@@ -1,1 +1,0 @@
-"""Fused kernels for the GPU: a decoder layer in nine launches."""

@@ -1,1 +1,0 @@
-"""What decoders of our own need to know of models of the Llama kind."""

@@ -1,0 +1,99 @@
+"""Whether rounded or packed weights compute what they stand for, once the formula was checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from promptq.shared.errors import UnsupportedModelError
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.device.precision import in_float32
+from promptq.worker.engine.load_check.checked_model import CheckedModel
+from promptq.worker.engine.load_check.comparison import (
+    LENGTHS,
+    ROUNDING_TOLERANCE,
+    TOLERANCE,
+    Difference,
+    Probe,
+    compare,
+    decoder_probes,
+    difference_of,
+    packed_logits,
+    run_steps,
+    why_not_finite,
+)
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_length import model_length
+
+
+def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> None:
+    """Compare our own decoder of a model whose weights or KV cache are rounded now with the
+    library's model, which computes with what the weights stand for. The formula was checked before.
+
+    `asked` are the options that asked for it; empty: the files did. Raises UnsupportedModelError.
+    """
+    probes = decoder_probes(loaded, model_length(loaded, None))
+    with torch.inference_mode():
+        _require_alike(loaded, compare(loaded, checked, probes, ROUNDING_TOLERANCE), asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What packed weights are compared with."""
+
+    probes: list[Probe]
+    logits: torch.Tensor  # [tokens of all probes, vocab_size]
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
+    ) -> Expectation | None:
+        """From the formula in fp32 on the weights as they are, which was checked before. The model
+        is to serve sequences of up to `max_length` tokens on the cache. None if there is too little
+        memory even for that."""
+        assert checked.decoder is not None, "code of our own packs weights"
+        most = cache.num_blocks // len(LENGTHS) * cache.block_size
+        probes = [
+            replace(it, token_ids=it.token_ids[:most]) for it in decoder_probes(loaded, max_length)
+        ]
+        specs = [spec.in_float32() for spec in checked.specs]
+        formula = replace(checked, decoder=checked.decoder.unpacked, specs=specs)
+        with torch.inference_mode(), in_float32(loaded.model, by_parts=True) as is_float32:
+            if not is_float32:
+                return None
+            return cls(probes, torch.cat(packed_logits(loaded, formula, probes)))
+
+
+def check_packed(
+    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, asked: str
+) -> None:
+    """Compare a decoder that has packed the weights, on its cache that is not used yet.
+
+    `asked` is as above. Raises UnsupportedModelError.
+    """
+    is_exact = loaded.model.dtype == torch.float32 and not (asked or loaded.format)
+    tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
+    with torch.inference_mode():
+        logits = torch.cat(run_steps(decoder, cache, expected.probes, loaded.model.device)).float()
+    _require_alike(loaded, difference_of(logits, expected.logits, tolerance), asked)
+
+
+def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> None:
+    if difference.is_tolerable:
+        return
+    if not difference.is_finite_alone:
+        raise UnsupportedModelError(
+            f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
+        )
+    by = f"{difference.median:.2g} of their spread in half of the rows"
+    if what := asked or loaded.format:
+        raise UnsupportedModelError(
+            f"{loaded.family}: {what} changes logits by {by}, beside what rounded weights change;"
+            f" {'leave it out' if asked else 'use --no-native'}"
+        )
+    raise UnsupportedModelError(
+        f"{loaded.family}: the products of native code change logits by {by} on this processor; use"
+        " --no-native"
+    )

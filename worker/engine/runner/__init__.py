@@ -1,0 +1,1 @@
+"""Runs packed batches through a model: eagerly, compiled, or as CUDA graphs."""

@@ -1,0 +1,140 @@
+"""Runs the decoder layers through torch.compile, which fuses their small operations.
+
+Each layer is compiled by itself, as one graph with the attention as an operator in it. Layers of
+the same kind share their code. So a model of any depth needs two graphs for each kind: one for any
+number of rows, and one for a single row, which the compiler always treats separately.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.types import StepLayout
+from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, off_by
+from promptq.worker.engine.model.packed_model import PackedModel
+
+T = TypeVar("T")
+
+TRIAL_ROWS = 61
+"""A prime number, because the compiler takes equal sizes for the same variable, even if rows and
+the width of a head are equal only by chance."""
+TOLERANCE = 1e-3
+"""The largest difference in fp32 for half of the rows (see `off_by`). Fused operations round less
+often."""
+GRAPHS = 32
+"""The most graphs of the layers of a model. The limit of the compiler, 8, would be enough for four
+kinds of layers."""
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledModel:
+    """A model whose decoder layers run compiled, or uncompiled if compiling fails."""
+
+    def __init__(
+        self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"
+    ) -> None:
+        """Compile, and compare the result with the uncompiled layers. `backend` is an option of
+        torch.compile; "eager" only finds the graphs."""
+        self._model = model
+        self._layers = model.decoder_layers()
+        self._backend = backend
+        self._compiled: list[Any] = []  # kept because captured graphs replay their kernels
+        self.is_compiled = False
+        self._set_up(cache, min(TRIAL_ROWS, max_model_len, cache.num_blocks * cache.block_size))
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        """See PackedModel. If a compiled step fails, it is run again uncompiled, which writes its K
+        and V again. All later steps run uncompiled too."""
+        return self._run(lambda: self._model.logits(step, rows))
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `logits`; see PackedModel."""
+        return self._run(lambda: self._model.logits_and_states(step, rows, kept))
+
+    @torch.inference_mode()
+    def _run(self, compute: Callable[[], T]) -> T:
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not self.is_compiled or _is_capturing():
+                raise
+            self._give_up(error)
+        return compute()
+
+    def undo(self) -> None:
+        """Let the layers run uncompiled."""
+        self.is_compiled = False
+        for layer in self._layers:
+            vars(layer).pop("forward", None)
+
+    @torch.inference_mode()
+    def _set_up(self, cache: KVCache, num_rows: int) -> None:
+        steps = [_step(num_rows, cache), _step(1, cache)]
+        expected = [self._all_logits(step) for step in steps]
+        tolerance = TOLERANCE if expected[0].dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+        try:
+            self._compile()
+            for step, plain in zip(steps, expected, strict=True):
+                off = float(off_by(self._all_logits(step).float(), plain.float()).median())
+                # Not `off > tolerance`, which would accept NaN.
+                if not off <= tolerance:
+                    raise ValueError(f"logits are off by {off:.2g} of their spread")
+        except Exception as error:
+            self._give_up(error)
+
+    def _all_logits(self, step: PackedStep) -> torch.Tensor:
+        num_rows, device = step.input_ids.shape[1], step.input_ids.device
+        return self._model.logits(step, torch.arange(num_rows, device=device))
+
+    def _compile(self) -> None:
+        if not self._layers:
+            raise ValueError("it has no list of decoder layers")
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, GRAPHS)
+        self.is_compiled = True
+        for layer in self._layers:
+            forward = torch.compile(
+                layer.forward, dynamic=True, fullgraph=True, backend=self._backend
+            )
+            self._compiled.append(forward)
+            vars(layer)["forward"] = forward
+
+    def _give_up(self, error: Exception) -> None:
+        self.undo()
+        cause = getattr(error, "inner_exception", error)  # the error of the compiler's backend
+        reason = str(cause).strip().split("\n")[0]
+        logger.warning("the model runs without torch.compile: %s: %s", type(cause).__name__, reason)
+
+
+def _is_capturing() -> bool:
+    """Whether a graph is being captured. A capture cannot go on after any error."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _step(num_rows: int, cache: KVCache) -> PackedStep:
+    """The beginning of one sequence, in the first blocks."""
+    size, device = cache.block_size, cache.layers[0].key.device
+    positions = torch.arange(num_rows, device=device)
+    layout = StepLayout(
+        num_decodes=int(num_rows == 1),
+        query_starts=[0, num_rows],
+        context_lens=[num_rows],
+        block_tables=torch.arange(-(-num_rows // size), device=device).unsqueeze(0),
+        write_blocks=positions // size,
+        write_offsets=positions % size,
+        block_size=size,
+    )
+    row = positions.unsqueeze(0)
+    none = positions.new_empty(2, 0)
+    return PackedStep([], row % 32, row, layout, positions, none.double(), none)

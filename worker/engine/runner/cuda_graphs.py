@@ -1,0 +1,239 @@
+"""Runs steps as CUDA graphs: one launch instead of about a thousand.
+
+A graph works on fixed addresses and for a fixed number of rows. So the inputs of a step are copied
+into buffers that stay, and padded to the next size for which a graph was captured. Padding rows are
+written nowhere and see nothing (see AttentionBackend.takes_padding); their results are dropped.
+
+There are graphs for steps of decodes alone, and graphs for steps with chunks of prompts (mixed
+steps), which have one more kernel a layer. Which rows are decodes and which belong to chunks is
+read from work lists on the device.
+
+A graph ends with the choice of tokens, by numbers and parameters that are read from the device too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol
+
+import torch
+
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
+from promptq.worker.engine.attention.types import StepLayout
+from promptq.worker.engine.attention.work_lists import Lists
+from promptq.worker.engine.device.memory import bytes_held
+from promptq.worker.engine.sampling.choosers import DRAWS, Chosen
+
+MAX_GRAPH_SIZE = 256
+"""Larger batches of decodes keep the device busy for longer than their launches take."""
+MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
+"""The numbers of rows of mixed steps, for the same reason."""
+
+Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
+"""What chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
+Results = tuple[torch.Tensor, Chosen | None]
+"""The logits of a step, and the tokens that its graph chose from them."""
+
+
+class Model(Protocol):
+    """What PackedModel offers."""
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
+    """The kinds of steps to capture graphs for. Decodes: a few small ones, then multiples of
+    eight."""
+    largest = min(max_num_seqs, MAX_GRAPH_SIZE)
+    small = [size for size in (1, 2, 4) if size < largest]
+    decodes = [*small, *range(8, largest, 8), largest]
+    mixed = [size for size in MIXED_SIZES if size <= max_num_batched_tokens]
+    return [StepKind(size) for size in decodes] + [StepKind(size, is_mixed=True) for size in mixed]
+
+
+def graph_bytes(
+    kinds: list[StepKind],
+    capture: Callable[[list[StepKind]], GraphedModel],
+    device: torch.device,
+) -> int:
+    """An estimate of the memory that the graphs of these kinds take, in bytes.
+
+    The two largest are captured and dropped again. The first holds the results of the
+    largest step, in which the smaller steps find room. So each further one is counted as what the
+    second one added, which is mostly the driver's own.
+    """
+
+    largest, *others = sorted(kinds, reverse=True)
+    capture([largest])  # what a first capture sets up stays, and is not a graph's
+    first = bytes_held(device, lambda: capture([largest]))
+    if not others:
+        return first
+    both = bytes_held(device, lambda: capture([largest, others[0]]))
+    return first + len(others) * max(0, both - first)
+
+
+def new_stream() -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # in torch
+    return stream
+
+
+class GraphedModel:
+    """A model on CUDA whose steps are padded to one of some kinds and replayed as graphs.
+
+    Its backend must take padding. Steps that are larger than all kinds run without a graph. So does
+    every step of a model that cannot be captured, for example one whose forward waits for the
+    device. The device is this thread's current one (see `on_device`). Without `choose` the graphs
+    end with the logits. Captures may share a `stream`, for which libraries keep memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kinds: list[StepKind],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        choose: Choose | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.plain = model
+        self._choose = choose
+        self._stream = stream
+        self._buffers = StepBuffers(
+            kinds, max_num_seqs, max_model_len, block_size, device, len(DRAWS)
+        )
+        self._runs: dict[StepKind, Callable[[], Results]] = {}
+        self.why_no_graphs = ""
+        """Why no step is replayed; empty if steps are."""
+        self._prepare(kinds, device)
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        """See PackedModel. The result is valid until the next call, which writes to the same
+        place."""
+        return self.run(step, rows)[0]
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PackedModel. Graphs give no states, so the step must not be padded, and is not
+        replayed."""
+        return self.plain.logits_and_states(step, rows, kept)
+
+    @torch.inference_mode()
+    def run(self, step: PackedStep, rows: torch.Tensor) -> Results:
+        """The same, and the tokens of these rows, by the draws of the step. There are none if the
+        step is not replayed."""
+        kind = self._kind(step.layout, len(rows))
+        if kind is None:
+            return self.plain.logits(step, rows), None
+        self._buffers.fill(step, rows, kind)
+        logits, chosen = self._runs[kind]()
+        if chosen is not None:
+            token_ids, is_sound = chosen
+            chosen = token_ids[: len(rows)], is_sound[: len(rows)]
+        return logits[: len(rows)], chosen
+
+    def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
+        """See Packer.pack."""
+        kind = self._kind(layout, num_sampled)
+        return None if kind is None else self._buffers.lists(layout, kind)
+
+    def _kind(self, layout: StepLayout, num_sampled: int) -> StepKind | None:
+        fitting = (kind for kind in self._runs if self._buffers.fits(layout, num_sampled, kind))
+        return min(fitting, default=None)
+
+    @torch.inference_mode()
+    def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
+        """Capture the largest first, so that the smaller graphs fit into its memory."""
+        capture = _Capture(self.plain, self._choose, self._stream)
+        for kind in sorted(kinds, reverse=True):
+            try:
+                self._runs[kind] = capture.of(self._buffers.step(kind))
+            except RuntimeError as error:
+                self.why_no_graphs = str(error).split("\n")[0]
+                self._runs.clear()
+                return
+
+
+class _Capture:
+    """Captures the steps of one model, one after the other: on one stream, into one pool of
+    memory, and with one place to which all graphs write their logits."""
+
+    def __init__(
+        self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._model = model
+        self._choose = choose
+        self._stream = stream or new_stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._logits: torch.Tensor | None = None
+
+    def of(self, step: PackedStep) -> Callable[[], Results]:
+        """What replays the step. Raises RuntimeError if it cannot be captured.
+
+        A capture that fails leaves the allocator in a state that has to be mended. So a step that
+        waits for the device is found before.
+        """
+        caller = torch.cuda.current_stream()
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            self._run(step)  # compiles kernels, and sets up libraries
+            with _no_waiting():
+                logits, _ = self._run(step)
+        caller.wait_stream(self._stream)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        target = self._logits[: len(logits)]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                results = self._run(step, target)
+        except RuntimeError:
+            torch.cuda.set_stream(caller)
+            with suppress(RuntimeError):  # it was ended after all
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
+
+        def replay() -> Results:
+            graph.replay()
+            return results
+
+        return replay
+
+    def _run(self, step: PackedStep, target: torch.Tensor | None = None) -> Results:
+        """Compute a step, with the logits in `target`."""
+        logits = self._model.logits(step, step.sampled)
+        if target is not None:
+            logits = target.copy_(logits)
+        return logits, None if self._choose is None else self._choose(logits, step.draws)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Have torch raise RuntimeError where the host would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device this thread's current one; nothing for other devices.
+
+    Kernels of Triton, streams, graphs and events go to the current device, wherever their tensors
+    are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,505 @@
+"""Runs batches through a transformers model on the paged KV cache."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.shared.protocol.request import NEUTRAL
+from promptq.worker.engine.api.messages import LEAST, EngineAbilities, EngineRequest, PromptLogprobs
+from promptq.worker.engine.api.port import Progress, unheard
+from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
+from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
+from promptq.worker.engine.attention.packed_step import (
+    NO_DRAWS,
+    NOWHERE,
+    PackedStep,
+    Packer,
+    no_padding,
+)
+from promptq.worker.engine.attention.step_buffers import StepKind
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.core.runner import KVLayout, SampledToken
+from promptq.worker.engine.core.scheduler import most_reported_rows
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.decoders.native import NativeDecoder, release
+from promptq.worker.engine.device.async_copies import HostCopies, to_device
+from promptq.worker.engine.device.memory import (
+    MemoryPeak,
+    counts_memory,
+    free_bytes,
+    give_back,
+)
+from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.engine.load_check.checked_model import CheckedModel, Verdict
+from promptq.worker.engine.load_check.formula import check_model
+from promptq.worker.engine.load_check.rounded import Expectation, check_packed
+from promptq.worker.engine.model.backend_choice import (
+    TURNED_OFF,
+    backends_on,
+    decoder_of_saved_weights,
+    own_decoders,
+    resolve_device,
+    why_no_native_code,
+)
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
+from promptq.worker.engine.model.model_length import model_length
+from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
+from promptq.worker.engine.runner.compiled import CompiledModel
+from promptq.worker.engine.runner.cuda_graphs import (
+    GraphedModel,
+    Model,
+    graph_bytes,
+    graph_kinds,
+    new_stream,
+    on_device,
+)
+from promptq.worker.engine.runner.quantizing import (
+    asked_options,
+    check_quantization,
+    is_quantized,
+    quantize,
+)
+from promptq.worker.engine.runner.trial_steps import (
+    MOST_SAMPLING,
+    SAMPLING,
+    Shares,
+    kinds_of_steps,
+    largest_step,
+    trial_batch,
+)
+from promptq.worker.engine.sampling.grammar_masks import Masks
+from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
+
+LENGTH_WITHOUT_LIMIT = 8192
+"""The model length for a model without a limit of its own, if none was asked for."""
+
+WARM_UP_TOKENS = 64
+MOST_LIKELIEST = 20
+"""So many of the likeliest tokens are found for every row that reports of a prompt. So which of two
+equally likely ones is told does not depend on what other requests ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledStates:
+    """Final hidden states that become part of vectors, on their way to the host."""
+
+    shares: list[ScheduledSequence]
+    copies: HostCopies
+    """Of one tensor [sum of `num_pooled`, hidden size] in fp32, in the order of `shares`."""
+
+    def hand_out(self) -> None:
+        """Wait for them, and give each share its own."""
+        (states,) = self.copies.arrays()
+        end = 0
+        for share in self.shares:
+            begin, end = end, end + share.num_pooled
+            share.states = states[begin:end]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStep:
+    """A step under way. `sampled` is None if it samples nothing."""
+
+    sampled: SamplerOutput | None
+    counts: list[int]
+    """How many rows were sampled for each sequence."""
+    sequences: list[Sequence]
+    """The sequence of each row."""
+    reported: HostCopies | None = None
+    """What is reported of prompts, as the columns of ChosenLogprobs; None if nothing is."""
+    reported_of: list[tuple[int, int]] = field(default_factory=list)
+    """From how many rows of each prompt, and how many of the likeliest tokens."""
+    pooled: PooledStates | None = None
+
+    @property
+    def sampled_at(self) -> dict[int, int]:
+        """The place of the last token of each sequence among the tokens sampled here, by its id."""
+        return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
+
+    def fill_in(self, step: PackedStep) -> None:
+        """Write the tokens sampled here into the inputs of `step`, where it continues them."""
+        if self.sampled is not None:
+            rows, places = step.unknown
+            tokens = self.sampled.token_ids.index_select(0, places)
+            step.input_ids[0].index_copy_(0, rows, tokens)
+
+
+class ModelRunner:
+    """The runner that serves real models (see Runner)."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        checked: CheckedModel,
+        cache: KVCache,
+        max_model_len: int,
+        options: LoadOptions,
+        *,
+        native_sampling: bool,
+    ) -> None:
+        self.end_token_ids = loaded.end_token_ids
+        self.device = loaded.model.device
+        self.dtype = loaded.model.dtype
+        self._cache = cache
+        self.kv_layout = KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
+        self.vocab_size: int = loaded.text_config.vocab_size
+        self.max_model_len = max_model_len
+        model = checked.on(loaded.model, cache, max_model_len, releases=True)
+        self._model: Model = model
+        self.compiled: CompiledModel | None = None
+        """Set if compiling was asked for and the modules of the library compute."""
+        if options.compile and isinstance(model, PackedModel):
+            self._model = self.compiled = CompiledModel(model, cache, max_model_len)
+        if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
+            self._model = self._capturing(options)(_graph_kinds(options))
+        self.why_no_own_code = checked.why_no_own_code
+        self.saved_format = loaded.format
+        """How the model's files are quantized, in words; empty if they are not."""
+        self.verdict = checked.verdict
+        self._packer = Packer(cache.block_size, self.device)
+        self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
+        self._masks = Masks(self.device)
+        self.embedding_size = 0  # known once the model has run
+        self.is_row_invariant = False
+        """Whether the logits of a token are the same to the last bit, whatever rows are beside it.
+        It is known once the model has run."""
+
+    @classmethod
+    def load(
+        cls,
+        name_or_dir: str,
+        options: LoadOptions,
+        progress: Progress = unheard,
+        known: Verdict | None = None,
+    ) -> ModelRunner:
+        """Load a model, check that it is served correctly, and allocate its cache.
+
+        `progress` is called with each stage. `known` is the verdict of an earlier load of the same
+        files with the same options. Raises ModelNotFoundError, UnsupportedModelError or
+        ConfigurationError, with one sentence that says what is wrong.
+        """
+        device = resolve_device(options.device)
+        backends_on(device, options.attention)  # raises before anything is loaded
+        check_quantization(options, device)
+        progress("weights")
+        with on_device(device):
+            loaded = load_model(
+                name_or_dir,
+                device=device,
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
+                decoder=decoder_of_saved_weights(device, options),
+            )
+        return cls.of(loaded, options, progress, known)
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        options: LoadOptions,
+        progress: Progress = unheard,
+        known: Verdict | None = None,
+    ) -> ModelRunner:
+        """As `load`, for a model that is loaded already, with its own device and dtype."""
+        with on_device(loaded.model.device):
+            return cls._of(loaded, options, progress, known)
+
+    @classmethod
+    def _of(
+        cls, loaded: LoadedModel, options: LoadOptions, progress: Progress, known: Verdict | None
+    ) -> ModelRunner:
+        device = loaded.model.device
+        backends = backends_on(device, options.attention)
+        limit = model_length(loaded, None)
+        length = model_length(loaded, options.max_model_len) or LENGTH_WITHOUT_LIMIT
+        progress("native code")
+        no_native_code = why_no_native_code(loaded) if options.native else TURNED_OFF
+        progress("checking")
+        decoders, why_none = own_decoders(device, options, no_native_code)
+        checked = check_model(
+            loaded, backends, limit, decoders=decoders, why_no_own_code=why_none, known=known
+        )
+        if is_quantized(loaded, options):
+            progress("quantizing")
+            checked = quantize(loaded, checked, options, is_known=checked.is_known)
+        if checked.decoder is not None:
+            checked.decoder.arrange(loaded.model)
+        give_back(device)
+        reserved_bytes = 0
+        if counts_memory(device) and options.kv_cache_memory is None:
+            progress("largest step")
+            with _refusing_shortage("--max-num-batched-tokens", "the memory beside the weights"):
+                reserved_bytes = cls._bytes_beside_cache(loaded, checked, length, options)
+            give_back(device)
+        progress("KV cache")
+        num_blocks = fitting_blocks(
+            checked.specs,
+            block_size=options.block_size,
+            memory_bytes=options.kv_cache_memory,
+            wanted_tokens=options.max_num_seqs * length,
+            device=device,
+            reserved_bytes=reserved_bytes,
+        )
+        cache = KVCache(
+            checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
+        )
+        length = min(length, num_blocks * options.block_size)  # or tables would have any size
+        progress("compiling" if options.compile and checked.why_no_own_code else "packing")
+        expected: Expectation | None = None
+        if checked.decoder is not None and checked.decoder.unpacked and not checked.is_known:
+            expected = Expectation.of(loaded, checked, cache, length)
+        runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
+        if isinstance(runner._model, NativeDecoder):
+            if expected is not None:
+                asked = asked_options(options)
+                check_packed(loaded, runner._model, cache, expected, asked)
+            release(loaded.model.modules())
+        give_back(device)  # what captures took besides the graphs
+        progress("warm-up")
+        with _refusing_shortage("--kv-cache-memory", "what the KV cache leaves free"):
+            runner._warm_up()
+            if counts_memory(device):
+                runner.warm_up_kinds(options.max_num_batched_tokens, options.max_num_seqs)
+        return runner
+
+    @classmethod
+    def _bytes_beside_cache(
+        cls, loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
+    ) -> int:
+        """How much memory of a CUDA device the largest step and the graphs need. They are tried on
+        a cache of a few blocks."""
+        device, block_size = loaded.model.device, options.block_size
+        fitting_tokens = free_bytes(device) // bytes_per_token(checked.specs)
+        context = min(length, max(1, fitting_tokens // options.max_num_seqs))
+        peak = MemoryPeak(device)
+        cache = KVCache(checked.specs, num_blocks=MIN_BLOCKS, block_size=block_size, device=device)
+        plain = replace(options, compile=False, cuda_graphs=False)
+        runner = cls(loaded, checked, cache, length, plain, native_sampling=False)
+        shares = largest_step(options.max_num_batched_tokens, options.max_num_seqs, context)
+        runner.collect(runner.launch(runner._largest(shares)))
+        needed = peak.bytes()
+        if options.cuda_graphs and checked.backend.takes_padding:
+            needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
+        leave_seam(checked.modules)  # or they would keep this cache
+        return needed
+
+    def _capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
+        """What captures graphs of the model for some kinds of steps."""
+        # Backends that take padding need Triton, which is not installed everywhere.
+        from promptq.worker.engine.sampling.triton_choice import choose_tokens
+
+        return partial(
+            GraphedModel,
+            self._model,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.kv_layout.block_size,
+            device=self.device,
+            choose=choose_tokens,
+            stream=new_stream(),
+        )
+
+    def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
+        """See Runner. On CUDA the work is queued; on a CPU it is done on return."""
+        with on_device(self.device), torch.inference_mode():
+            return self._launch(batch, after)
+
+    def _launch(self, batch: Batch, after: ModelStep | None) -> ModelStep:
+        sampling = batch.sampling
+        counts = [item.num_samples for item in sampling]
+        sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
+        masks = self._masks.start(sequences)  # computed while the model runs
+        num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
+        draws = self._sampler.draws(sequences, num_ahead) if sampling else NO_DRAWS
+        model, chosen, pooled = self._model, None, None
+        pools = any(item.num_pooled for item in batch.scheduled)
+        reporting = batch.reporting
+        if (pools or reporting) and isinstance(model, GraphedModel):
+            model = model.plain  # graphs give the logits of sampled rows alone
+        step = self._packer.pack(
+            batch,
+            draws,
+            sampled_at=NOWHERE if after is None else after.sampled_at,
+            padded_lists=model.lists if isinstance(model, GraphedModel) else no_padding,
+        )
+        if after is not None:
+            after.fill_in(step)
+        rows = step.sampled
+        if step.reported is not None:
+            rows = torch.cat([rows, step.reported[0]])
+        if pools:
+            pooled_rows = to_device(step.pooled_rows, self.device)
+            logits, states = model.logits_and_states(step, rows, pooled_rows)
+            shares = [item for item in step.items if item.num_pooled]
+            pooled = PooledStates(shares, HostCopies([states.float()]))
+        elif isinstance(model, GraphedModel):
+            logits, chosen = model.run(step, rows)
+        else:
+            logits = model.logits(step, rows)
+        reported: HostCopies | None = None
+        if step.reported is not None:
+            num_sampled = len(step.sampled)
+            of_prompts, following = logits[num_sampled:], step.reported[1]
+            reported = self._sampler.report(of_prompts, following, MOST_LIKELIEST)
+            logits = logits[:num_sampled]
+        reported_of = [
+            (len(item.reported_rows), item.sequence.request.params.prompt_logprobs or 0)
+            for item in reporting
+        ]
+        if not sampling:
+            return ModelStep(None, counts, sequences, reported, reported_of, pooled)
+        sampled = self._sampler.sample(
+            logits,
+            sequences,
+            masks,
+            num_ahead,
+            last_tokens=step.input_ids[0].index_select(0, step.sampled),
+            draws=step.draws,
+            chosen=chosen,
+        )
+        return ModelStep(sampled, counts, sequences, reported, reported_of, pooled)
+
+    def collect(self, launched: ModelStep) -> list[list[SampledToken]]:
+        with on_device(self.device):
+            tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
+            if launched.pooled is not None:
+                launched.pooled.hand_out()
+        return [[*islice(tokens, count)] for count in launched.counts]
+
+    def prompt_logprobs(self, launched: ModelStep) -> list[PromptLogprobs]:
+        if launched.reported is None:
+            return []
+        with on_device(self.device):
+            logprobs, ranks, top_ids, top_logprobs = launched.reported.arrays()
+        found, start = [], 0
+        for num_rows, num_top in launched.reported_of:
+            rows, start = slice(start, start + num_rows), start + num_rows
+            found.append(
+                PromptLogprobs(
+                    _finite(logprobs[rows]),
+                    ranks[rows].copy(),
+                    top_ids[rows, :num_top].copy(),
+                    _finite(top_logprobs[rows, :num_top]),
+                )
+            )
+        return found
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Prefill and decode once, because libraries set up some parts only in a first step."""
+        layout = self.kv_layout
+        kv_tokens = layout.num_blocks * layout.block_size
+        num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
+        token_ids = [7919 * place % self.vocab_size for place in range(num_tokens)]
+        sequence = Sequence.of(EngineRequest(-1, token_ids, NEUTRAL, seed=0, max_tokens=1))
+        sequence.slot = 0
+        sequence.block_table = list(range(num_blocks_for(num_tokens, layout.block_size)))
+        last_rows = []
+        for count in (num_tokens, min(num_tokens, 2), 1):
+            batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])
+            row = torch.tensor([count - 1], device=self.device)
+            last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
+        self.collect(self.launch(batch))
+        # On a GPU products are chosen by the number of rows, and steps may have many more.
+        is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
+        self.is_row_invariant = is_same and self.device.type == "cpu"
+        with suppress(UnsupportedModelError):  # it then makes no vectors
+            step = self._packer.pack(batch)
+            _, states = self._model.logits_and_states(step, step.sampled, step.sampled)
+            self.embedding_size = states.shape[1]
+
+    def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        """Run each kind of step and of sampling once, because kernels are compiled when they are
+        first launched. At last comes the largest step, now that the cache takes its memory.
+
+        Graphs are left out: their kernels were compiled when they were captured."""
+        served = self._model
+        self._model = served.plain if isinstance(served, GraphedModel) else served
+        try:
+            for batch in self._kinds(max_num_batched_tokens, max_num_seqs):
+                self.collect(self.launch(batch))
+        finally:
+            self._model = served
+
+    def _kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Batch]:
+        layout = self.kv_layout
+        kv_tokens = layout.num_blocks * layout.block_size
+        length = min(self.max_model_len, kv_tokens)
+        for shares in kinds_of_steps(max_num_batched_tokens, max_num_seqs, length):
+            yield trial_batch(shares, layout)
+        decodes = [(1, 1)] * min(max_num_seqs, max_num_batched_tokens)
+        for params in SAMPLING:
+            for shares in (decodes[:1], decodes):
+                yield trial_batch(shares, layout, params)
+        context = min(length, max(1, kv_tokens // max_num_seqs))
+        shares = largest_step(max_num_batched_tokens, max_num_seqs, context)
+        yield self._largest(shares)
+
+    def _largest(self, shares: Shares) -> Batch:
+        """A step with these shares, and everything that takes memory."""
+        most = most_reported_rows(self.vocab_size)
+        return trial_batch(shares, self.kv_layout, MOST_SAMPLING, most)
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        """These are known once the model has run."""
+        is_exact = self.is_row_invariant or self.dtype == torch.float32
+        unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
+        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded)
+
+    @property
+    def own_code(self) -> str:
+        """What our own code for this device is called, whether or not it serves the model."""
+        return "fused kernels" if self.device.type == "cuda" else "native code"
+
+    @property
+    def why_no_graphs(self) -> str:
+        """Why steps are not replayed as CUDA graphs, though they should be; or empty."""
+        return self._model.why_no_graphs if isinstance(self._model, GraphedModel) else ""
+
+    @property
+    def is_slow_in_bf16(self) -> bool:
+        """Whether it computes in bf16 and would be many times faster in fp32."""
+        is_torch_on_cpu = bool(self.why_no_own_code) and self.device.type == "cpu"
+        return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
+
+    def peak_memory_bytes(self) -> int:
+        """The peak memory of the device on CUDA, or of the whole process on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _finite(logprobs: Any) -> npt.NDArray[np.float32]:
+    """A copy in which LEAST stands for what JSON does not have."""
+    finite: npt.NDArray[np.float32] = np.fmax(logprobs, np.float32(LEAST))  # also of NaN
+    return finite
+
+
+def _graph_kinds(options: LoadOptions) -> list[StepKind]:
+    return graph_kinds(options.max_num_seqs, options.max_num_batched_tokens)
+
+
+@contextmanager
+def _refusing_shortage(option: str, where: str) -> Iterator[None]:
+    """Turn a lack of memory for a step into a ConfigurationError that names the option."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{option}: the largest step does not fit into {where}; a smaller"
+            f" --max-num-batched-tokens or --max-num-seqs also helps"
+        ) from error

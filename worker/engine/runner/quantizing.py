@@ -1,0 +1,150 @@
+"""Gives our own decoders weights of few bits, saved or rounded, and such a KV cache."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.worker.engine.device.memory import give_back
+from promptq.worker.engine.load_check.checked_model import CheckedModel
+from promptq.worker.engine.load_check.rounded import check_quantized
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, require_memory
+from promptq.worker.engine.native.build import NativeCodeError
+from promptq.worker.engine.native.library import NativeError
+from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
+from promptq.worker.engine.quantization.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    quantize_model,
+    with_plain_modules,
+)
+
+BITS = {"int8": 8, "int4": 4}
+
+logger = logging.getLogger(__name__)
+
+
+def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
+    """Whether anything was saved in few bits, or is to be rounded."""
+    return bool(loaded.format or asked_options(options))
+
+
+def check_quantization(options: LoadOptions, device: torch.device) -> None:
+    """Refuse what the options or the device rule out, before anything is loaded.
+
+    Raises ConfigurationError.
+    """
+    if options.quantization not in ("none", *BITS):
+        raise ConfigurationError(
+            f"--quantization: {options.quantization!r} is none of none, {', '.join(BITS)}"
+        )
+    if not (asked := asked_options(options)):
+        return
+    if not options.native:
+        raise ConfigurationError(f"{asked} needs code of our own; omit --no-native")
+    if options.kv_cache_dtype == "auto":
+        return
+    wanted = "int8" if device.type == "cpu" else "fp8"
+    if options.kv_cache_dtype != wanted:
+        raise ConfigurationError(
+            f"--kv-cache-dtype: {options.kv_cache_dtype} is not for {device}, where it can be"
+            f" {wanted}"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
+        raise ConfigurationError(
+            "--kv-cache-dtype: fp8 needs a card of compute capability 8.9 or higher, and"
+            f" {device} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+        )
+
+
+def quantize(
+    loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
+) -> CheckedModel:
+    """Replace the weights of a checked model by quantized ones. Returns the model with the cache
+    that was asked for.
+
+    What the decoder makes of them is checked, unless it is known, or `check_packed` does it later.
+
+    Weights that were saved in few bits are served as wide numbers where no decoder of our own
+    serves the model.
+    Raises UnsupportedModelError if none serves the model and something has to be rounded.
+    """
+    asked = asked_options(options)
+    if checked.decoder is None:
+        if asked:
+            raise UnsupportedModelError(
+                f"{loaded.family}: {asked} needs code of our own, which does not serve this model"
+                f" ({checked.why_no_own_code})"
+            )
+        _warn_of_wide(loaded, "all", checked.why_no_own_code)
+        give_back(loaded.model.device)
+        require_memory(loaded.name, _more_bytes(loaded), loaded.model.device, is_widened=True)
+        with_plain_modules(loaded.model)
+        return checked
+    bits, decoder = BITS.get(options.quantization), checked.decoder
+    if loaded.format and bits is None and (wide := _wide(loaded)):
+        _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
+    if not (asked or _quantized_modules(loaded)):
+        return checked
+    try:
+        if asked:
+            quantize_model(
+                loaded.model,
+                bits,
+                options.quantization_group,
+                embeddings=options.quantize_embeddings,
+            )
+    except (NativeError, NativeCodeError) as error:
+        raise UnsupportedModelError(
+            f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
+        ) from error
+    if options.kv_cache_dtype == "int8":
+        checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
+    elif options.kv_cache_dtype == "fp8":
+        checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
+    if decoder.unpacked is None and not is_known:
+        check_quantized(loaded, checked, asked)
+    return checked
+
+
+def _wide(loaded: LoadedModel) -> int:
+    """How many linear layers have no weights of few bits, beside the output layer."""
+    model: Any = loaded.model
+    head = model.get_output_embeddings()
+    return sum(type(it) is nn.Linear and it is not head for it in model.modules())
+
+
+def _more_bytes(loaded: LoadedModel) -> int:
+    """How much more quantized modules would take as plain ones."""
+    weights = {id(it.quantized): it.quantized for it in _quantized_modules(loaded)}.values()
+    wide = sum(prod(it.shape) for it in weights) * loaded.model.dtype.itemsize
+    return wide - sum(each.nbytes for it in weights for each in it.tensors)
+
+
+def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:
+    model: nn.Module = loaded.model
+    return [it for it in model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)]
+
+
+def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    logger.warning(
+        "%s of the linear layers of %s (%s) take the memory and time of %s: %s",
+        *(which, loaded.name, loaded.format, dtype, reason),
+    )
+
+
+def asked_options(options: LoadOptions) -> str:
+    """The options that ask for rounding, or nothing."""
+    asked = []
+    if options.quantization != "none":
+        asked.append(f"--quantization {options.quantization}")
+    if options.kv_cache_dtype != "auto":
+        asked.append(f"--kv-cache-dtype {options.kv_cache_dtype}")
+    return " ".join(asked)

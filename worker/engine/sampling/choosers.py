@@ -1,0 +1,183 @@
+"""The computations over the whole vocabulary: in native code on a CPU, in Triton on a GPU, or in
+torch.
+
+All compute the same, except for the rounding of fp32: exponentials and their sums can differ in
+the last bit. So a seed gives the same token in all, unless its number falls within about 1e-6 of
+the border between two tokens. On the same kind of machine the token is always the same.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from promptq.shared.protocol.request import NEUTRAL, SamplingParams
+from promptq.worker.engine.device.async_copies import to_device
+from promptq.worker.engine.device.scratch import Scratch
+from promptq.worker.engine.native.library import load_native
+from promptq.worker.engine.sampling.draw import draw
+from promptq.worker.engine.sampling.filters import (
+    FILTERS,
+    Filters,
+    filter_values,
+    thresholds,
+    weights_above,
+)
+from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
+
+DRAWS = ("uniform", "temperature", *FILTERS)
+"""What decides a row's token besides its logits: a random number in [0, 1) and parameters. The
+temperature is 0 if the likeliest token is taken."""
+
+_COLDEST = 1e-30
+"""Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
+
+
+class Distributions:
+    """How the tokens of some rows are drawn. Tensors are only made for the kernels that use them:
+    Triton reads all from the draws of the step."""
+
+    def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        # Greedy rows are computed together with the others, which costs less than leaving them out,
+        # but with parameters that need no further work.
+        self._params = [each if each.temperature > 0.0 else NEUTRAL for each in params]
+        self._vocab_size = vocab_size
+        self._device = device
+        self._is_sampled = [each.temperature > 0.0 for each in params]
+        self.any_is_sampled = any(self._is_sampled)
+        self._temperature = [max(each.temperature, _COLDEST) for each in self._params]
+        self.draws = np.zeros((len(DRAWS), len(params)))
+        """[len(DRAWS), R], in that order. The random numbers, which change in each step, are
+        missing."""
+        self.draws[1] = np.where(self._is_sampled, self._temperature, 0.0)
+        self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
+
+    @cached_property
+    def is_sampled(self) -> torch.Tensor:
+        """[R], bool: False if the likeliest token is taken."""
+        return to_device(np.array(self._is_sampled), self._device)
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        """[R, 1]"""
+        values = np.array(self._temperature, dtype=np.float32)
+        return to_device(values, self._device).unsqueeze(1)
+
+    @cached_property
+    def filters(self) -> Filters:
+        return Filters(self._params, self._vocab_size, self._device)
+
+
+Chosen = tuple[torch.Tensor, torch.Tensor]
+"""Token ids [R], and whether each is sound [R]."""
+
+
+class Kernels(Protocol):
+    """The logits [R, vocab_size] are not changed by any method."""
+
+    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
+        """Choose a token in each row. `draws` [len(DRAWS), R], float64, are those of `asked`, with
+        random numbers."""
+        ...
+
+    def report(
+        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
+    ) -> ChosenLogprobs:
+        """Report these rows, for the token ids [R] that were chosen in all rows."""
+        ...
+
+
+class TorchKernels:
+    """Computes in torch, on any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = Scratch(device)
+
+    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
+        best, likeliest = logits.max(dim=1)
+        is_sound = best.isfinite()
+        if not asked.any_is_sampled:
+            return likeliest, is_sound
+        scaled = self._scratch.take("scaled", *logits.shape).copy_(logits)
+        scaled.sub_(best.unsqueeze(1)).div_(asked.temperature)
+        weights = self._scratch.take("weights", *logits.shape)
+        threshold = thresholds(scaled, asked.filters, weights)
+        if threshold is None:
+            weights = scaled.exp_()
+        else:
+            weights = weights_above(scaled, threshold, out=scaled)
+        return torch.where(asked.is_sampled, draw(weights, draws[0]), likeliest), is_sound
+
+    def report(
+        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
+    ) -> ChosenLogprobs:
+        return report(logits, rows, chosen, num_top, self._scratch)
+
+
+class NativeKernels:
+    """Computes in native code, on a CPU for which it is loaded (native/library.py)."""
+
+    def __init__(self) -> None:
+        self._library = load_native()
+
+    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
+        logits, filters = _known(logits), asked.filters.table
+        count, vocab_size = logits.shape
+        token_ids = torch.empty(count, dtype=torch.int64)
+        is_sound = torch.empty(count, dtype=torch.bool)
+        self._library.choose_tokens(
+            logits.dtype == torch.bfloat16,
+            *(logits.data_ptr(), count, vocab_size),
+            *(asked.is_sampled.data_ptr(), asked.temperature.data_ptr()),
+            *(filters.data_ptr(), filters.shape[1], draws[0].data_ptr()),
+            *(torch.get_num_threads(), token_ids.data_ptr(), is_sound.data_ptr()),
+        )
+        return token_ids, is_sound
+
+    def report(
+        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
+    ) -> ChosenLogprobs:
+        logits, index = _known(logits), torch.tensor(rows)
+        logprobs = torch.empty(len(rows), dtype=torch.float32)
+        ranks = torch.empty(len(rows), dtype=torch.int64)
+        top_ids = torch.empty(len(rows), num_top, dtype=torch.int64)
+        top_logprobs = torch.empty(len(rows), num_top, dtype=torch.float32)
+        self._library.report_logprobs(
+            logits.dtype == torch.bfloat16,
+            *(logits.data_ptr(), logits.shape[1], index.data_ptr(), len(rows)),
+            *(chosen.data_ptr(), num_top, torch.get_num_threads()),
+            *(each.data_ptr() for each in (logprobs, ranks, top_ids, top_logprobs)),
+        )
+        return ChosenLogprobs(logprobs, ranks, top_ids, top_logprobs)
+
+
+class TritonKernels(TorchKernels):
+    """Chooses in Triton, and does not wait for the device."""
+
+    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
+        if not asked.any_is_sampled:
+            best, likeliest = logits.max(dim=1)
+            return likeliest, best.isfinite()
+        from promptq.worker.engine.sampling.triton_choice import choose_tokens
+
+        return choose_tokens(logits, draws)
+
+
+def kernels_on(device: torch.device, *, native: bool) -> Kernels:
+    """The fastest ones. `native` is for a CPU with loaded native code."""
+    if native:
+        return NativeKernels()
+    # Triton is not installed everywhere.
+    has_triton = device.type != "cpu" and find_spec("triton") is not None
+    return TritonKernels(device) if has_triton else TorchKernels(device)
+
+
+def _known(logits: torch.Tensor) -> torch.Tensor:
+    """The logits in a dtype and layout that the native code reads."""
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        logits = logits.float()
+    return logits.contiguous()
