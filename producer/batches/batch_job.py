@@ -7,13 +7,13 @@ line twice.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import redis
 import redis.asyncio
 
 from promptq.producer.batch_store.batch_records import (
@@ -26,18 +26,17 @@ from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batch_store.input_file import BatchFileError, count_lines, read_lines
 from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
 from promptq.producer.batches.batch_run import BatchRun
-from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
-from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
-from promptq.producer.batches.stop_signals import stop_signals
+from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
+from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_async_redis
 
 if TYPE_CHECKING:
-    from promptq.producer.gateway.context.served_queues import ServedQueues
+    from promptq.producer.calls.queues import ServedQueues
 
 T = TypeVar("T")
 
@@ -45,6 +44,9 @@ _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
 """The shortest turn of a batch that only waits for its key's rates, so that many such batches do
 not replace each other all the time."""
+
+LEASE_MS = 15_000
+"""If a runner does not renew its lease for this time, another process gets the batch."""
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str) -> str:
@@ -170,7 +172,7 @@ class _BatchJob:
     def _queues(self, record: BatchRecord) -> ServedQueues:
         """Those of the gateway that took the batch."""
         # Imported here, as it imports all of FastAPI.
-        from promptq.producer.gateway.context.served_queues import ServedQueues, log_unreadable
+        from promptq.producer.calls.queues import ServedQueues, log_unreadable
 
         return ServedQueues(
             lambda name: AsyncClient(self._connection, name),
@@ -250,3 +252,24 @@ class _BatchJob:
 
     def _running(self, name: str) -> Path:
         return self._settings.files_dir / "running" / f"{self._batch_id}.{name}.jsonl"
+
+
+class RunnerLease:
+    """The right to run a batch, for LEASE_MS at a time. Only one process holds it."""
+
+    def __init__(self, queue: AsyncRequestQueue, batch_id: str) -> None:
+        self._queue = queue
+        self._key = queue.keys.batch_runner(batch_id)
+        self._holder = secrets.token_hex(8)
+
+    async def hold(self) -> bool:
+        """Take or renew the lease. Gives whether it is ours now."""
+        return await self._set(LEASE_MS)
+
+    async def let_go(self) -> None:
+        """Give the lease back, if it is ours."""
+        await self._set(0)
+
+    async def _set(self, ttl_ms: int) -> bool:
+        call = scripts.hold(self._queue.keys, self._key, self._holder, ttl_ms)
+        return await self._queue.run(call)

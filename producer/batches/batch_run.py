@@ -31,7 +31,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 if TYPE_CHECKING:
     from promptq.producer.batches.line_requests import LineRequest
-    from promptq.producer.gateway.context.served_queues import ServedQueues
+    from promptq.producer.calls.queues import ServedQueues
 
     Asked = tuple[LineRequest, NewRequest]
     """A line, and one of its requests."""

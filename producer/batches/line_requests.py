@@ -9,31 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from promptq.producer.apis.completions.read import read_call
+from promptq.producer.apis.completions.write import answer
+from promptq.producer.apis.embeddings.read import read_embedding_call
+from promptq.producer.apis.embeddings.write import embeddings_body
 from promptq.producer.batch_store.input_file import BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
+from promptq.producer.calls.call import CompletionCall, request_ids
+from promptq.producer.calls.caller import Caller, check_model
+from promptq.producer.calls.completion import completion_of
+from promptq.producer.calls.errors import ApiError, as_api_error
+from promptq.producer.calls.prepare import as_asked, granted
+from promptq.producer.calls.queues import ModelIsLoadingError, ServedQueue, ServedQueues
+from promptq.producer.calls.rates import account_of, beyond_rates, rates_of, take_of_queues
 from promptq.producer.clients.request_builder import compose
-from promptq.producer.gateway.answering.respond import granted
-from promptq.producer.gateway.context.access import Caller, check_model
-from promptq.producer.gateway.context.caller_rates import (
-    account_of,
-    beyond_rates,
-    rates_of,
-    take_of_queues,
-)
-from promptq.producer.gateway.context.served_queues import (
-    ModelIsLoadingError,
-    ServedQueue,
-    ServedQueues,
-)
-from promptq.producer.gateway.http.errors import ApiError, as_api_error
-from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.completion import completion_of
-from promptq.producer.gateway.openai.embeddings import (
-    as_asked,
-    embeddings_body,
-    read_embedding_call,
-)
-from promptq.producer.gateway.openai.request_bodies import CompletionCall, read_call, request_ids
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest

@@ -18,11 +18,10 @@ from promptq.producer.batch_store.input_file import (
 )
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.batch_run import BatchRun
-from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
-from promptq.producer.batches.stop_signals import stop_signals
+from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import explained, server_url, without_server
-from promptq.producer.settings import read_gateway_settings
+from promptq.producer.settings.gateway import read_gateway_settings
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis
 
@@ -83,7 +82,7 @@ def run_batch(
             raise without_server(error) from error
         async with connection:
             # Imported here, as it imports all of FastAPI.
-            from promptq.producer.gateway.context.served_queues import ServedQueues
+            from promptq.producer.calls.queues import ServedQueues
 
             queues = ServedQueues(lambda name: AsyncClient(connection, name), served)
             batch_id = _run_id(source, output, errors, mark)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -45,3 +48,13 @@ class RunOptions:
     """When the batch's window ends, in Unix seconds. Its requests end then, too."""
     retry_seconds: float = 60.0
     """How long to wait for a server that is away before its error is raised."""
+
+
+def stop_signals() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set, if the event loop runs in the main thread."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(RuntimeError, ValueError):  # loops in other threads hear no signals
+            loop.add_signal_handler(number, stopped.set)
+    return stopped

@@ -43,13 +43,13 @@ _PANELS = {
         "pause": "promptq.producer.commands.queue",
         "resume": "promptq.producer.commands.queue",
         "drain": "promptq.producer.commands.queue",
-        "acl": "promptq.producer.commands.admin.server_access",
+        "acl": "promptq.producer.commands.server_access",
         "settings": "promptq.producer.commands.settings",
-        "url": "promptq.producer.commands.admin.server_access",
-        "models": "promptq.producer.commands.admin.models",
+        "url": "promptq.producer.commands.server_access",
+        "models": "promptq.producer.commands.models",
         "dead": "promptq.producer.commands.queue",
-        "keys": "promptq.producer.commands.admin.keys",
-        "webhooks": "promptq.producer.commands.admin.webhooks",
+        "keys": "promptq.producer.commands.keys",
+        "webhooks": "promptq.producer.commands.webhooks",
     },
 }
 """The module of each command, by panel and in the order of the help."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from promptq.producer.command_options import AsJson, Queue, Redis
+from promptq.producer.commands.options import AsJson, Queue, Redis
 from promptq.shared.runtime.extras import require
 
 batch = typer.Typer(
@@ -140,7 +140,7 @@ def jobs(
     """
     require("promptq jobs", "jobs")
     from promptq.producer.jobs.process import run_jobs
-    from promptq.producer.settings import read_jobs_settings
+    from promptq.producer.settings.jobs import read_jobs_settings
     from promptq.shared.runtime.logs import configure_logs
     from promptq.shared.settings.secrets import forget_secrets
 

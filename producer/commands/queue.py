@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from promptq.producer.admin.scaling import TARGET_SECONDS
-from promptq.producer.command_options import (
+from promptq.producer.commands.options import (
     AsJson,
     Queue,
     Redis,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from promptq.producer.clients.sync_client import Client
-from promptq.producer.command_options import Queue, Redis, RequestId, open_client, open_client_of
+from promptq.producer.commands.options import Queue, Redis, RequestId, open_client, open_client_of
 from promptq.producer.commands.screens.printing import StreamPrinter
 from promptq.producer.commands.screens.terminal import write
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from promptq.producer.command_options import AsJson
+from promptq.producer.commands.options import AsJson
 from promptq.shared.server.connection import without_password
 from promptq.shared.settings.common import ENV_PREFIX, Settings, flag_of, read_settings
 
@@ -25,11 +25,9 @@ def settings(as_json: AsJson = False) -> None:
     promptq settings
     PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
-    from promptq.producer.settings import (
-        read_files_settings,
-        read_gateway_settings,
-        read_jobs_settings,
-    )
+    from promptq.producer.settings.files import read_files_settings
+    from promptq.producer.settings.gateway import read_gateway_settings
+    from promptq.producer.settings.jobs import read_jobs_settings
 
     rows: list[dict[str, Any]] = []
     known: set[str] = set()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from promptq.producer.command_options import Queue, Redis, names_queue, open_client
+from promptq.producer.commands.options import Queue, Redis, names_queue, open_client
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
 
 if TYPE_CHECKING:

@@ -12,35 +12,28 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from promptq.producer.admin import api_keys
+from promptq.producer.apis import batches, files, models, streams, tokens
+from promptq.producer.apis.completions import route as completions
+from promptq.producer.apis.embeddings import route as embeddings
+from promptq.producer.apis.messages import route as messages
+from promptq.producer.apis.readers import READERS
+from promptq.producer.apis.responses import route as responses
+from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
+from promptq.producer.calls.call_reader import CallReader
+from promptq.producer.calls.errors import log_why_unavailable, redis_side_error
+from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.gateway.answering.reading.call_reader import CallReader
-from promptq.producer.gateway.answering.response_records import ResponseRecords
-from promptq.producer.gateway.context.background_cancels import BackgroundCancels
-from promptq.producer.gateway.context.gateway import Gateway
-from promptq.producer.gateway.context.key_uses import KeyUses
-from promptq.producer.gateway.context.refusals import Refusals
-from promptq.producer.gateway.context.served_queues import ServedQueues, log_unreadable
 from promptq.producer.gateway.dashboard import actions, pages
-from promptq.producer.gateway.http import errors
-from promptq.producer.gateway.http.body_budget import BodyBudget
-from promptq.producer.gateway.http.meter import measure_http
-from promptq.producer.gateway.http.tracing import trace_http
-from promptq.producer.gateway.routes import (
-    batches,
-    completions,
-    files,
-    messages,
-    models,
-    responses,
-    streams,
-    tokens,
-)
-from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.gateway.monitoring import docs, health, metrics, scaling
+from promptq.producer.http import errors
+from promptq.producer.http.bodies import BodyBudget
+from promptq.producer.http.meter import measure_http, trace_http
+from promptq.producer.http.state import BackgroundCancels, Gateway, KeyUses, Refusals
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.keys import ALL_QUEUES, Keys
 from promptq.shared.queue import scripts
 from promptq.shared.queue.eviction import eviction_warning
@@ -54,6 +47,7 @@ _ROUTERS = (
     metrics.router,
     scaling.router,
     completions.router,
+    embeddings.router,
     streams.router,
     responses.router,
     messages.router,
@@ -94,7 +88,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
         queues = ServedQueues(open_client, settings.served_queues, on_unreadable=log_unreadable)
         cancels = BackgroundCancels()
-        app.state.call_reader = CallReader(settings.log_level, settings.log_format)
+        app.state.call_reader = CallReader(READERS, settings.log_level, settings.log_format)
         app.state.gateway = Gateway(
             settings,
             queues,
@@ -157,8 +151,8 @@ async def _look_at_server(gateway: Gateway) -> None:
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     except RedisError as error:
-        told = errors.redis_side_error(error, gateway.client.url, gateway.redis_user)
-        errors.log_why_unavailable(told)
+        told = redis_side_error(error, gateway.client.url, gateway.redis_user)
+        log_why_unavailable(told)
     log = EvictionLog()
     while True:
         with suppress(RedisError):  # calls log why it is away

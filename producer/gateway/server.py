@@ -1,4 +1,4 @@
-"""`promptq gateway`: the HTTP side in a process of its own, until told to stop."""
+"""Serves a gateway in a process of its own, until told to stop."""
 
 from __future__ import annotations
 
@@ -7,83 +7,17 @@ import logging
 import resource
 import signal
 import socket
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from promptq.producer.command_options import Redis
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.quick_imports import quick_imports
 
 if TYPE_CHECKING:
-    from promptq.producer.settings import GatewaySettings
+    from promptq.producer.settings.gateway import GatewaySettings
 
 _BACKLOG = 4096
 _OBJECTS_BEFORE_COLLECTION = 50_000
-
-
-def gateway(
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; default: 127.0.0.1.", show_default=False),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help="Port; default: 8000; 0: any free one.", show_default=False
-        ),
-    ] = None,
-    share_port: Annotated[
-        bool | None,
-        typer.Option(
-            "--share-port",
-            help="Share the port with other gateways of this machine.",
-            show_default=False,
-        ),
-    ] = None,
-    log_requests: Annotated[
-        bool | None,
-        typer.Option(
-            "--log-requests/--no-log-requests",
-            help="Log each call; default: they are logged.",
-            show_default=False,
-        ),
-    ] = None,
-    redis: Redis = None,
-    queue: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A queue to serve; can be given several times. The first one holds API keys, files"
-            " and batches. Default: `default` and all others of the server.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Serve queues over HTTP, with the API of OpenAI; docs/gateway.md describes it.
-
-    A call goes to the queue that serves its model. Without a worker, requests
-    wait for one. While the Redis server does not answer, calls get 503.
-
-    Examples:
-
-    promptq gateway
-    promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
-    promptq gateway --queue chat --queue embed
-    """
-    from promptq.producer.settings import read_gateway_settings
-    from promptq.shared.settings.secrets import forget_secrets
-
-    settings = read_gateway_settings(
-        http_host=host,
-        http_port=port,
-        http_share_port=share_port,
-        http_log_requests=log_requests,
-        redis_url=redis,
-        queues=queue,
-    )
-    forget_secrets()
-    run_gateway(settings)
 
 
 def run_gateway(settings: GatewaySettings) -> None:
@@ -93,7 +27,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         import uvicorn
 
         from promptq.producer.gateway.app import create_app
-        from promptq.producer.gateway.http.connection_limits import bounded_protocol
+        from promptq.producer.http.connection_limits import bounded_protocol
     from promptq.producer.clients.connecting import server_url
     from promptq.shared.runtime.logs import configure_logs
     from promptq.shared.server.connection import without_password

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.producer.jobs import upkeep
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.keys import NAME
 

@@ -16,13 +16,13 @@ import redis
 from rq import Queue
 
 from promptq.producer.batch_store.input_file import is_batch_id
-from promptq.producer.batches.runner_lease import LEASE_MS
-from promptq.producer.jobs.pending_lists import entries_of, shown
+from promptq.producer.batches.batch_job import LEASE_MS
 from promptq.producer.jobs.rq_queues import batches_waiting, enqueue_batch, is_taken, num_workers
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
 from promptq.shared.queue.call import Call, ids_of
+from promptq.shared.queue.lookups import entries_of, shown
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone
 from promptq.shared.runtime.logs import get_logger

@@ -11,10 +11,10 @@ from promptq.producer.clients.connecting import server_url
 from promptq.producer.jobs import upkeep
 from promptq.producer.jobs.allowed_jobs import REAP, ROLL_UP, SWEEP
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
-from promptq.producer.jobs.deliveries import Deliveries
 from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_queues import JsonCron, batch_queue, open_jobs_redis, upkeep_queue
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
+from promptq.producer.webhooks.deliveries import Deliveries
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.eviction import eviction_warning
 from promptq.shared.queue.eviction_log import EvictionLog

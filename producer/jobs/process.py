@@ -26,7 +26,7 @@ from promptq.producer.jobs.rq_queues import (
     run_worker,
     upkeep_queue,
 )
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets, master_file
 from promptq.shared.errors import RedisSideError, RedisUnavailableError
 from promptq.shared.queue import scripts

@@ -41,7 +41,7 @@ from promptq.producer.jobs.allowed_jobs import (
     rq_queue_name,
     unpacked,
 )
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError, PromptqError
 from promptq.shared.queue.call import ids_of
 from promptq.shared.runtime.logs import get_logger

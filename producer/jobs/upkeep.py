@@ -15,7 +15,7 @@ from promptq.producer.admin.overview import keep_statistics
 from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import carry_out, text_map, text_of
 from promptq.shared.queue.request_queue import RequestQueue

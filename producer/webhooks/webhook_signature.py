@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, SecretStr, TypeAdapter, ValidationError
 from standardwebhooks.webhooks import Webhook
 
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.common import ENV_PREFIX
 

@@ -12,6 +12,8 @@ from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 
+_LOGGED_CHARACTERS = 100
+
 
 def server_time_ms() -> Call[int]:
     """The server's clock, in Unix milliseconds."""
@@ -172,3 +174,13 @@ def _is_name(name: str) -> bool:
     except ConfigurationError:
         return False
     return True
+
+
+def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
+    """The entries that a command reads of a key; none, with a line in the log, if it is no list."""
+    return Call("", [command, key, *args], list, list)
+
+
+def shown(raw: bytes) -> str:
+    """A stranger's entry as a log may have it."""
+    return repr(raw)[:_LOGGED_CHARACTERS]

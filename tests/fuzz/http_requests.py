@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from promptq.producer.gateway.app import create_app
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.settings.gateway import GatewaySettings
 
 Route = tuple[str, str]
 """Method and path."""

@@ -20,7 +20,7 @@ GATEWAY = """
 import sys
 import uvicorn
 from promptq.producer.gateway.app import create_app
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.runtime.logs import configure_logs
 
 configure_logs("info", "json")

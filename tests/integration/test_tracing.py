@@ -24,7 +24,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from promptq import AsyncClient, Client
 from promptq.producer.admin.timeline import Happened
-from promptq.producer.gateway.http.tracing import trace_http
+from promptq.producer.http.meter import trace_http
 from promptq.shared.errors import RequestExistsError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.tracing import Tracing, start_tracing

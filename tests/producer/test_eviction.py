@@ -10,7 +10,7 @@ import redis
 
 from promptq import Client
 from promptq.producer.jobs.leader import lead
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import RedisFullError
 from tests.producer.gateway.living import live_gateway, live_worker
 from tests.producer.playing import Run

@@ -20,10 +20,10 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, BatchRecord, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import new_batch_id
-from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
+from promptq.producer.batches.batch_job import LEASE_MS, RunnerLease
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.rq_queues import batch_queue
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker

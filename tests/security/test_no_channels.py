@@ -12,7 +12,7 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 
 from promptq import AsyncClient, Client
-from promptq.producer.gateway.http import errors
+from promptq.producer.calls import errors
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue

@@ -25,7 +25,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.runtime.printable import printable
 
 if TYPE_CHECKING:
-    from promptq.producer.jobs.deliveries import DeadWebhook
+    from promptq.producer.webhooks.deliveries import DeadWebhook
 
 
 def how_to_start_a_worker(queue: str) -> str:

@@ -8,19 +8,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
-from promptq.producer.gateway.answering.respond import enqueue, prepare
-from promptq.producer.gateway.context.access import (
-    ThisAdmin,
-    check_model,
-    check_scope,
-    is_of_own_page,
-)
-from promptq.producer.gateway.context.gateway import ThisGateway
-from promptq.producer.gateway.context.pydantic_body import json_body
-from promptq.producer.gateway.context.served_queues import ServedQueue
-from promptq.producer.gateway.dashboard.shown_queue import ThisQueue
-from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.request_bodies import CompletionCall
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.caller import check_model, check_scope
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import prepare
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.gateway.dashboard.pages import ThisQueue
+from promptq.producer.http.auth import ThisAdmin, is_of_own_page
+from promptq.producer.http.json_body import json_body
+from promptq.producer.http.state import ThisGateway
+from promptq.producer.http.submit import enqueue
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
 from promptq.shared.protocol.request import MAX_PRIORITY

@@ -11,9 +11,9 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from redis.exceptions import RedisError
 
-from promptq.producer.gateway.context.access import admin_of, caller_of
-from promptq.producer.gateway.context.gateway import Gateway
-from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.auth import admin_of, caller_of
+from promptq.producer.http.state import Gateway
 from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end
 

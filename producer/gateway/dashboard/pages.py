@@ -10,22 +10,21 @@ from functools import cache, partial
 from importlib import resources
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from promptq.producer.admin.timeline import Timeline
+from promptq.producer.calls.errors import ApiError, as_api_error
+from promptq.producer.calls.logprobs import freed
+from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.connecting import explained
-from promptq.producer.gateway.context.access import ThisAdmin
-from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
-from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.dashboard import request_search
 from promptq.producer.gateway.dashboard.page_stream import event_response, message
 from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.producer.gateway.dashboard.request_search import FoundRequests
-from promptq.producer.gateway.dashboard.shown_queue import ThisQueue
-from promptq.producer.gateway.http.errors import ApiError, as_api_error
-from promptq.producer.gateway.openai.logprobs import freed
+from promptq.producer.http.auth import ThisAdmin
+from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import check_request_id
@@ -332,3 +331,12 @@ async def _request_message(served: ServedQueue, timeline: Timeline) -> str:
         payload = payload[:MAX_SHOWN_PAYLOAD] + "…"
     shown = timeline.model_copy(update={"payload": payload})
     return message("request", await _as_of_now(served, shown))
+
+
+async def shown_queue(gateway: ThisGateway, queue: str = "") -> ServedQueue:
+    """The queue that the query names; without a name the gateway's own. Raises ApiError 404."""
+    return await gateway.queues.named(queue)
+
+
+ThisQueue = Annotated[ServedQueue, Depends(shown_queue)]
+"""A route's parameter of this type is the queue that its page shows."""

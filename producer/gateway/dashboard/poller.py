@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.calls.errors import ApiError
 from promptq.shared.errors import RedisSideError
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.tasks import kept_up

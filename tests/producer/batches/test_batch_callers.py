@@ -23,7 +23,7 @@ from promptq.producer.batch_store.batch_records import (
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import LineReader, request_id_of
 from promptq.producer.batches.batch_job import run_batch_job
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings.jobs import read_jobs_settings
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker

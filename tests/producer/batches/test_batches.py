@@ -15,7 +15,7 @@ import redis.asyncio
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batches import batch_job
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings.jobs import read_jobs_settings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready

@@ -14,7 +14,7 @@ import pytest
 
 from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batches import batch_job
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings.jobs import read_jobs_settings
 from tests.model_free_worker import running_worker
 from tests.producer.batches.batches import add_batch, line
 from tests.producer.playing import KEYS, HandWorker

@@ -141,7 +141,7 @@ async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
 TOLD_TO_STOP = """
 import os, signal
 from promptq.producer.jobs import rq_queues
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings.jobs import read_jobs_settings
 
 fork = os.fork
 

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import httpx2
 import uvicorn
 
+from promptq.producer.calls.caller import Caller
 from promptq.producer.gateway.app import create_app
-from promptq.producer.gateway.context.access import Caller, caller_of
-from promptq.producer.gateway.http.connection_limits import bounded_protocol
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.http.auth import caller_of
+from promptq.producer.http.connection_limits import bounded_protocol
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.serve.build import Served
 from tests.model_free_worker import running_worker

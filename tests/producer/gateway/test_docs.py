@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from promptq.producer.gateway.app import create_app
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.request import Request
 
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from promptq import Client
-from promptq.producer.gateway.http import errors
+from promptq.producer.calls import errors
 from promptq.shared.protocol.keys import ALL_QUEUES
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts

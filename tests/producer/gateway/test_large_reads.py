@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from promptq.producer.gateway.app import create_app
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason

@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from promptq import AsyncClient
 from promptq.producer.gateway.app import create_app
-from promptq.producer.gateway.http.meter import measure_http
-from promptq.producer.gateway.routes.monitoring import metrics as metrics_route
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.gateway.monitoring import metrics as metrics_route
+from promptq.producer.http.meter import measure_http
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.runtime import metrics
 from tests.model_free_worker import running_worker, served_model_free
 from tests.producer.dead_letters import bury

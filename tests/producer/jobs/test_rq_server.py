@@ -25,7 +25,7 @@ from promptq.producer.jobs.rq_queues import (
     run_worker,
     upkeep_queue,
 )
-from promptq.producer.settings import JobsSettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker

@@ -13,7 +13,7 @@ import redis
 from promptq.producer.jobs import upkeep
 from promptq.producer.jobs.allowed_jobs import REAP, SWEEP
 from promptq.producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings.jobs import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.server.embedded import EmbeddedServer

@@ -23,7 +23,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, TooManyBatchesError, new_batch
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
-from promptq.producer.gateway.context import refusals
+from promptq.producer.http import state
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.living import LiveGateway, error_of
@@ -97,7 +97,7 @@ def test_who_asks_again_before_it_may_is_refused_late(
     make_key: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refusals, "_MOST_SECONDS", 3.0)
+    monkeypatch.setattr(state, "_MOST_SECONDS", 3.0)
     gateway = start()
     secret, other = make_key("web", requests_per_minute=1), make_key("other", requests_per_minute=9)
     parts = urlsplit(gateway.url)

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from promptq import Client
 from promptq.producer.admin.api_keys import SCOPES, hash_of
-from promptq.producer.gateway.context import key_uses
+from promptq.producer.http import state
 from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.living import LiveGateway, error_of
 from tests.producer.playing import KEYS, PROMPTQ
@@ -110,7 +110,7 @@ def test_when_a_key_was_last_used(
     first = use()
     assert began <= first <= time.time() * 1000
     assert use() == first, "not again within the minute"
-    monkeypatch.setattr(key_uses, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(state, "_EVERY_SECONDS", 0.0)
     assert use() > first
     assert set(everything.hkeys(KEYS.api_keys_used)) == {hash_of(secret).encode()}
     with Client(redis_url) as client:

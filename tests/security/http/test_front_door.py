@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from promptq.producer.gateway import app
-from promptq.producer.gateway.http import connection_limits
+from promptq.producer.http import connection_limits
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway, connected, live_gateway
 from tests.waiting import until

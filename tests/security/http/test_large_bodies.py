@@ -18,7 +18,7 @@ import httpx2
 import pytest
 import redis
 
-from promptq.producer.gateway.answering.reading import call_reader
+from promptq.producer.calls import call_reader
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from promptq.producer.gateway.openai.reading.model_text import Asked, read_whole
+from promptq.producer.calls.output.model_text import Asked, read_whole
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import NO_ARGUMENTS, ToolCallOutput, ToolSchema
 from promptq.shared.protocol.output_style import OutputStyle

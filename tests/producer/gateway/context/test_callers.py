@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from promptq import Client
-from promptq.producer.gateway.context.access import Caller
+from promptq.producer.calls.caller import Caller
 from tests.producer.gateway.api_keys import make_key
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.streams.reading import PROMPT, is_cancelled, opened

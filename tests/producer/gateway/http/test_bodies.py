@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from promptq.producer.gateway.http import connection_limits
+from promptq.producer.http import connection_limits
 from tests.producer.gateway.living import LiveGateway
 
 CHUNKED = b"Transfer-Encoding: chunked"

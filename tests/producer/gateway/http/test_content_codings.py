@@ -14,8 +14,8 @@ import httpx2
 import pytest
 from backports import zstd
 
-from promptq.producer.gateway.http.content_codings import decoded
-from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.content_codings import decoded
 from tests.producer.gateway.living import LiveGateway, error_of
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

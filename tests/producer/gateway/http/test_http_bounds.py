@@ -11,8 +11,8 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from promptq.producer.gateway.http import connection_limits
-from promptq.producer.gateway.http.connection_limits import MAX_HEAD_BYTES
+from promptq.producer.http import connection_limits
+from promptq.producer.http.connection_limits import MAX_HEAD_BYTES
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row

@@ -19,9 +19,8 @@ from openai import OpenAI
 
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
-from promptq.producer.gateway.anthropic.field_names import NAMES as NAMES_OF_MESSAGES
-from promptq.producer.gateway.http.errors import named_as_asked
-from promptq.producer.gateway.responses.field_names import NAMES as NAMES_OF_RESPONSES
+from promptq.producer.calls.errors import named_as_asked
+from promptq.producer.calls.prepare import NAMES_OF_MESSAGES, NAMES_OF_RESPONSES
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason

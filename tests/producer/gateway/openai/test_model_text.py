@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from promptq.producer.gateway.openai.reading.model_text import (
-    Asked,
-    ModelText,
-    Piece,
-    needed_of,
-)
+from promptq.producer.calls.output.model_text import Asked, ModelText, Piece, needed_of
 from promptq.shared.protocol.output_style import OutputStyle
 from tests.worker.text.families import ARGUMENTS, FAMILIES, NAMES, TOOLS, Family
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from promptq.producer.gateway.openai.reading.tool_calls import ToolDelta, ToolText
+from promptq.producer.calls.output.tool_calls import ToolDelta, ToolText
 from promptq.shared.protocol.output_style import OutputStyle
 
 BARE = OutputStyle()

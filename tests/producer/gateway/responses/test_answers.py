@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from promptq.producer.gateway.responses.ended_output import ending_of
+from promptq.producer.apis.responses.ended_output import ending_of
 from promptq.shared.protocol.events import Stats, TokenEvent
 from promptq.shared.protocol.request import FinishReason, Request
 from tests.model_free_worker import text_of

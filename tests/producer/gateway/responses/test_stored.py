@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from promptq.producer.gateway.answering.response_records import MOST_LINKS
+from promptq.producer.apis.responses.response_records import MOST_LINKS
 from tests.producer.gateway.api_keys import make_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.gateway.responses.asking import answered, client_of, in_background
@@ -101,7 +101,7 @@ def test_what_nobody_reads_is_kept_too(
     redis_url: str, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By any gateway, also if the one that took the call is gone."""
-    records = "promptq.producer.gateway.answering.response_records"
+    records = "promptq.producer.apis.responses.response_records"
     monkeypatch.setattr(f"{records}._LOOK_SECONDS", 0.05)
     monkeypatch.setattr(f"{records}._NOT_SINCE_MS", 0)
     url = as_role("gateway", redis_url)

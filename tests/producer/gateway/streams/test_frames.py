@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from promptq.producer.gateway.app import create_app
-from promptq.producer.settings import GatewaySettings
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.request import FinishReason
 from tests.model_free_worker import running_worker, text_of
 from tests.producer.gateway.living import LiveGateway

@@ -1,0 +1,135 @@
+"""Batches, as in the OpenAI API. They are only recorded here; `promptq jobs` runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from promptq.producer.apis.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
+from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.errors import described
+from promptq.producer.http.json_body import described_body, json_body
+from promptq.producer.http.limits import COUNTED_READ, admit_call
+from promptq.producer.http.state import ThisGateway
+
+router = APIRouter(
+    tags=["batches"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("batches")],
+)
+
+
+class Expiry(BaseModel):
+    """When answers are deleted, counted from their creation."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
+
+
+def _check_number(given: Any) -> Any:
+    """Check the number of entries first, as pydantic would report each wrong entry."""
+    if isinstance(given, dict) and len(given) > _MOST_METADATA:
+        raise ValueError(f"{len(given)} are more than the {_MOST_METADATA} allowed")
+    return given
+
+
+_MOST_METADATA = 16
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    BeforeValidator(_check_number),
+]
+
+
+class NewBatch(BaseModel):
+    """What a client asks for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_file_id: str = Field(description="id of an uploaded file whose purpose is `batch`")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"] = Field(
+        description="`/v1/chat/completions`, `/v1/completions` or `/v1/embeddings`; every line must"
+        " name the same"
+    )
+    completion_window: Literal["24h"] = Field(description="`24h`")
+    output_expires_after: Expiry | None = Field(
+        None, description="when the answers are deleted; by default after 30 days"
+    )
+    metadata: Metadata | None = Field(
+        None, description="up to 16 texts that are kept with the batch"
+    )
+
+
+def batches_of(gateway: ThisGateway) -> Batches:
+    """The batches of the gateway's queue."""
+    return Batches(gateway.queue)
+
+
+TheseBatches = Annotated[Batches, Depends(batches_of)]
+
+
+@router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413, 429))
+async def create(
+    asked: Annotated[NewBatch, Depends(json_body(NewBatch))],
+    response: Response,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    store: ThisStore,
+    batches: TheseBatches,
+) -> dict[str, object]:
+    """Run the lines of an uploaded file within a day."""
+    response.headers.update(await admit_call(gateway, caller))
+    try:
+        stored = await asyncio.to_thread(store.get, asked.input_file_id, *caller.reach)
+    except FileMissingError as error:
+        raise ApiError(400, f"input_file_id: {error}", param="input_file_id") from None
+    if stored.purpose != "batch":
+        raise ApiError(
+            400,
+            f"input_file_id: the file's purpose is {stored.purpose!r}, not 'batch'",
+            param="input_file_id",
+        )
+    await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)  # its answers are files too
+    record = new_batch(
+        asked.endpoint,
+        stored.id,
+        caller,
+        asked.metadata,
+        asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
+        gateway.settings.served_queues[1:],
+    )
+    record.tenant = stored.tenant  # the caller's tenant, or the tenant without a name
+    await batches.add(record, gateway.settings.batches_per_tenant)
+    return record.to_api()
+
+
+@router.get("/v1/batches", dependencies=[COUNTED_READ], responses=described(429))
+async def list_batches(
+    batches: TheseBatches,
+    caller: ThisCaller,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+) -> dict[str, object]:
+    """Batches of the caller's tenant, the newest first."""
+    try:
+        found, has_more = await batches.page(caller.reach, limit, after)
+    except BatchMissingError as error:
+        raise ApiError(400, f"after: {error}", param="after") from None
+    return page_of([record.to_api() for record in found], has_more)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def retrieve(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
+    """The state of a batch."""
+    return (await batches.get(batch_id, caller.reach)).to_api()
+
+
+@router.post("/v1/batches/{batch_id}/cancel", responses=described(409))
+async def cancel(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
+    """End a batch. Lines that are answered by then go to the output file."""
+    return (await batches.cancel(batch_id, caller.reach)).to_api()

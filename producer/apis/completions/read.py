@@ -1,0 +1,157 @@
+"""Reads a call of /v1/completions or /v1/chat/completions: its body and headers, as requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field
+
+from promptq.producer.calls.call import (
+    MAX_CHOICES,
+    CallOptions,
+    CompletionCall,
+    check_size_of_call,
+    prompts_of,
+    read_options,
+    refuse,
+    with_effort,
+)
+from promptq.producer.clients.request_builder import Prompt
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import Objects
+
+DEFAULT_MAX_TOKENS = 16
+"""The default of /v1/completions, as in the OpenAI API."""
+
+
+class CompletionOptions(CallOptions):
+    """The fields of /v1/completions."""
+
+    prompt: str | list[Any] = Field(description="text or token ids, or a list of either")
+    echo: bool = Field(
+        False,
+        description="begin the answer with the prompt, and with its logprobs if there are any",
+    )
+    suffix: Literal[""] | None = None
+
+
+class ChatOptions(CallOptions):
+    """The fields of /v1/chat/completions."""
+
+    messages: Objects = Field(min_length=1)
+    logprobs: bool = Field(False, description="report each token's log-probability")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="and for each, so many likeliest tokens"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    reasoning_effort: str | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="the variable of that name in the model's chat template; `none` also sets"
+        " `enable_thinking` to false",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="accepted without effect")
+    modalities: list[Literal["text"]] | None = Field(None, description="text alone is served")
+    echo: Literal[False] | None = None
+
+
+def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    return _read_chat(body, headers) if is_chat else _read_completion(body, headers)
+
+
+def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    options, fields = read_options(ChatOptions, body, headers)
+    _check_streaming(options, fields)
+    if options.max_completion_tokens is not None:
+        fields["max_tokens"] = options.max_completion_tokens
+    if options.logprobs:
+        fields["logprobs"] = options.top_logprobs or 0
+    elif options.top_logprobs:
+        raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
+    if options.reasoning_effort is not None:
+        fields["chat_template_kwargs"] = with_effort(
+            options.reasoning_effort, fields.get("chat_template_kwargs", {})
+        )
+    refuse("prompt", fields)
+    refuse("embed", fields)
+    refuse("tokenize", fields)
+    check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
+    fields["messages"] = options.messages
+    return _call(options, fields, len(body), is_chat=True, prompts=[None])
+
+
+def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    options, fields = read_options(CompletionOptions, body, headers)
+    _check_streaming(options, fields)
+    fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
+    refuse("messages", fields)
+    refuse("embed", fields)
+    refuse("tokenize", fields)
+    prompts = prompts_of("prompt", options.prompt)
+    check_size_of_call(len(body), fields, len(prompts), options.n)
+    shows_prompt_logprobs = "prompt_logprobs" in fields
+    echo_only = options.echo and type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
+    if echo_only:
+        fields["max_tokens"] = 1
+    if options.echo:
+        # The texts of token ids come with their log-probabilities.
+        of_ids = None if all(isinstance(prompt, str) for prompt in prompts) else 0
+        wanted = fields.get("logprobs", of_ids)
+        if wanted is not None:
+            fields.setdefault("prompt_logprobs", wanted)
+    call = _call(options, fields, len(body), is_chat=False, prompts=prompts)
+    return replace(
+        call,
+        echo=options.echo,
+        echo_only=echo_only,
+        shows_prompt_logprobs=shows_prompt_logprobs,
+    )
+
+
+def _check_streaming(options: CallOptions, fields: Mapping[str, Any]) -> None:
+    if options.stream and "prompt_logprobs" in fields:
+        raise InvalidRequestError(
+            "prompt_logprobs: cannot be streamed; leave out stream, or ask a completion for echo"
+            " and logprobs",
+            field="prompt_logprobs",
+        )
+    if options.stream_options and not options.stream:
+        raise InvalidRequestError("stream_options: needs stream: true", field="stream_options")
+
+
+def _call(
+    options: CallOptions,
+    fields: dict[str, Any],
+    body_bytes: int,
+    *,
+    is_chat: bool,
+    prompts: list[Prompt | None],
+) -> CompletionCall:
+    stream_options = options.stream_options or {}
+    if len(prompts) * options.n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"n: {len(prompts)} prompts with {options.n} answers each are more than the"
+            f" {MAX_CHOICES} answers that one call may ask for",
+            field="n",
+        )
+    return CompletionCall(
+        is_chat=is_chat,
+        fields=fields,
+        prompts=prompts,
+        n=options.n,
+        stream=options.stream,
+        include_usage=stream_options.get("include_usage", False),
+        detach=options.detach,
+        wait_for_worker=options.wait_for_worker,
+        shows_prompt_logprobs="prompt_logprobs" in fields,
+        body_bytes=body_bytes,
+    )
+
+
+def _min_tokens(fields: Mapping[str, Any]) -> int:
+    given = fields.get("min_tokens", 0)
+    return given if isinstance(given, int) else 0

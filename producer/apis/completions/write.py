@@ -1,0 +1,251 @@
+"""Writes completions and chats in the form of OpenAI's API: answers, and chunks of streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from promptq.producer.apis.completions.positions import Position
+from promptq.producer.calls.completion import Completion, failure, finish_reason
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.logprobs import (
+    FirstToken,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    text_length,
+    tokens_of_prompt,
+)
+from promptq.producer.calls.output.model_text import ModelText, Piece, read_whole
+from promptq.producer.calls.output.tool_calls import ToolDelta, call_id
+from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, Usage
+from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.runtime.large_json import written
+from promptq.shared.runtime.turns import Work, at_once
+
+_FEW = 16
+"""Tokens whose log-probabilities are written at once."""
+
+
+def answer(
+    completion: Completion, results: Sequence[Result], style: OutputStyle | None
+) -> Work[dict[str, Any]]:
+    """The body of the answer. Raises ApiError if a result is no answer."""
+    if (error := failure_of(results)) is not None:
+        raise error
+    choices = []
+    for index, result in enumerate(results):
+        choices.append((yield from _choice(completion, index, result, style)))
+    body: dict[str, Any] = {
+        "id": completion.id,
+        "object": "chat.completion" if completion.is_chat else "text_completion",
+        "created": completion.created,
+        "model": completion.model,
+        "choices": choices,
+        "usage": completion.usage([result.usage for result in results]),
+    }
+    if completion.is_chat and completion.with_prompt_logprobs:  # the choices have one prompt
+        body["prompt_logprobs"] = yield from prompt_logprobs(results[0])
+    return body
+
+
+def failure_of(results: Sequence[Result]) -> ApiError | None:
+    """The first failure among the results. A deadline is one only if there is no output at all."""
+    num_tokens = sum(len(result.token_ids) for result in results)
+    found = (failure(result.finish_reason, result.error, num_tokens) for result in results)
+    return next((error for error in found if error is not None), None)
+
+
+def _choice(
+    completion: Completion, index: int, result: Result, style: OutputStyle | None
+) -> Work[dict[str, Any]]:
+    num_calls, logprobs = 0, result.logprobs or []
+    body: dict[str, Any]
+    if completion.is_chat:
+        request_id = completion.request_ids[index]
+        read = read_whole(result.text, style, completion.asked, request_id)
+        message: dict[str, Any] = {"role": "assistant", "content": read.content}
+        message |= {"refusal": None, "annotations": []}
+        if read.reasoning:
+            message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
+        if completion.asked.is_forced or read.calls:
+            message["content"] = read.content or None
+        if num_calls := len(read.calls):
+            message["tool_calls"] = read.calls
+        body, shown = {"message": message}, (yield from chat_logprobs(logprobs))
+    else:
+        text, tokens = result.text, [*logprobs]
+        if completion.echo_only:
+            text, tokens = "", []
+        if completion.echoes:
+            echo = completion.echoes[index]
+            text = ("".join(result.prompt_texts or ()) if echo is None else echo) + text
+        of_prompt = tokens_of_prompt(result) if completion.echoes else []
+        body = {"text": text}
+        shown = yield from completion_logprobs([*of_prompt, *tokens], 0)
+        if completion.with_prompt_logprobs:
+            body["prompt_logprobs"] = yield from prompt_logprobs(result)
+    return {
+        "index": index,
+        **body,
+        "logprobs": shown if completion.with_logprobs else None,
+        "finish_reason": finish_reason(result.finish_reason, num_calls, completion.echo_only),
+    }
+
+
+class ChoiceWriter:
+    """Writes the chunks of one choice, from all of its events, that its client does not have."""
+
+    def __init__(
+        self, completion: Completion, index: int, have: Position, style: OutputStyle | None
+    ) -> None:
+        self.position = "0-0" if have.is_start else str(have)
+        """The client's position after all chunks so far."""
+        self.usage: Usage | None = None
+        """Set when the choice has ended."""
+        self._have = have
+        self._is_chat = completion.is_chat
+        self._with_logprobs = completion.with_logprobs
+        self._request_id = completion.request_ids[index]
+        self._reader = ModelText(style if completion.is_chat else None, completion.asked)
+        self._echoes, self._echo_only = bool(completion.echoes), completion.echo_only
+        self._echo = (completion.echoes[index] if completion.echoes else None) or ""
+        self._is_first = have.is_start and not _tells_roles_first(completion)
+        self._num_chars = 0
+        self._offset = 0
+        self._before, self._after = _frame_of(completion)
+        self._before += f'{{"index":{index},'
+
+    def chunk(self, event: TokenEvent) -> str | None:
+        """The chunk for an event, as JSON; None if there is nothing new for the client."""
+        if (news := self._news(event)) is None:
+            return None
+        text, logprobs = news
+        return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
+
+    def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
+        """Like `chunk`, for an event that may bring many log-probabilities."""
+        if (news := self._news(event)) is None:
+            return None
+        text, logprobs = news
+        return self._chunk(event, text, (yield from self._logprobs(logprobs)))
+
+    def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
+        """The text and the log-probabilities that the client does not have."""
+        have, text, logprobs = self._have, event.text, event.logprobs or []
+        if self._echo_only:
+            text, logprobs = "", []
+        of_prompt = tokens_of_prompt(event) if self._echoes else []
+        if of_prompt and not self._echo:  # it was given as token ids
+            self._echo = "".join(event.prompt_texts or ())
+        chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
+        if event.finish_reason is not None:
+            self.usage = event.usage or Usage()
+        if event.index < have.tokens or have.ended:
+            # The client has read all or a part of it. What separates its parts reads it again.
+            self._reader.feed(text[: max(0, have.chars - chars_before)])
+            known = logprobs[: have.tokens - event.index]
+            self._offset += text_length([*of_prompt, *known])
+            of_prompt = []
+            logprobs = logprobs[len(known) :]
+            text = text[max(0, have.chars - chars_before) :]
+            if have.ended or (event.end <= have.tokens and not event.is_last):
+                return None
+        return text, [*of_prompt, *logprobs]
+
+    def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
+        """`logprobs` is JSON, or None if there are no new ones."""
+        piece = self._reader.feed(text)
+        is_last = event.is_last
+        if is_last:
+            piece += self._reader.finish()
+        if not (piece or logprobs or is_last):
+            return None
+        reason = "null"
+        if event.finish_reason is not None:
+            num_calls = self._reader.num_calls
+            reason = f'"{finish_reason(event.finish_reason, num_calls, self._echo_only)}"'
+        shown = logprobs or "null"
+        self.position = f"{event.end}-{self._num_chars}{'e' if is_last else ''}"
+        body = self._delta(piece) if self._is_chat else self._text(piece.content)
+        self._is_first = False
+        return f'{self._before}{body},"logprobs":{shown},"finish_reason":{reason}}}{self._after}'
+
+    def _delta(self, piece: Piece) -> str:
+        parts = []
+        if self._is_first:
+            parts.append('"role":"assistant"')
+        if piece.reasoning:
+            reasoning = quoted(piece.reasoning)
+            parts.append(f'"reasoning_content":{reasoning},"reasoning":{reasoning}')
+        if piece.content or (self._is_first and not piece):
+            parts.append(f'"content":{quoted(piece.content)}')
+        if piece.calls:
+            parts.append(f'"tool_calls":{json.dumps([self._call(delta) for delta in piece.calls])}')
+        return f'"delta":{{{",".join(parts)}}}'
+
+    def _text(self, text: str) -> str:
+        return f'"text":{quoted(self._echo + text if self._is_first else text)}'
+
+    def _call(self, delta: ToolDelta) -> dict[str, Any]:
+        if delta.name is None:
+            return {"index": delta.index, "function": {"arguments": delta.arguments}}
+        return {
+            "index": delta.index,
+            "id": call_id(self._request_id, delta.index),
+            "type": "function",
+            "function": {"name": delta.name, "arguments": delta.arguments},
+        }
+
+    def _logprobs(self, logprobs: list[FirstToken | TokenLogprob]) -> Work[str | None]:
+        if not logprobs:
+            return None
+        if not self._with_logprobs:
+            return "null"
+        if self._is_chat:
+            shown = yield from chat_logprobs(
+                one for one in logprobs if isinstance(one, TokenLogprob)
+            )
+        else:
+            offset, self._offset = self._offset, self._offset + text_length(logprobs)
+            shown = yield from completion_logprobs(logprobs, offset)
+        return (yield from written(shown)) if len(logprobs) > _FEW else json.dumps(shown)
+
+
+def is_large(event: TokenEvent) -> bool:
+    """Whether it brings the log-probabilities of many tokens."""
+    return len(event.logprobs or ()) + len(event.prompt_logprobs or ()) > _FEW
+
+
+def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
+    """The first chunks of a chat with several choices: the role of each choice, in order.
+
+    OpenAI's client (`chat.completions.stream`) finds a choice by the number of choices before it.
+    """
+    if not (_tells_roles_first(completion) and all(it.is_start for it in have)):
+        return []
+    before, after = _frame_of(completion)
+    rest = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+    return [f'{before}{{"index":{index},{rest}{after}' for index in range(completion.num_choices)]
+
+
+def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
+    """The last chunk, for clients that want the usage."""
+    before, _ = _frame_of(completion)
+    return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
+
+
+def _tells_roles_first(completion: Completion) -> bool:
+    return completion.is_chat and completion.num_choices > 1
+
+
+def _frame_of(completion: Completion) -> tuple[str, str]:
+    """The JSON before and after the one choice of a chunk."""
+    kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
+    before = (
+        f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'
+        f',"model":{quoted(completion.model)},"choices":['
+    )
+    return before, '],"usage":null}' if completion.include_usage else "]}"

@@ -1,0 +1,83 @@
+"""Answers calls of /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from promptq.producer.apis.embeddings.read import EmbeddingOptions
+from promptq.producer.apis.embeddings.write import embeddings_json, failure_of_embedding
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import learned
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import Prepared
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.bodies import Hold
+from promptq.producer.http.errors import ClientLeftError, described
+from promptq.producer.http.openapi import operation
+from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
+from promptq.producer.http.stream import while_present
+from promptq.producer.http.submit import begin, read_call, with_headers
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.events import Result
+
+router = APIRouter(
+    tags=["completions"],
+    responses=described(400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    dependencies=[needs("completions")],
+)
+_READ_AT_ONCE = 16
+"""How many results of a call are waited for at once: each takes a round trip."""
+
+
+@router.post("/v1/embeddings", openapi_extra=operation(EmbeddingOptions), response_class=Response)
+async def create_embeddings(
+    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+) -> Response:
+    """Turn one text or several into vectors."""
+    async with read_call(request, gateway, caller, call_reader, "embeddings") as read:
+        return await respond_embeddings(request, gateway, caller, *read)
+
+
+async def respond_embeddings(
+    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
+) -> Response:
+    """Enqueue a call and answer it with its vectors. If the client leaves, it is cancelled.
+
+    Releases the hold on the body once its requests are in the queue.
+    """
+    served, completion, rates = await begin(gateway, caller, prepared)
+    prepared.new.clear()
+    hold.release()
+    try:
+        async with while_present(request.receive):
+            results = await _results(served, completion.request_ids)
+            completion, _ = await learned(served, completion)
+            body = await embeddings_json(completion, results)
+    except (ClientLeftError, ApiError):
+        gateway.cancels.cancel(served.client, completion.request_ids)
+        raise
+    headers = {**rates, "X-Request-Id": completion.id}
+    return with_headers(headers, Response(body, media_type="application/json"))
+
+
+async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
+    """The results of all. Raises ApiError for the first that is no vector, PromptqError."""
+    turns = asyncio.Semaphore(_READ_AT_ONCE)
+
+    async def read(request_id: str) -> Result:
+        async with turns:
+            result = await served.client.result(request_id, check=False)
+        if (error := failure_of_embedding(result)) is not None:
+            raise error
+        return result
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            reading = [group.create_task(read(request_id)) for request_id in request_ids]
+    except* (ApiError, PromptqError) as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in reading]

@@ -1,0 +1,59 @@
+"""Writes vectors in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from promptq.producer.calls.completion import Completion, failure
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import in_words_of_embeddings
+from promptq.shared.protocol.events import ErrorInfo, Result
+from promptq.shared.protocol.request import FinishReason
+
+
+def failure_of_embedding(result: Result) -> ApiError | None:
+    """The error for a request without a vector; None if it has one."""
+    reason, error = result.finish_reason, result.error
+    if error is not None:
+        error = error.model_copy(update={"message": in_words_of_embeddings(error.message)})
+    elif reason is FinishReason.STOP and result.embedding is None:
+        reason, error = FinishReason.ERROR, ErrorInfo(type="internal_error", message="no vector")
+    return failure(reason, error, num_tokens=0)
+
+
+async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
+    """The body of the answer. Other calls have their turns while a long one is written.
+
+    Raises ApiError if a result is no vector.
+    """
+    data = []
+    for index, result in enumerate(results):
+        data.append(json.dumps(_datum(completion, index, result)))
+        await asyncio.sleep(0)
+    rest = {"object": "list", "model": completion.model, **_usage(results)}
+    return f'{json.dumps(rest)[:-1]}, "data": [{", ".join(data)}]}}'.encode("ascii")
+
+
+def embeddings_body(completion: Completion, results: Sequence[Result]) -> dict[str, Any]:
+    """The same as Python values."""
+    data = [_datum(completion, index, result) for index, result in enumerate(results)]
+    return {"object": "list", "data": data, "model": completion.model, **_usage(results)}
+
+
+def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]:
+    if (error := failure_of_embedding(result)) is not None:
+        raise error
+    try:
+        numbers = result.vector
+    except ValueError:  # a stranger wrote into the queue
+        raise ApiError(500, "the queue's record of this request is no vector") from None
+    shown = result.embedding if completion.encoding_format == "base64" else numbers
+    return {"object": "embedding", "index": index, "embedding": shown}
+
+
+def _usage(results: Sequence[Result]) -> dict[str, Any]:
+    tokens = sum(result.usage.prompt_tokens for result in results)
+    return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}}

@@ -1,0 +1,248 @@
+"""Lets a caller upload a file, before the body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any, BinaryIO, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from promptq.producer.admin.request_fields import whole
+from promptq.producer.batch_store.file_quotas import Upload
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore, StoredFile
+from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.bodies import Hold, body_pieces
+from promptq.producer.http.errors import described
+from promptq.producer.http.limits import COUNTED_READ, admit_call
+from promptq.producer.http.state import ThisGateway
+from promptq.shared.runtime.large_json import written
+from promptq.shared.runtime.turns import Work
+
+FORM_BYTES = 1 << 16
+"""The bytes that a form may have beside the file. They do not count as the file."""
+
+router = APIRouter(
+    tags=["files"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("files")],
+)
+
+_MOST_FIELDS = 16
+_FIELD_BYTES = 1024
+_CHARSETS = ("utf-8", "ascii", "iso8859-1")
+"""The names of their codecs. Python has others, which fail or do not give text."""
+_MAX_LIST = 10_000
+_PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
+LEAST_EXPIRY_SECONDS = 3600
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "up to 200 MB"},
+        "purpose": {"type": "string", "enum": _PURPOSES, "description": "`batch` for batches"},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": LEAST_EXPIRY_SECONDS,
+            "maximum": BATCH_FILE_SECONDS,
+            "description": "when it is deleted; by default after 30 days if it is for batches",
+        },
+    },
+    "required": ["file", "purpose"],
+}
+_BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True}
+
+
+class UploadCall:
+    """An upload that was let in. It took one request of its caller's rate and counts as a file."""
+
+    def __init__(self, upload: Upload, declared: int) -> None:
+        self._upload = upload
+        self._seen = 0
+        self._counted = declared
+
+    async def counting(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """The body as it comes. Raises FileQuotaError once the tenant may not have more."""
+        async for piece in pieces:
+            self._seen += len(piece)
+            more = self._seen - FORM_BYTES - self._counted
+            if more > 0:
+                self._upload.grow(more)
+                self._counted += more
+            yield piece
+
+    async def add(
+        self, source: BinaryIO, *, filename: str, purpose: str, ttl_seconds: int | None
+    ) -> StoredFile:
+        """Keep the file. Raises FileQuotaError."""
+        return await asyncio.to_thread(
+            self._upload.add, source, filename=filename, purpose=purpose, ttl_seconds=ttl_seconds
+        )
+
+
+async def admit_upload(
+    request: Request, response: Response, gateway: ThisGateway, caller: ThisCaller
+) -> AsyncIterator[UploadCall]:
+    """Let an upload in before its body is read. Raises ApiError 429, FileQuotaError."""
+    response.headers.update(await admit_call(gateway, caller))
+    declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
+    with await asyncio.to_thread(
+        gateway.file_quotas.begin, caller.tenant or "", declared
+    ) as upload:
+        yield UploadCall(upload, declared)
+
+
+ThisUpload = Annotated[UploadCall, Depends(admit_upload)]
+"""A route's parameter of this type is the upload that it takes in."""
+
+
+def file_store(gateway: ThisGateway) -> FileStore:
+    """The files of this gateway."""
+    return gateway.file_quotas.store
+
+
+ThisStore = Annotated[FileStore, Depends(file_store)]
+
+
+@router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413, 429))
+async def upload(
+    request: Request, gateway: ThisGateway, caller: ThisCaller, upload: ThisUpload
+) -> dict[str, object]:
+    """Upload a file. The body is a multipart form."""
+    with gateway.uploads.hold(caller.party) as hold:
+        return await _take_in(request, upload, hold)
+
+
+async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str, object]:
+    # The file goes to the disk while it comes.
+    pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
+    parser = MultiPartParser(
+        _checked(request.headers),
+        upload.counting(pieces),
+        max_files=1,
+        max_fields=_MOST_FIELDS,
+        max_part_size=_FIELD_BYTES,
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, LookupError, ValueError) as error:
+        raise ApiError(400, f"the body is not a multipart form: {str(error)[:200]}") from None
+    try:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise ApiError(400, "file: is missing", param="file")
+        if purpose not in _PURPOSES:
+            raise ApiError(
+                400,
+                f"purpose: {str(purpose)[:80]!r} is not one of {', '.join(_PURPOSES)}",
+                param="purpose",
+            )
+        default = BATCH_FILE_SECONDS if purpose == "batch" else None
+        ttl = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
+        stored = await upload.add(
+            file.file,
+            filename=file.filename or "file",
+            purpose=str(purpose),
+            ttl_seconds=ttl or default,
+        )
+    finally:
+        await form.close()
+    return stored.to_api()
+
+
+@router.get("/v1/files", dependencies=[COUNTED_READ], responses=described(429))
+async def list_files(
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    store: ThisStore,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=_MAX_LIST)] = _MAX_LIST,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """List files of the caller's tenant, the newest first."""
+    found, has_more = await asyncio.to_thread(
+        store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
+    )
+
+    def shown() -> Work[str]:
+        objects = []
+        for stored in found:
+            objects.append(stored.to_api())
+            yield
+        return (yield from written(page_of(objects, has_more)))
+
+    body = await gateway.client.turns.run(shown())
+    return Response(body, media_type="application/json")
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+    """Describe a file."""
+    return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
+
+
+@router.get("/v1/files/{file_id}/content", dependencies=[COUNTED_READ], responses=described(429))
+async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
+    """Download a file."""
+    stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
+    return FileResponse(
+        store.path(stored), media_type="application/octet-stream", filename=stored.filename
+    )
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+    """Delete a file. A batch that has begun with it goes on; one that has not begun fails."""
+    await asyncio.to_thread(store.delete, file_id, *caller.reach)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
+    """OpenAI's list object."""
+    return {
+        "object": "list",
+        "data": objects,
+        "first_id": objects[0]["id"] if objects else None,
+        "last_id": objects[-1]["id"] if objects else None,
+        "has_more": has_more,
+    }
+
+
+def _checked(headers: Headers) -> Headers:
+    """Returns the headers. Raises ApiError 400 for another type or an unusual charset."""
+    kind, options = parse_options_header(headers.get("content-type"))
+    if not kind.startswith(b"multipart/"):
+        raise ApiError(
+            400, f"Content-Type: {kind[:80].decode('latin-1')!r} is not multipart/form-data"
+        )
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    try:
+        is_served = codecs.lookup(charset).name in _CHARSETS
+    except (LookupError, ValueError):
+        is_served = False
+    if not is_served:
+        raise ApiError(400, f"Content-Type: the charset {charset[:80]!r} is not served, utf-8 is")
+    return headers
+
+
+def _expiry(seconds: object, anchor: object) -> int | None:
+    if seconds is None and anchor is None:
+        return None
+    least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS
+    text = str(seconds)
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    if anchor != "created_at" or not is_number or not least <= int(text) <= most:
+        raise ApiError(
+            400,
+            f"expires_after: needs the anchor created_at and {least} to {most} seconds",
+            param="expires_after",
+        )
+    return int(text)

@@ -1,0 +1,342 @@
+"""Reads a call of /v1/messages: from Anthropic's fields to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from promptq.producer.calls.call import (
+    BodyOptions,
+    CompletionCall,
+    GeneratingOptions,
+    read_options,
+    refuse,
+    with_effort,
+)
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import NAMES_OF_MESSAGES
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import Objects, Texts
+
+_WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
+"""Fields of a payload that ask for what a message does not have."""
+_UNSUPPORTED = ("thread", "context_management")
+"""Fields that Anthropic's tool runners send. After this error they go on without `thread`."""
+_THINKING = ("type", "budget_tokens", "display")
+_THINKING_TYPES = ("enabled", "disabled", "adaptive")
+_LONGEST_EFFORT = 100
+
+Message = dict[str, Any]
+
+_SERVED = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+"""The types of blocks that are served, by roles."""
+_BETWEEN_TURNS = "\n\n"
+
+_CHOICES: dict[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+_OF_CHOICE = ("type", "name", "disable_parallel_tool_use")
+
+
+class CountOptions(BodyOptions):
+    """The fields of /v1/messages/count_tokens."""
+
+    messages: Objects = Field(
+        min_length=1, description="text and tools; the answer goes on with a last one of assistant"
+    )
+    system: str | Objects | None = Field(None, description="a text, or blocks of text")
+    tools: Objects | None = Field(None, description="each with name, description, input_schema")
+    tool_choice: dict[str, Any] | None = Field(None, description="type: auto, any, tool, none")
+    thinking: dict[str, Any] | None = Field(
+        None,
+        description="type: `enabled` and `adaptive` set the template's variable `enable_thinking`"
+        " to true, `disabled` to false, and `reasoning_effort` to `none`",
+    )
+    output_config: dict[str, Any] | None = Field(
+        None,
+        description="`effort` becomes the template's variable `reasoning_effort`; `format` binds"
+        " the answer to a schema",
+    )
+    cache_control: dict[str, Any] | None = Field(None, description="accepted without effect")
+
+
+class MessageOptions(CountOptions, GeneratingOptions):
+    """The fields of /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Texts | None = None
+    temperature: float | None = Field(None, ge=0.0, le=1.0)
+    service_tier: str | None = Field(None, description="accepted without effect")
+
+
+def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """The chat that a call becomes. Raises InvalidRequestError naming the field that is wrong."""
+    options, fields = read_options(MessageOptions, body, headers)
+    prefill = _set_chat(options, fields)
+    own_fields = {
+        "max_tokens": options.max_tokens,
+        "stop": options.stop_sequences or None,
+        "temperature": options.temperature,
+        "response_format": _format_of(options.output_config or {}),
+        "output_prefix": {"text": prefill} if prefill else None,
+    }
+    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    return CompletionCall(
+        is_chat=True,
+        fields=fields,
+        prompts=[None],
+        stream=options.stream,
+        detach=options.detach,
+        wait_for_worker=options.wait_for_worker,
+        body_bytes=len(body),
+        form="message",
+    )
+
+
+def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """As `read_message_call`, for a call that is told how many tokens the conversation has."""
+    options, fields = read_options(CountOptions, body, headers)
+    _format_of(options.output_config or {})
+    if prefill := _set_chat(options, fields):
+        fields["messages"].append({"role": "assistant", "content": prefill})
+    return CompletionCall(
+        is_chat=True,
+        fields={**fields, "tokenize": True},
+        prompts=[None],
+        wait_for_worker=options.wait_for_worker,
+        body_bytes=len(body),
+        form="count",
+    )
+
+
+def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
+    """Set the fields of a payload that make up the chat. Returns what the answer begins with.
+
+    Raises InvalidRequestError, ApiError.
+    """
+    for name, other in NAMES_OF_MESSAGES.items():
+        refuse(name, fields, other)
+    if unsupported := [name for name in _UNSUPPORTED if name in fields]:
+        raise ApiError(
+            400,
+            f"{', '.join(unsupported)}: not served; send the whole conversation instead",
+            param=unsupported[0],
+            code="thread_unsupported_request",
+            unsupported=unsupported,
+        )
+    for name in _WITHOUT_ANSWER:
+        refuse(name, fields)
+    fields["messages"], prefill = chat_of(options.messages, options.system)
+    tools, tool_choice = payload_tools(options.tools, options.tool_choice)
+    own_fields = {
+        "tools": tools or None,
+        "tool_choice": tool_choice,
+        "chat_template_kwargs": _template_variables(options, fields),
+    }
+    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    return prefill
+
+
+def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `response_format` of a payload."""
+    for name in config:
+        if name not in ("effort", "format"):
+            raise _wrong("output_config", f"{name[:80]!r} is not one of effort, format")
+    given = config.get("format")
+    if given is None:
+        return None
+    is_schema = isinstance(given, dict) and given.keys() == {"type", "schema"}
+    if not is_schema or given["type"] != "json_schema" or not isinstance(given["schema"], dict):
+        raise _wrong(
+            "output_config.format", 'must be like {"type": "json_schema", "schema": {...}}'
+        )
+    described = {"name": "output", "schema": given["schema"], "strict": True}
+    return {"type": "json_schema", "json_schema": described}
+
+
+def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any:
+    """The variables of the chat template; None if there are none."""
+    thinking = options.thinking or {}
+    for name in thinking:
+        if name not in _THINKING:
+            raise _wrong("thinking", f"{name[:80]!r} is not one of {', '.join(_THINKING)}")
+    kind = thinking.get("type")
+    if options.thinking is not None and kind not in _THINKING_TYPES:
+        raise _wrong(
+            "thinking", f"type {str(kind)[:80]!r} is not one of {', '.join(_THINKING_TYPES)}"
+        )
+    if thinking.get("display") not in (None, "summarized"):
+        raise _wrong("thinking.display", "is not served but for 'summarized'; thinking is shown")
+    effort = (options.output_config or {}).get("effort")
+    if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
+        raise _wrong("output_config.effort", f"must be a text of 1 to {_LONGEST_EFFORT} characters")
+    if kind == "disabled":
+        effort = "none"
+    given = fields.get("chat_template_kwargs")
+    if (kind is None and effort is None) or not isinstance(given, dict | None):
+        return given
+    variables = {} if kind in (None, "disabled") else {"enable_thinking": True}
+    if effort is not None:
+        variables = with_effort(effort, variables)
+    return variables | (given or {})
+
+
+def _wrong(field: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {what}", field=field)
+
+
+def chat_of(
+    messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
+) -> tuple[list[Message], str]:
+    """The messages of a chat, and the text with which its answer begins.
+
+    That is the text of a last message of the assistant, which is none of the messages then.
+    Messages of the same role that follow each other become one.
+
+    Raises InvalidRequestError for what is not served, such as an image.
+    """
+    chat: list[Message] = []
+    if system:
+        chat.append({"role": "system", "content": _text_of("system", system)})
+    for index, message in enumerate(messages):
+        where = f"messages: message {index}"
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _SERVED:
+            raise _invalid(f"{where}: role {str(role)[:80]!r} is not one of {', '.join(_SERVED)}")
+        blocks = _blocks_of(where, message.get("content"), _SERVED[role])
+        if role == "user":
+            _add_user(chat, where, blocks)
+        else:
+            _add(chat, _assistant(where, blocks) if role == "assistant" else _plain(role, blocks))
+    if not chat or chat[-1]["role"] != "assistant":
+        return chat, ""
+    last = chat.pop()
+    if last.keys() > {"role", "content"}:
+        raise _invalid(
+            f"messages: message {len(messages) - 1}: is the assistant's and the last one, which"
+            " the answer goes on with, so it may have text alone"
+        )
+    return chat, last["content"]
+
+
+def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
+    """Each result of a tool is a message of its own."""
+    texts: list[str] = []
+    for block in blocks:
+        if block["type"] == "text":
+            texts.append(block["text"])
+            continue
+        if texts:
+            _add(chat, {"role": "user", "content": "".join(texts)})
+            texts = []
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str):
+            raise _invalid(f"{where}: a tool_result needs tool_use_id, a text")
+        content = _text_of(f"{where}: tool_result", block.get("content") or "")
+        chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    if texts or not blocks:
+        _add(chat, {"role": "user", "content": "".join(texts)})
+
+
+def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
+    message = _plain("assistant", [it for it in blocks if it["type"] == "text"])
+    thinking = [it.get("thinking") for it in blocks if it["type"] == "thinking"]
+    if not all(isinstance(it, str) for it in thinking):
+        raise _invalid(f"{where}: a block of type 'thinking' needs thinking, a text")
+    if reasoning := "".join(map(str, thinking)):
+        message["reasoning_content"] = reasoning
+    calls = [_call(where, it) for it in blocks if it["type"] == "tool_use"]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _plain(role: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
+    return {"role": role, "content": "".join(it["text"] for it in blocks)}
+
+
+def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    call_id, name, arguments = (block.get(it) for it in ("id", "name", "input"))
+    arguments = {} if arguments is None else arguments
+    if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
+        raise _invalid(f"{where}: a tool_use needs id and name, texts, and input, an object")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _add(chat: list[Message], message: Message) -> None:
+    """Add a message, or put it together with the last one if that has the same role."""
+    if not chat or chat[-1]["role"] != message["role"] or message["role"] == "system":
+        chat.append(message)
+        return
+    last = chat[-1]
+    texts = [it for it in (last["content"], message["content"]) if it]
+    last["content"] = _BETWEEN_TURNS.join(texts)
+    for name in ("reasoning_content", "tool_calls"):
+        if name in message:
+            last[name] = last[name] + message[name] if name in last else message[name]
+
+
+def _text_of(where: str, content: Any) -> str:
+    return "".join(it["text"] for it in _blocks_of(where, content, ("text",)))
+
+
+def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The blocks of a content, all of types that are served. A text is one block."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _invalid(f"{where}: content must be text or a list of blocks")
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else block
+        if not isinstance(block, Mapping) or kind not in served:
+            raise _invalid(
+                f"{where}: a block of type {str(kind)[:80]!r} is not served; served are"
+                f" {', '.join(served)}"
+            )
+        if kind == "text" and not isinstance(block.get("text"), str):
+            raise _invalid(f"{where}: a block of type 'text' needs text")
+    return content
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, field=message.partition(":")[0])
+
+
+def payload_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None
+) -> tuple[list[dict[str, Any]], Any]:
+    """The `tools` and the `tool_choice` of a payload; the latter is None if it says nothing.
+
+    Raises InvalidRequestError for tools that Anthropic runs, such as a web search.
+    """
+    functions = [_function(tool) for tool in tools or ()]
+    if choice is None:
+        return functions, None
+    for name in choice:
+        if name not in _OF_CHOICE:
+            raise _invalid(f"tool_choice: {name[:80]!r} is not one of {', '.join(_OF_CHOICE)}")
+    kind = choice.get("type")
+    if kind == "tool":
+        return functions, {"type": "function", "function": {"name": choice.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise _invalid(
+            f"tool_choice: type {str(kind)[:80]!r} is not one of {', '.join(_CHOICES)}, tool"
+        )
+    return functions, _CHOICES[kind] if functions or kind == "any" else None
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        raise _invalid(
+            f"tools: a tool of type {str(kind)[:80]!r} is not served, only those with an"
+            " input_schema are"
+        )
+    if not (isinstance(tool.get("name"), str) and isinstance(tool.get("input_schema"), dict)):
+        raise _invalid('tools: a tool must be like {"name": ..., "input_schema": {...}}')
+    function = {
+        it: tool[it] for it in ("name", "description", "strict") if tool.get(it) is not None
+    }
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}

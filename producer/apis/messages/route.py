@@ -1,0 +1,136 @@
+"""Answers calls of /v1/messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import APIRouter, Request
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from promptq.producer.apis.messages.read import CountOptions, MessageOptions
+from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import Completion, StreamedCompletion, learned
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import NAMES_OF_MESSAGES, Prepared
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.bodies import Hold
+from promptq.producer.http.connection_limits import Unfinished
+from promptq.producer.http.errors import ClientLeftError, MessagesErrorAnswer, described
+from promptq.producer.http.openapi import TOOL_FIELDS, operation
+from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
+from promptq.producer.http.stream import EventStream, Out, sent, while_present
+from promptq.producer.http.submit import begin, read_call, told_tokens, with_headers
+from promptq.shared.protocol.events import TokenEvent
+
+_HIDDEN = TOOL_FIELDS | {*NAMES_OF_MESSAGES, "logprobs", "prompt_logprobs"}
+
+router = APIRouter(
+    tags=["messages"],
+    responses=described(
+        400, 401, 403, 404, 408, 409, 413, 429, 500, 503, model=MessagesErrorAnswer
+    ),
+    dependencies=[needs("completions")],
+)
+
+
+@router.post(
+    "/v1/messages", openapi_extra=operation(MessageOptions, _HIDDEN), response_class=Response
+)
+async def create_message(
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+) -> Response:
+    """Answer a conversation, in one piece or, with `stream`, as it is generated."""
+    async with read_call(request, gateway, caller, call_reader, "messages") as (prepared, hold):
+        return await respond_message(request, gateway, caller, prepared, hold)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, _HIDDEN))
+async def count_tokens(
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+) -> dict[str, int]:
+    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
+    async with read_call(request, gateway, caller, call_reader, "counts") as (prepared, hold):
+        result, _ = await told_tokens(request, gateway, caller, prepared, hold)
+    return {"input_tokens": result.usage.prompt_tokens}
+
+
+async def respond_message(
+    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
+) -> Response:
+    """Enqueue a call and answer it. Releases the hold on the body once it is in the queue."""
+    served, completion, rates = await begin(gateway, caller, prepared)
+    prepared.new.clear()
+    hold.release()
+    headers = {**rates, "Request-Id": completion.id}
+    if prepared.call.stream:
+        stream = EventStream(gateway, served, MessageStream(completion), is_new=True)
+        return with_headers(headers, stream)
+    headers |= {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
+    try:
+        async with while_present(request.receive):
+            whole = await _whole(served, completion)
+    except ClientLeftError:
+        if not completion.detach:
+            gateway.cancels.cancel(served.client, completion.request_ids)
+        raise
+    return with_headers(headers, Response(whole, media_type="application/json"))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStream(StreamedCompletion):
+    """A message for `EventStream`, from its beginning."""
+
+    def frames(self, served: ServedQueue, out: Out) -> MessageFrames:
+        return MessageFrames(served, self.completion, out)
+
+
+class MessageFrames:
+    """The frames of a message."""
+
+    def __init__(self, served: ServedQueue, completion: Completion, out: Out) -> None:
+        self._served = served
+        self._completion = completion
+        self._out = out
+        self._writer: MessageWriter | None = None
+
+    async def begin(self) -> None:
+        """Nothing comes before the first event."""
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        if self._writer is None:
+            return partial(self._learn_and_write, event)
+        return self._write(self._writer, event)
+
+    async def finish(self) -> None:
+        """The frames of the last event end the message."""
+
+    def error(self, error: ApiError) -> bytes:
+        return error_frame(error)
+
+    def _write(self, writer: MessageWriter, event: TokenEvent) -> Unfinished:
+        frames = writer.write(event)
+        return self._out.write(sent(frames)) if frames else None
+
+    async def _learn_and_write(self, event: TokenEvent) -> None:
+        self._writer = await _writer_of(self._served, self._completion)
+        self._out.keepalive = PING  # nothing but a comment may come before the first event
+        if (finish := self._write(self._writer, event)) is not None:
+            await finish()
+
+
+async def _whole(served: ServedQueue, completion: Completion) -> str:
+    """The message, once it is over. Raises ApiError if there is no answer."""
+    events: list[TokenEvent] = []
+    await served.client.follow(completion.id, events.append)
+    writer = await _writer_of(served, completion)
+    for event in events:
+        writer.write(event)
+    return writer.whole
+
+
+async def _writer_of(served: ServedQueue, completion: Completion) -> MessageWriter:
+    return MessageWriter(*await learned(served, completion))

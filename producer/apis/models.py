@@ -1,0 +1,68 @@
+"""The models that a gateway's queues serve, as in the OpenAI API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from promptq.producer.admin.queue_views import not_served
+from promptq.producer.calls.caller import Caller, check_model
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.errors import described
+from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.shared.errors import ModelNotServedError
+
+router = APIRouter(
+    tags=["models"],
+    responses=described(401, 403, 404, 503),
+    dependencies=[needs("models")],
+)
+
+
+@router.get("/v1/models/", include_in_schema=False)  # else a model without a name
+@router.head("/v1/models", include_in_schema=False)
+@router.get("/v1/models")
+async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """List the models, and further names of them. A queue without a model yet is left out."""
+    found = await _models(gateway)
+    data = [it for name, it in found.items() if _may_use(caller, str(it.get("root", name)))]
+    return {"object": "list", "data": data}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """Describe the model of this name; 404 if no queue serves it."""
+    found = await _models(gateway)
+    if model not in found:
+        raise ModelNotServedError(not_served(model, (it for it in found if _may_use(caller, it))))
+    check_model(caller, str(found[model].get("root", model)))
+    return found[model]
+
+
+async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
+    """What is told of each model, by its name. Of several queues, the shortest context counts."""
+    lengths: dict[str, list[int]] = {}
+    for _, view in await gateway.queues.views():
+        if view.model:
+            lengths.setdefault(view.model, [])
+            if view.max_model_len is not None:
+                lengths[view.model].append(view.max_model_len)
+    found = {name: _described(name, name, of) for name, of in lengths.items()}
+    for alias, name in sorted((await gateway.queues.aliases()).items()):
+        if name in lengths:
+            found.setdefault(alias, _described(alias, name, lengths[name]))
+    return found
+
+
+def _described(name: str, root: str, lengths: list[int]) -> dict[str, object]:
+    told: dict[str, object] = {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "promptq",
+        "root": root,
+    }
+    return {**told, "max_model_len": min(lengths)} if lengths else told
+
+
+def _may_use(caller: Caller, model: str) -> bool:
+    return caller.models is None or model in caller.models

@@ -1,0 +1,345 @@
+"""Reads a call of /v1/responses: from its fields to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json, to_json
+
+from promptq.producer.apis.responses.input_items import messages_of, read_items
+from promptq.producer.calls.call import (
+    BodyOptions,
+    CompletionCall,
+    GeneratingOptions,
+    StreamOptions,
+    read_options,
+    refuse,
+    with_effort,
+)
+from promptq.producer.calls.output.model_text import needed_of
+from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
+from promptq.producer.calls.response_call import AskedResponse, HistoryNeededError, ResponseCall
+from promptq.producer.calls.tolerated_fields import tools_named
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
+from promptq.shared.queue.spoilt import UNREADABLE
+
+LOGPROBS = "message.output_text.logprobs"
+_OTHER_INCLUDES = (
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+)
+"""What `include` may name without effect: items of which there are none here."""
+
+_UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
+"""Members of a tool that an answer repeats as null if the call has none."""
+_LONGEST_EFFORT = 100
+_REASONING = ("effort", "summary", "generate_summary", "context", "mode")
+
+_FUNCTION = ("name", "description", "parameters", "strict")
+_WORDS = ("auto", "none", "required")
+_FORMATS = ("text", "json_object", "json_schema")
+_SCHEMA = ("name", "description", "schema", "strict")
+
+Tool = dict[str, Any]
+
+
+class InputOptions(BodyOptions):
+    """The fields of /v1/responses/input_tokens."""
+
+    input: str | list[Any] = Field(description="a text, or a list of items")
+    instructions: str | None = Field(
+        None, description="a system message before the conversation, for this response alone"
+    )
+    previous_response_id: str | None = Field(
+        None, description="the stored response that this one continues"
+    )
+    tools: Objects | None = Field(None, description="functions, in the flat form of this API")
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = Field(True, description="accepted and ignored")
+    text: dict[str, Any] | None = Field(
+        None, description='{"format": ...}: text, json_object or json_schema'
+    )
+    reasoning: dict[str, Any] | None = Field(
+        None, description="`effort` becomes the template's variable `reasoning_effort`"
+    )
+    truncation: Literal["disabled"] | None = Field(None, description="`disabled`")
+
+
+class ResponseOptions(InputOptions, GeneratingOptions):
+    """The fields of /v1/responses."""
+
+    max_output_tokens: int | None = Field(None, ge=1)
+    include: list[str] | None = Field(None, description=f"`{LOGPROBS}`")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many likeliest tokens of each; needs `include`"
+    )
+    store: bool = Field(True, description="keep it, so that it can be read and continued later")
+    background: bool = Field(False, description="answer at once, and go on without the client")
+    stream_options: StreamOptions | None = Field(
+        None, description="accepted and ignored, like the next seven"
+    )
+    max_tool_calls: int | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+def read_response(
+    body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
+) -> tuple[CompletionCall, AskedResponse]:
+    """The chat that a call becomes, and what is kept of it.
+
+    `history` has the items of earlier responses, one a line. Raises HistoryNeededError if it is
+    None and the call continues one, InvalidRequestError naming the field that is wrong.
+    """
+    options, fields = read_options(ResponseOptions, body, headers)
+    _check_options(options)
+    own = _set_chat(options, fields, response_id, history)
+    with_logprobs = LOGPROBS in (options.include or ())
+    own_fields = {
+        "response_format": payload_format(options.text),
+        "max_tokens": options.max_output_tokens,
+        "logprobs": (options.top_logprobs or 0) if with_logprobs else None,
+    }
+    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    completion = CompletionCall(
+        is_chat=True,
+        fields=fields,
+        prompts=[None],
+        stream=options.stream,
+        detach=options.detach or options.background,
+        wait_for_worker=options.wait_for_worker,
+        body_bytes=len(body) + len(history or b""),
+        form="response",
+    )
+    call = ResponseCall(
+        id=response_id,
+        model=options.model or "",
+        echo=_echo(options, fields),
+        background=options.background,
+        store=options.store,
+        detach=completion.detach,
+        reading=needed_of(fields),
+        with_logprobs=with_logprobs,
+        previous_response_id=options.previous_response_id,
+    )
+    lines = b"\n".join(to_json(item) for item in own) if options.store else b""
+    return completion, AskedResponse(call, lines)
+
+
+def read_input_count(
+    body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
+) -> CompletionCall:
+    """The call that counts the tokens of a conversation. Raises as `read_response` does."""
+    options, fields = read_options(InputOptions, body, headers)
+    payload_format(options.text)
+    _set_chat(options, fields, response_id, history)
+    return CompletionCall(
+        is_chat=True,
+        fields={**fields, "tokenize": True},
+        prompts=[None],
+        wait_for_worker=options.wait_for_worker,
+        body_bytes=len(body) + len(history or b""),
+        form="input_count",
+    )
+
+
+def _set_chat(
+    options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
+) -> list[dict[str, Any]]:
+    """Set the fields of a payload that make up the chat. Returns the call's own items."""
+    for name, other in NAMES_OF_RESPONSES.items():
+        refuse(name, fields, other)
+    for name in ("embed", "prompt_logprobs", "tokenize"):
+        refuse(name, fields)
+    own = read_items(options.input, response_id.removeprefix("resp_"))
+    if options.previous_response_id and history is None:
+        raise HistoryNeededError(options.previous_response_id)
+    try:
+        earlier = [from_json(line) for line in (history or b"").splitlines()]
+        fields["messages"] = messages_of([*earlier, *own])
+    except UNREADABLE:  # its own items were checked
+        raise InvalidRequestError(
+            "previous_response_id: what is kept of the conversation is spoilt",
+            field="previous_response_id",
+        ) from None
+    if options.instructions:
+        fields["messages"].insert(0, {"role": "system", "content": options.instructions})
+    tools, tool_choice = payload_tools(options.tools, options.tool_choice)
+    own_fields = {
+        "tools": tools or None,
+        "tool_choice": tool_choice,
+        "chat_template_kwargs": _template_variables(options, fields),
+    }
+    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    return own
+
+
+def check_history(num_bytes: int) -> None:
+    """Raises InvalidRequestError if a conversation is longer than a payload may be."""
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidRequestError(
+            f"previous_response_id: the conversation has more than the {MAX_PAYLOAD_BYTES} bytes"
+            " allowed",
+            field="previous_response_id",
+        )
+
+
+def _check_options(options: ResponseOptions) -> None:
+    for name in options.include or ():
+        if name != LOGPROBS and name not in _OTHER_INCLUDES:
+            raise InvalidRequestError(
+                f"include: {name[:80]!r} is not served; {LOGPROBS!r} is", field="include"
+            )
+    if options.top_logprobs and LOGPROBS not in (options.include or ()):
+        raise InvalidRequestError(
+            f"top_logprobs: needs include: [{LOGPROBS!r}]", field="top_logprobs"
+        )
+    if options.background and not options.store:
+        raise InvalidRequestError("background: needs store: true", field="background")
+
+
+def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    for name in options.reasoning or ():
+        if name not in _REASONING:
+            raise InvalidRequestError(
+                f"reasoning: {name[:80]!r} is not one of {', '.join(_REASONING)}", field="reasoning"
+            )
+    effort = (options.reasoning or {}).get("effort")
+    given = fields.get("chat_template_kwargs")
+    if effort is None:
+        return None
+    if not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
+        raise InvalidRequestError(
+            f"reasoning.effort: must be a text of 1 to {_LONGEST_EFFORT} characters",
+            field="reasoning.effort",
+        )
+    variables: dict[str, Any] = with_effort(effort, {} if given is None else given)
+    return variables
+
+
+def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
+    """The members of the response object that repeat what was asked for."""
+    described = (options.text or {}).get("format") or {"type": "text"}
+    if described["type"] == "json_schema":
+        described = {"description": None, "strict": True, **described}
+    told = {
+        "frequency_penalty": fields.get("frequency_penalty", 0.0),
+        "instructions": options.instructions,
+        "max_output_tokens": options.max_output_tokens,
+        "max_tool_calls": options.max_tool_calls,
+        "metadata": fields.get("metadata") or {},
+        "parallel_tool_calls": options.parallel_tool_calls,
+        "presence_penalty": fields.get("presence_penalty", 0.0),
+        "previous_response_id": options.previous_response_id,
+        "prompt_cache_key": options.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **(options.reasoning or {})},
+        "safety_identifier": options.safety_identifier,
+        "service_tier": "default",
+        "store": options.store,
+        "temperature": fields.get("temperature", 1.0),
+        "text": {**(options.text or {}), "format": described},
+        "tool_choice": options.tool_choice or "auto",
+        "tools": [{**_UNSET_OF_TOOL, **tool} for tool in options.tools or ()],
+        "top_logprobs": options.top_logprobs or 0,
+        "top_p": fields.get("top_p", 1.0),
+        "truncation": "disabled",
+        "user": options.user,
+    }
+    return to_json(told).decode()[1:-1]
+
+
+def payload_tools(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
+) -> tuple[list[Tool], Any]:
+    """The `tools` and the `tool_choice` of a payload; the latter is None if it says nothing.
+
+    Raises InvalidRequestError for tools that this API has beside functions, such as `web_search`.
+    """
+    nested = [_function(tool) for tool in tools or ()]
+    if not isinstance(tool_choice, Mapping):
+        if tool_choice is not None and tool_choice not in _WORDS:
+            raise _wrong_choice(tool_choice)
+        return nested, tool_choice if nested or tool_choice == "required" else None
+    match tool_choice.get("type"):
+        case "function":
+            return nested, {"type": "function", "function": {"name": tool_choice.get("name")}}
+        case "allowed_tools":
+            return _allowed(nested, tool_choice), tool_choice["mode"]
+    raise _wrong_choice(tool_choice.get("type"))
+
+
+def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The `response_format` of a payload for `text`. Raises InvalidRequestError."""
+    for name in text or ():
+        if name not in ("format", "verbosity"):
+            raise InvalidRequestError(
+                f"text: {name[:80]!r} is not one of format, verbosity", field="text"
+            )
+    described = (text or {}).get("format")
+    if described is None:
+        return None
+    kind = described.get("type") if isinstance(described, Mapping) else described
+    if kind not in _FORMATS:
+        raise InvalidRequestError(
+            f"text.format: {str(kind)[:80]!r} is not one of {', '.join(_FORMATS)}",
+            field="text.format",
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": kind}
+    for name in described:
+        if name not in ("type", *_SCHEMA):
+            raise InvalidRequestError(
+                f"text.format: {name[:80]!r} is not one of type, {', '.join(_SCHEMA)}",
+                field="text.format",
+            )
+    return {"type": kind, kind: {it: described[it] for it in _SCHEMA if it in described}}
+
+
+def _function(tool: Mapping[str, Any]) -> Tool:
+    kind = tool.get("type")
+    if kind != "function":
+        raise InvalidRequestError(
+            f"tools: a tool of type {str(kind)[:80]!r} is not served, only functions are",
+            field="tools",
+        )
+    if not isinstance(tool.get("name"), str):
+        raise InvalidRequestError(
+            'tools: a function must be like {"type": "function", "name": ..., "parameters": {...}}',
+            field="tools",
+        )
+    function = {it: tool[it] for it in _FUNCTION if tool.get(it) is not None}
+    return {"type": "function", "function": function}
+
+
+def _allowed(tools: list[Tool], choice: Mapping[str, Any]) -> list[Tool]:
+    listed = choice.get("tools")
+    mode = choice.get("mode")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise InvalidRequestError(
+            "tool_choice: allowed_tools needs a mode, auto or required, and tools",
+            field="tool_choice",
+        )
+    names = [it.get("name") if isinstance(it, Mapping) else it for it in listed]
+    return tools_named(names, tools)
+
+
+def _wrong_choice(given: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"tool_choice: {str(given)[:80]!r} is not one of {', '.join(_WORDS)}, function,"
+        " allowed_tools",
+        field="tool_choice",
+    )

@@ -1,0 +1,217 @@
+"""From a call of /v1/responses to its answer, whole, as a stream, or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fastapi import Request
+from redis.exceptions import RedisError
+from starlette.responses import Response
+
+from promptq.producer.apis.responses.ended_output import EndedOutput, ending_of
+from promptq.producer.apis.responses.response_records import ResponseRecords
+from promptq.producer.apis.responses.stored_responses import StoredResponse
+from promptq.producer.apis.responses.write import ResponseWriter, error_frame, written
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import model_and_style
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import Prepared
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.calls.response_call import ResponseCall
+from promptq.producer.http.bodies import Hold
+from promptq.producer.http.connection_limits import Unfinished
+from promptq.producer.http.errors import ClientLeftError
+from promptq.producer.http.state import Gateway
+from promptq.producer.http.stream import EventStream, Out, sent, while_present
+from promptq.producer.http.submit import enqueue, place_of, with_headers
+from promptq.shared.errors import PromptqError, RequestNotFoundError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.runtime.logs import bind
+
+JSON = "application/json"
+
+
+async def respond_response(
+    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
+) -> Response:
+    """Store and enqueue a call, and answer it.
+
+    Releases the hold on the body once its request is in the queue.
+    """
+    records = ResponseRecords(gateway)
+    answering, rates = await _begin(gateway, records, caller, prepared)
+    prepared.new.clear()
+    hold.release()
+    call = answering.call
+    if prepared.call.stream:
+        stream = EventStream(gateway, answering.served, answering, is_new=not call.background)
+        return with_headers(rates, stream)
+    headers = {"X-Request-Id": call.id, **({"X-Stream-Url": call.url} if call.url else {})}
+    if call.background and answering.stored is not None:
+        is_new = call.id == prepared.completion_id
+        whole = call.object("queued") if is_new else await records.current(answering.stored)
+    else:
+        try:
+            async with while_present(request.receive):
+                whole = await _whole(answering)
+        except ClientLeftError:
+            if not call.detach:
+                gateway.cancels.cancel(answering.served.client, [call.id])
+            raise
+    return with_headers({**rates, **headers}, Response(whole, media_type=JSON))
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredResponse:
+    """A response for `EventStream`, from after event number `after`.
+
+    `stored` is its record, if it has one. With `at_once`, the first events do not wait for output,
+    and an error is an event.
+    """
+
+    records: ResponseRecords
+    served: ServedQueue
+    call: ResponseCall
+    stored: StoredResponse | None
+    after: int = -1
+    at_once: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.call.id
+
+    @property
+    def url(self) -> str:
+        return self.call.url
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [self.call.id]
+
+    @property
+    def detach(self) -> bool:
+        return self.call.detach
+
+    def frames(self, served: ServedQueue, out: Out) -> ResponseFrames:
+        return ResponseFrames(self, out)
+
+    async def keep(self, output: EndedOutput) -> None:
+        """Keep the output. If that fails now, the records do it later."""
+        if self.stored is not None:
+            with suppress(RedisError, PromptqError):
+                await self.records.stored.end(self.stored, output)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Raises the error, after which nobody knows of the response."""
+        if self.stored is not None:
+            with suppress(RedisError, PromptqError):
+                await self.records.stored.forget(self.id, self.stored.tenant)
+        raise error
+
+
+class ResponseFrames:
+    """The frames of a response that is not over yet."""
+
+    def __init__(self, answering: AnsweredResponse, out: Out) -> None:
+        self._answering = answering
+        self._out = out
+        self._writer = ResponseWriter(answering.call, answering.after)
+        self._is_open = False
+        self._has_learned = False
+        self._events: list[TokenEvent] = []
+
+    async def begin(self) -> None:
+        if self._answering.at_once:
+            await self._out.write_all(self._opening())
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        error = self._writer.failure_of(ending_of(event)) if event.is_last else None
+        if error is not None and not self._out.has_begun:
+            return partial(self._answering.refuse, error)
+        self._events.append(event)
+        if not self._has_learned:
+            return partial(self._learn_and_write, event)
+        return self._write(event)
+
+    async def finish(self) -> None:
+        output = EndedOutput.of(self._events, *await model_and_style(self._answering.served))
+        await self._answering.keep(output)
+
+    def error(self, error: ApiError) -> bytes:
+        return sent(error_frame(error, self._writer.next_number))
+
+    def _opening(self) -> bytes:
+        if self._is_open:
+            return b""
+        self._is_open = True
+        return sent(self._writer.opening())
+
+    def _write(self, event: TokenEvent) -> Unfinished:
+        frames = self._opening() + sent(self._writer.write(event.text, event.logprobs))
+        if event.is_last:
+            frames += sent(self._writer.end(ending_of(event)))
+        return self._out.write(frames) if frames else None
+
+    async def _learn_and_write(self, event: TokenEvent) -> None:
+        self._has_learned = True
+        self._writer.learn(*await model_and_style(self._answering.served))
+        if (finish := self._write(event)) is not None:
+            await finish()
+
+
+async def _whole(answering: AnsweredResponse) -> str:
+    """The response object, once it is over. Raises ApiError if there is no answer."""
+    events: list[TokenEvent] = []
+    await answering.served.client.follow(answering.id, events.append)
+    output = EndedOutput.of(events, *await model_and_style(answering.served))
+    writer = await answering.served.client.turns.run(written(answering.call, output))
+    if (error := writer.failure_of(output.ending)) is not None:
+        await answering.refuse(error)
+    await answering.keep(output)
+    return writer.whole
+
+
+async def _begin(
+    gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared
+) -> tuple[AnsweredResponse, Mapping[str, str]]:
+    """What was enqueued and where, and the headers that report the caller's rates."""
+    asked = prepared.asked
+    assert asked is not None
+    served, view = await place_of(gateway, caller, prepared)
+    call = replace(asked.call, model=prepared.call.model or view.model)
+    bind(request_id=call.id)
+    tenant = prepared.new[0].request.tenant or ""
+    stored = StoredResponse(call, tenant, served.name) if call.store else None
+    if stored is not None:
+        await records.stored.add(replace(asked, call=call), tenant, served.name)
+    try:
+        [enqueued], rates = await enqueue(gateway, served, caller, prepared)
+        if enqueued != call.id:  # that of an earlier call with this idempotency key
+            bind(request_id=enqueued)
+            call = replace(call, id=enqueued)
+            await _forget(records, stored)
+            stored = await _known(records, call) if stored is not None else None
+            call = call if stored is None else stored.call
+    except BaseException:
+        await asyncio.shield(_forget(records, stored))
+        raise
+    answering = AnsweredResponse(records, served, call, stored, at_once=call.background)
+    return answering, rates
+
+
+async def _forget(records: ResponseRecords, stored: StoredResponse | None) -> None:
+    """Forget a response that was not enqueued. Without a server it is forgotten later."""
+    if stored is not None:
+        with suppress(RedisError, PromptqError):
+            await records.stored.forget(stored.call.id, stored.tenant)
+
+
+async def _known(records: ResponseRecords, call: ResponseCall) -> StoredResponse | None:
+    try:
+        return await records.stored.get(call.id)
+    except RequestNotFoundError:
+        return None

@@ -1,0 +1,189 @@
+"""Looks after stored responses: how each stands, and that its output is kept once it is over.
+
+The queue keeps a result for an hour by default. Whoever reads a response first after its end keeps
+its output, and a task of each gateway looks for those that nobody read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from redis.exceptions import RedisError
+
+from promptq.producer.apis.responses.ended_output import EndedOutput, not_kept, spoilt
+from promptq.producer.apis.responses.read import check_history
+from promptq.producer.apis.responses.stored_responses import StoredResponse, StoredResponses
+from promptq.producer.apis.responses.write import written
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import model_and_style
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.calls.response_call import Status, not_known
+from promptq.producer.clients.connecting import explained
+from promptq.producer.http.state import Gateway
+from promptq.shared.errors import RedisSideError, RequestNotFoundError, SpoiltRecordError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.lookups import state_of
+from promptq.shared.queue.spoilt import UNREADABLE, alone, note, spoilt_record
+from promptq.shared.runtime.logs import get_logger
+
+_LOOK_SECONDS = 5.0
+_NOT_SINCE_MS = 10_000
+"""A response is looked at again after so long. Most are kept before that, by who reads them."""
+_PAGE = 200
+MOST_LINKS = 500
+"""The most responses of one conversation. Each call reads all of them, one by one."""
+_BEGIN_SECONDS = 60.0
+"""A response is stored before its request is enqueued, which takes less than this."""
+
+
+class ResponseRecords:
+    """The stored responses of a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        settings = gateway.settings
+        self.stored = StoredResponses(
+            gateway.queue,
+            gateway.client.turns,
+            seconds=settings.responses_seconds,
+            most=settings.responses_per_tenant,
+            most_bytes=settings.responses_bytes_per_tenant,
+        )
+        self._gateway = gateway
+
+    async def get(self, response_id: str, caller: Caller) -> StoredResponse:
+        """Raises RequestNotFoundError for a response that is unknown or not the caller's."""
+        tenants = None if caller.is_admin else (caller.tenant or "",)
+        return await self.stored.get(response_id, tenants)
+
+    async def served(self, stored: StoredResponse) -> ServedQueue:
+        """The queue that has its request. Raises ApiError 503 if this gateway does not serve it."""
+        for served in [*await self._gateway.queues.all(), *self._gateway.queues.opened]:
+            if served.name == stored.queue:
+                return served
+        raise ApiError(
+            503,
+            "the queue of this response cannot be read here at the moment",
+            code="queue_unavailable",
+            headers={"Retry-After": "5"},
+        )
+
+    async def output(self, stored: StoredResponse) -> EndedOutput | None:
+        """The output, which is kept from then on; None while the response is not over."""
+        if stored.result is not None:
+            try:
+                return await self.stored.turns.run(EndedOutput.parse(stored.result))
+            except UNREADABLE as error:  # a stranger wrote it
+                note(spoilt_record(f"response {stored.call.id!r}", error))
+                raise not_known(stored.call.id) from None
+        served, response_id = await self.served(stored), stored.call.id
+        state, _ = await self._state(served, response_id)
+        if state is None and time.time() - stored.call.created < _BEGIN_SECONDS:
+            return None
+        if state is not None and not state.is_final:
+            return None
+        events: list[TokenEvent] = []
+        output = not_kept()
+        if state is not None:
+            try:
+                await served.client.follow(response_id, events.append)
+                output = EndedOutput.of(events, *await model_and_style(served))
+            except RequestNotFoundError:
+                pass
+            except SpoiltRecordError as error:
+                note(error)
+                output = spoilt(error)
+        await self.stored.end(stored, output)
+        return output
+
+    async def current(self, stored: StoredResponse) -> str:
+        """The response object as JSON."""
+        output = await self.output(stored)
+        if output is not None:
+            return (await self.stored.turns.run(written(stored.call, output))).whole
+        state, is_cancelled = await self._state(await self.served(stored), stored.call.id)
+        status: Status = "in_progress"
+        if is_cancelled:  # its worker will notice
+            status = "cancelled"
+        elif state is not RequestState.ACTIVE and stored.call.background:
+            status = "queued"
+        return stored.call.object(status)
+
+    async def history(
+        self, response_id: str, caller: Caller, on_size: Callable[[int], object]
+    ) -> bytes:
+        """The items of a response and of all that it continues, as JSON, one a line.
+
+        `on_size` is told of how many bytes there are so far. Raises ApiError 400 if one of them is
+        not there or not over, InvalidRequestError if the conversation is too long.
+        """
+        turns: list[bytes] = []
+        num_bytes, previous = 0, response_id
+        seen = set[str]()
+        while previous and previous not in seen:  # a stranger may have written a circle
+            if len(seen) == MOST_LINKS:
+                raise _no_history(
+                    f"the conversation has more than the {MOST_LINKS} responses that may be"
+                    " continued; send it as input, or begin a new one",
+                    "conversation_too_long",
+                )
+            seen.add(previous)
+            stored = await self._previous(previous, caller)
+            output = await self.output(stored)
+            if output is None:
+                raise _no_history(
+                    f"the response {previous!r} is not over", "previous_response_not_over"
+                )
+            lines = await self.stored.input_lines(stored)
+            writer = await self.stored.turns.run(written(stored.call, output))
+            lines += [item.encode() for item in writer.items]
+            turns.append(b"\n".join(lines))
+            num_bytes += len(turns[-1]) + 1
+            check_history(num_bytes)
+            on_size(num_bytes)
+            previous = stored.call.previous_response_id or ""
+        return b"\n".join(reversed(turns))
+
+    async def _previous(self, response_id: str, caller: Caller) -> StoredResponse:
+        try:
+            return await self.get(response_id, caller)
+        except RequestNotFoundError:
+            told = str(not_known(response_id))
+            raise _no_history(told, "previous_response_not_found") from None
+
+    async def _state(
+        self, served: ServedQueue, response_id: str
+    ) -> tuple[RequestState | None, bool]:
+        """The state of its request, None if it is unknown; and whether somebody cancelled it."""
+        key = served.queue.keys.request(response_id)
+        fields = ["HMGET", key, "state", "cancelled"]
+        reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)
+        with explained(served.client.url):
+            state, cancelled = await served.queue.run(reading)
+        return (None, False) if state is None else (state_of(state), cancelled is not None)
+
+    async def keep_all(self) -> None:
+        """Keep the output of responses that nobody reads, for ever."""
+        while True:
+            found: list[StoredResponse] = []
+            try:
+                found = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
+                for stored in found:
+                    # ApiError: this gateway does not serve its queue, and another one may.
+                    with alone(f"response {stored.call.id}"), suppress(ApiError):
+                        await self.output(stored)
+            except (RedisError, RedisSideError) as error:
+                get_logger().debug("responses could not be looked at", error=str(error))
+            if len(found) < _PAGE:
+                await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _no_history(message: str, code: str) -> ApiError:
+    return ApiError(
+        400, f"previous_response_id: {message}", param="previous_response_id", code=code
+    )

@@ -1,0 +1,196 @@
+"""Responses, as in the OpenAI API: made, read again, continued, cancelled and deleted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query
+from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from promptq.producer.apis.responses.input_items import id_of
+from promptq.producer.apis.responses.read import InputOptions, ResponseOptions
+from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, respond_response
+from promptq.producer.apis.responses.response_records import ResponseRecords
+from promptq.producer.apis.responses.write import ResponseWriter, frames_of
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
+from promptq.producer.calls.response_call import is_response_id
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.errors import described
+from promptq.producer.http.limits import COUNTED_READ
+from promptq.producer.http.openapi import TOOL_FIELDS, operation
+from promptq.producer.http.state import ThisCallReader, ThisGateway
+from promptq.producer.http.stream import EventStream, FramesInTurns
+from promptq.producer.http.submit import read_call, told_tokens
+from promptq.shared.runtime.logs import bind
+
+_HIDDEN = TOOL_FIELDS | {*NAMES_OF_RESPONSES, "prompt_logprobs"}
+
+router = APIRouter(
+    tags=["responses"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("completions")],
+)
+
+_MAX_LIST = 100
+_MAX_NUMBER = 2**53
+
+
+def records_of(gateway: ThisGateway) -> ResponseRecords:
+    """The stored responses of the gateway."""
+    return ResponseRecords(gateway)
+
+
+TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
+
+
+@router.post(
+    "/v1/responses",
+    openapi_extra=operation(ResponseOptions, _HIDDEN),
+    response_class=Response,
+    responses=described(408, 409, 413, 429, 500),
+)
+async def create_response(
+    request: HttpRequest,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    call_reader: ThisCallReader,
+    records: TheseRecords,
+) -> Response:
+    """Answer a conversation: whole, with `stream` as it is generated, or in the background."""
+    async with read_call(
+        request, gateway, caller, call_reader, "responses", history=records.history
+    ) as read:
+        return await respond_response(request, gateway, caller, *read)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    openapi_extra=operation(InputOptions, _HIDDEN),
+    responses=described(408, 409, 413, 429, 500),
+)
+async def count_input_tokens(
+    request: HttpRequest,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    call_reader: ThisCallReader,
+    records: TheseRecords,
+) -> dict[str, object]:
+    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
+    async with read_call(
+        request, gateway, caller, call_reader, "input_counts", history=records.history
+    ) as read:
+        result, _ = await told_tokens(request, gateway, caller, *read)
+    return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
+
+
+@router.post("/v1/responses/{name}", include_in_schema=False)
+async def refuse_other_calls(name: str) -> None:
+    """Answer 404 to a name that is no id, such as `compact`: OpenAI has more calls."""
+    if is_response_id(name):
+        raise HTTPException(405, headers={"Allow": "GET, DELETE"})
+    raise HTTPException(404)
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
+async def retrieve_response(
+    response_id: str,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    records: TheseRecords,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, le=_MAX_NUMBER)] = None,
+) -> Response:
+    """Read a stored response, or with `stream` its events after the number `starting_after`."""
+    bind(request_id=response_id)
+    if starting_after is not None and not stream:
+        raise ApiError(400, "starting_after: needs stream=true", param="starting_after")
+    stored = await records.get(response_id, caller)
+    if not stream:
+        return Response(await records.current(stored), media_type=JSON)
+    after = -1 if starting_after is None else starting_after
+    output = await records.output(stored)
+    if output is not None:
+        writer = ResponseWriter(stored.call, after)
+        return FramesInTurns(records.stored.turns, frames_of(writer, output))
+    served = await records.served(stored)
+    call = replace(stored.call, detach=True)  # who only reads it does not cancel it
+    answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
+    return EventStream(gateway, served, answering)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    response_id: str, caller: ThisCaller, records: TheseRecords
+) -> dict[str, object]:
+    """Delete a stored response. One that is not over is cancelled."""
+    bind(request_id=response_id)
+    stored = await records.get(response_id, caller)
+    if await records.output(stored) is None:
+        await (await records.served(stored)).client.cancel(response_id)
+    await records.stored.forget(response_id, stored.tenant)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_class=Response)
+async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRecords) -> Response:
+    """Cancel a response in the background. One that is over stays as it is."""
+    bind(request_id=response_id)
+    stored = await records.get(response_id, caller)
+    if not stored.call.background:
+        raise ApiError(
+            400,
+            "only a response with background: true can be cancelled; to cancel another one, close"
+            " its connection or delete it",
+        )
+    if await records.output(stored) is None:
+        await (await records.served(stored)).client.cancel(response_id)
+    return Response(await records.current(stored), media_type=JSON)
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
+async def list_input_items(
+    response_id: str,
+    caller: ThisCaller,
+    records: TheseRecords,
+    limit: Annotated[int, Query(ge=1, le=_MAX_LIST)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """List the items that a stored response was given, without those of earlier responses."""
+    bind(request_id=response_id)
+    stored = await records.get(response_id, caller)
+    lines = await records.stored.input_lines(stored)
+    if order == "desc":
+        lines.reverse()
+    begin = 0
+    if after is not None:
+        ids = [id_of(line) for line in lines]
+        if after.encode("utf-8", "replace") not in ids:
+            raise ApiError(400, f"after: no item {after[:80]!r} is known", param="after")
+        begin = ids.index(after.encode()) + 1
+    page = lines[begin : begin + limit]
+    first, last = "null", "null"
+    if page:
+        first, last = (quoted(id_of(it).decode()) for it in (page[0], page[-1]))
+    has_more = "true" if len(lines) > begin + limit else "false"
+    data = b",".join(page).decode()
+    return Response(
+        f'{{"object":"list","data":[{data}],"first_id":{first},"last_id":{last}'
+        f',"has_more":{has_more}}}',
+        media_type=JSON,
+    )

@@ -1,0 +1,169 @@
+"""What a gateway stores of responses in Redis, under its own queue's keys.
+
+The state of a response is that of its request in the queue that serves it. A record has what the
+queue does not have, and once the response is over, its output. Records expire by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from promptq.producer.apis.responses.ended_output import EndedOutput
+from promptq.producer.apis.responses.input_items import id_of
+from promptq.producer.calls.errors import NOT_AGAIN, ApiError
+from promptq.producer.calls.response_call import (
+    AskedResponse,
+    ResponseCall,
+    is_response_id,
+    not_known,
+)
+from promptq.shared.queue.call import Call, ids_of, texts_of
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.turns import Turns
+
+_OVERHEAD_BYTES = 500
+"""What Redis takes for a record beside its longer fields, about."""
+_FIELDS = ("tenant", "queue", "call", "echo", "result")
+_CALLS = TypeAdapter(ResponseCall)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A record. `queue` serves its request; `result` is the JSON of its output, or None until the
+    response is over."""
+
+    call: ResponseCall
+    tenant: str
+    queue: str
+    result: bytes | None = None
+
+
+class StoredResponses:
+    """The records of a queue. All methods raise redis.RedisError if the server is away."""
+
+    def __init__(
+        self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
+    ) -> None:
+        """Each record is kept for so many seconds. A tenant has at most so many, with so many bytes
+        in all; 0 means no limit."""
+        self._queue = queue
+        self._keys = queue.keys
+        self.turns = turns
+        """Shares the event loop among long work with outputs."""
+        self._limits = (seconds * 1000, most, most_bytes)
+
+    async def add(self, asked: AskedResponse, tenant: str, queue: str) -> None:
+        """Store a new response. Raises ApiError 413 if its tenant may not have more."""
+        call = asked.call
+        options = asdict(call)
+        del options["id"], options["echo"]
+        fields: dict[str, str | bytes] = {
+            "tenant": tenant,
+            "queue": queue,
+            "call": json.dumps(options),
+            "echo": call.echo,
+            "input": asked.input_lines,
+        }
+        reply = await self._run("add", tenant, call.id, fields)
+        if reply[0] == "full":
+            raise self._full(tenant, reply[1], int(reply[2]))
+
+    async def end(self, stored: StoredResponse, output: EndedOutput) -> bool:
+        """Store the output. Returns False if it has one already, or was deleted."""
+        fields: dict[str, str | bytes] = {"result": await self.turns.run(output.to_json())}
+        reply = await self._run("end", stored.tenant, stored.call.id, fields)
+        return reply[0] == "ok"
+
+    async def forget(self, response_id: str, tenant: str) -> bool:
+        """Delete a record. Returns whether there was one."""
+        return (await self._run("forget", tenant, response_id, {}))[0] == "ok"
+
+    async def get(self, response_id: str, tenants: Sequence[str] | None = None) -> StoredResponse:
+        """A record; if `tenants` are given, only one of theirs. Raises RequestNotFoundError."""
+        if is_response_id(response_id):  # otherwise it might name another key
+            found = await self._queue.run(self._read(response_id))
+            if found is not None and (tenants is None or found.tenant in tenants):
+                return found
+        raise not_known(response_id)
+
+    async def input_lines(self, stored: StoredResponse) -> list[bytes]:
+        """The items of its own input, each as JSON."""
+        key = self._keys.response(stored.call.id)
+        return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
+
+    async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
+        """Some responses without output at which nobody looked for so long, the oldest look first.
+
+        They count as looked at now.
+        """
+        now = int(time.time() * 1000)
+        key = self._keys.unfinished_responses
+        due: list[str | int] = ["ZRANGE", key, "-inf", now - not_since_ms, "BYSCORE"]
+        listing: Call[list[str]] = Call("", [*due, "LIMIT", 0, limit], ids_of, list)
+        ids = [it for it in await self._queue.run(listing) if is_response_id(it)]
+        if not ids:
+            return []
+        records = await self._queue.run([self._read(it) for it in ids])
+        found = [record for record in records if record is not None and record.result is None]
+        gone = {*ids} - {it.call.id for it in found}
+        calls: list[Call[Any]] = [
+            Call("", ["ZADD", key, "XX", now, it.call.id], int) for it in found
+        ]
+        calls += [Call("", ["ZREM", key, it], int) for it in gone]
+        await self._queue.run(calls)
+        return found
+
+    async def _run(
+        self, what: str, tenant: str, response_id: str, fields: dict[str, str | bytes]
+    ) -> list[str]:
+        num_bytes = sum(len(it) for it in fields.values())
+        if what == "add":
+            num_bytes += _OVERHEAD_BYTES
+        args: list[str | bytes | int] = [what, tenant, response_id, num_bytes, *self._limits]
+        for name, value in fields.items():
+            args += [name, value]
+        return await self._queue.run(Call("store_response", args, texts_of))
+
+    def _read(self, response_id: str) -> Call[StoredResponse | None]:
+        read = partial(_record, response_id)
+        return Call("", ["HMGET", self._keys.response(response_id), *_FIELDS], read, lambda: None)
+
+    def _full(self, tenant: str, what: str, kept: int) -> ApiError:
+        _, most, most_bytes = self._limits
+        whose = f"the tenant {tenant!r}" if tenant else "the tenant without a name"
+        told = f"{kept} stored responses, and may have {most}"
+        if what == "bytes":
+            told = f"{kept} bytes of stored responses, and may have {most_bytes}"
+        return ApiError(
+            413,
+            f"store: {whose} has {told}; delete some, or send store: false",
+            param="store",
+            code="response_quota_exceeded",
+            headers=NOT_AGAIN,
+        )
+
+
+def _lines(reply: bytes | None) -> list[bytes]:
+    """The items of an input. Raises an error for what no gateway wrote."""
+    lines = (reply or b"").split(b"\n")
+    for line in lines:
+        id_of(line).decode()
+        line.decode()
+    return lines
+
+
+def _record(response_id: str, reply: Any) -> StoredResponse | None:
+    """The record; None if there is none."""
+    if None in reply[:-1]:
+        return None
+    tenant, queue, options, echo = (field.decode() for field in reply[:-1])
+    call = _CALLS.validate_python({**json.loads(options), "id": response_id, "echo": echo})
+    _ = call.asked  # raises an error if a stranger wrote it
+    return StoredResponse(call, tenant, queue, reply[-1])

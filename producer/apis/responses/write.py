@@ -1,0 +1,300 @@
+"""The events of a response's stream, and the whole object at its end.
+
+Each event takes one sequence number, and a piece of text or arguments takes one for each of its
+characters; an event has the last number that it takes. So a number names a place in the output,
+wherever the pieces begin, and a client can go on after any number at any gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from promptq.producer.apis.responses.ended_output import EndedOutput, Ending
+from promptq.producer.calls.completion import failure
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.logprobs import chat_logprob
+from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.output.output_text import Kind, OutputText
+from promptq.producer.calls.output.output_text import Piece as TextPiece
+from promptq.producer.calls.output.tool_calls import call_id
+from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
+from promptq.producer.calls.response_call import ResponseCall, Status
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.turns import Work
+
+_STATUSES: dict[FinishReason, Status] = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.EXPIRED: "incomplete",
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.ERROR: "failed",
+}
+_LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
+"""By status. OpenAI has no event for a cancelled response; it is incomplete."""
+
+
+class ResponseWriter:
+    """Writes frames (server-sent events) with the events after number `after`.
+
+    Its methods take all of a response, in order: `opening`, `write` for each event, `end`.
+    """
+
+    def __init__(self, call: ResponseCall, after: int = -1) -> None:
+        self.whole = ""
+        """The response object as JSON, once it has ended."""
+        self.items: list[str] = []
+        """The output items as JSON that are finished."""
+        self._call = call
+        self._after = after
+        self._model = call.model
+        self._number = 0
+        self._has_begun = False
+        self._text = OutputText(None, Asked())
+        self._item: _Item | None = None
+        self._num_calls = 0
+        self._logprobs: list[str] = []  # of tokens whose text is still to come, as JSON
+        self._frames: list[str] = []
+
+    @property
+    def next_number(self) -> int:
+        """The sequence number of what comes next."""
+        return self._number
+
+    def learn(self, model: str, style: OutputStyle | None) -> None:
+        """What the queue knows: its model, and how that writes. Before the first `write`."""
+        self._model = self._call.model or model
+        self._text = OutputText(style, self._call.asked)
+
+    def opening(self) -> str:
+        """The events before any output."""
+        first: Status = "queued" if self._call.background else "in_progress"
+        self._tell("response.created", f'"response":{self._object(first)}')
+        if self._call.background:
+            self._tell("response.queued", f'"response":{self._object("queued")}')
+        else:
+            self._begin()
+        return self._take()
+
+    def write(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> str:
+        """The frames for an event of the request."""
+        self._begin()
+        pieces = self._text.feed(text)
+        is_calling = self._item is not None and self._item.kind == "call"
+        is_calling = is_calling or any(piece.kind == "call" for piece in pieces)
+        if logprobs and self._call.with_logprobs and not is_calling:
+            self._logprobs += [json.dumps(chat_logprob(entry)) for entry in logprobs]
+        self._write(pieces)
+        return self._take()
+
+    def end(self, ending: Ending) -> str:
+        """The last frames."""
+        self._begin()
+        self._write(self._text.finish())
+        status = _STATUSES[ending.finish_reason]
+        error = self.failure_of(ending)
+        if error is not None and status != "cancelled":
+            status = "failed"
+        if self._item is None and not self.items and status in ("completed", "incomplete"):
+            self._open("content", None)
+        if self._item is not None:
+            self._close("completed" if status == "completed" else "incomplete")
+        incomplete = "max_output_tokens" if status == "incomplete" else None
+        told = _error_object(error) if error is not None and status == "failed" else None
+        self.whole = self._call.object(
+            status,
+            self.items,
+            model=self._model,
+            usage=ending.usage,
+            error=told,
+            incomplete=incomplete,
+            took_ms=ending.took_ms,
+        )
+        name = _LAST_EVENTS.get(status, "response.incomplete")
+        self._tell(name, f'"response":{self.whole}')
+        return self._take()
+
+    def failure_of(self, ending: Ending) -> ApiError | None:
+        """The error of a request that ended without an answer."""
+        num_tokens = ending.usage.completion_tokens
+        error = failure(ending.finish_reason, ending.error, num_tokens)
+        return None if error is None else error.named(NAMES_OF_RESPONSES)
+
+    def _object(self, status: Status) -> str:
+        return self._call.object(status, model=self._model)
+
+    def _begin(self) -> None:
+        """Tell once that it is on its way: of one in the background, with its first output."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._tell("response.in_progress", f'"response":{self._object("in_progress")}')
+
+    def _write(self, pieces: Sequence[TextPiece]) -> None:
+        for piece in pieces:
+            item = self._item
+            if item is None or item.kind != piece.kind or piece.name is not None:
+                if item is not None:
+                    self._close("completed")
+                self._open(piece.kind, piece.name)
+            self._add(piece.text)
+
+    def _open(self, kind: Kind, name: str | None) -> None:
+        index = len(self.items)
+        item_id = f"{_PREFIXES[kind]}_{self._call.unique}_{index}"
+        called = ""
+        if kind == "call":
+            called = call_id(self._call.id, self._num_calls)
+            self._num_calls += 1
+        self._item = item = _Item(kind, item_id, name or "", called)
+        place = f'"output_index":{index}'
+        self._tell("response.output_item.added", f'{place},"item":{item.begun()}')
+        if kind != "call":
+            self._tell(
+                "response.content_part.added",
+                f'"item_id":{quoted(item_id)},{place},"content_index":0,"part":{item.part("")}',
+            )
+
+    def _add(self, text: str) -> None:
+        assert self._item is not None
+        item, first = self._item, self._number
+        item.texts.append(text)
+        logprobs, more = self._logprobs, ""
+        if item.kind == "content":
+            self._logprobs = []
+            item.logprobs += logprobs
+        self._number += len(text)
+        if self._number - 1 <= self._after:
+            return
+        text = text[max(0, self._after + 1 - first) :]
+        if item.kind == "content":
+            more = f',"logprobs":[{",".join(logprobs)}]'
+        self._frame(
+            f"response.{_TEXTS[item.kind]}.delta",
+            f'{self._place(item)},"delta":{quoted(text)}{more}',
+            self._number - 1,
+        )
+
+    def _close(self, status: str) -> None:
+        assert self._item is not None
+        item, self._item = self._item, None
+        item.logprobs += self._logprobs
+        self._logprobs = []
+        place, text = self._place(item), "".join(item.texts)
+        name = f"response.{_TEXTS[item.kind]}.done"
+        if item.kind == "call":
+            self._tell(name, f'{place},"name":{quoted(item.name)},"arguments":{quoted(text)}')
+        else:
+            logprobs = ",".join(item.logprobs)
+            more = f',"logprobs":[{logprobs}]' if item.kind == "content" else ""
+            self._tell(name, f'{place},"text":{quoted(text)}{more}')
+            part = item.part(text, logprobs)
+            self._tell("response.content_part.done", f'{place},"part":{part}')
+        index, done = len(self.items), item.done(status)
+        self._tell("response.output_item.done", f'"output_index":{index},"item":{done}')
+        self.items.append(done)
+
+    def _place(self, item: _Item) -> str:
+        place = f'"item_id":{quoted(item.id)},"output_index":{len(self.items)}'
+        return place if item.kind == "call" else f'{place},"content_index":0'
+
+    def _tell(self, kind: str, members: str) -> None:
+        number, self._number = self._number, self._number + 1
+        if number > self._after:
+            self._frame(kind, members, number)
+
+    def _frame(self, kind: str, members: str, number: int) -> None:
+        self._frames.append(
+            f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},{members}}}\n\n'
+        )
+
+    def _take(self) -> str:
+        frames, self._frames = "".join(self._frames), []
+        return frames
+
+
+_PREFIXES: dict[Kind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
+_TEXTS: dict[Kind, str] = {
+    "reasoning": "reasoning_text",
+    "content": "output_text",
+    "call": "function_call_arguments",
+}
+
+
+class _Item:
+    """An output item that is being written: a message, a function call or reasoning."""
+
+    def __init__(self, kind: Kind, item_id: str, name: str, called: str) -> None:
+        self.kind = kind
+        self.id = item_id
+        self.name = name
+        self.texts: list[str] = []
+        self.logprobs: list[str] = []
+        """The log-probabilities of each token, as JSON."""
+        self._called = called
+
+    def begun(self) -> str:
+        return self._json("in_progress", "", [])
+
+    def done(self, status: str) -> str:
+        text = "".join(self.texts)
+        return self._json(status, text, [self.part(text, ",".join(self.logprobs))])
+
+    def part(self, text: str, logprobs: str = "") -> str:
+        """Its one part of content as JSON."""
+        if self.kind == "reasoning":
+            return f'{{"type":"reasoning_text","text":{quoted(text)}}}'
+        return (
+            f'{{"type":"output_text","text":{quoted(text)},"annotations":[]'
+            f',"logprobs":[{logprobs}]}}'
+        )
+
+    def _json(self, status: str, text: str, parts: list[str]) -> str:
+        head = f'{{"id":{quoted(self.id)},"status":"{status}"'
+        content = f'"content":[{",".join(parts)}]'
+        match self.kind:
+            case "call":
+                return (
+                    f'{head},"type":"function_call","call_id":{quoted(self._called)}'
+                    f',"name":{quoted(self.name)},"arguments":{quoted(text)}}}'
+                )
+            case "reasoning":
+                return f'{head},"type":"reasoning","summary":[],{content}}}'
+        return f'{head},"type":"message","role":"assistant",{content}}}'
+
+
+def written(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
+    """The writer of a response that is over, without frames."""
+    writer = ResponseWriter(call, after=sys.maxsize)
+    for _ in frames_of(writer, output):
+        yield
+    return writer
+
+
+def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
+    """The frames of a response that is over, some of them empty."""
+    writer.learn(output.model, output.output_style)
+    yield writer.opening()
+    for piece in output.pieces:
+        yield writer.write(piece.text, piece.logprobs)
+    yield writer.end(output.ending)
+
+
+def error_frame(error: ApiError, number: int) -> str:
+    """An event that says why a stream breaks off. OpenAI's client raises it."""
+    told: Any = error.body["error"]
+    body = {"type": "error", "sequence_number": number, **{it: told[it] for it in _TOLD}}
+    return f"event: error\ndata: {json.dumps({**body, 'error': told})}\n\n"
+
+
+_TOLD = ("code", "message", "param")
+
+
+def _error_object(error: ApiError) -> dict[str, Any]:
+    """The `error` of a response. OpenAI has a closed list of codes, so ours is the `type`."""
+    code = "invalid_prompt" if error.status == 400 else "server_error"
+    return {"code": code, "message": str(error), "type": error.code, "param": error.param}

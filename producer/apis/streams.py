@@ -1,0 +1,240 @@
+"""Streams of requests by their ids, and forks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from promptq.producer.apis.completions.positions import read_event_id
+from promptq.producer.apis.completions.route import check_positions, respond
+from promptq.producer.apis.completions.stream import CompletionStream
+from promptq.producer.apis.messages.route import MessageStream
+from promptq.producer.calls.call import HEADERS, read_json
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import (
+    Completion,
+    check_completion_id,
+    is_message_id,
+    needed_request_ids,
+    stream_completion,
+)
+from promptq.producer.calls.prepare import payloads_of
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.clients.forks import ForkSource, check_changes, fork_source
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.bodies import read_body
+from promptq.producer.http.errors import described
+from promptq.producer.http.limits import COUNTED_READ, admit_call
+from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
+from promptq.producer.http.stream import EventStream
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import ForkPoint, invalid_request
+from promptq.shared.queue import scripts
+from promptq.shared.queue.call import carry_out_async
+from promptq.shared.runtime.logs import bind
+
+MOST_BYTES = 65_536
+"""A body of this size is read in milliseconds at worst."""
+
+router = APIRouter(
+    tags=["streams"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("completions")],
+)
+
+_BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
+"""What a completion with several answers reports, if one of them has this status."""
+
+
+class ForkOptions(BaseModel):
+    """The body of a fork. All other fields are those of the source's endpoint, to be changed."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    at: int | None = Field(
+        None, ge=0, description="go on behind so many tokens; left out: behind all there are so far"
+    )
+    append: str = Field("", description="add this text behind them")
+    choice: int | None = Field(
+        None, ge=0, description="of a call with several answers, the index of one"
+    )
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    def request_id(self, completion_id: str) -> str:
+        """The id in the queue of what is forked."""
+        return completion_id if self.choice is None else f"{completion_id}:{self.choice}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkCall:
+    """A call of /v1/chat/completions or /v1/completions that makes a fork."""
+
+    is_chat: bool
+    body: bytes
+    point: ForkPoint
+
+
+def read_fork(body: bytes) -> ForkOptions:
+    """Raises InvalidRequestError naming the field that is wrong."""
+    try:
+        given = read_json(body or b"{}")
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+    if not isinstance(given, dict):
+        raise InvalidRequestError("the body is not a JSON object")
+    # As for other calls: some clients send null for fields that they leave out.
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        options = ForkOptions.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error) from None
+    check_changes(options.changes)
+    return options
+
+
+def fork_call(
+    source: ForkSource,
+    options: ForkOptions,
+    headers: Mapping[str, str],
+    caller: Caller,
+    model: str,
+) -> ForkCall:
+    """The call that has the source's fields, but for what the options and headers change.
+
+    `model` is that of the source's queue. Raises InvalidRequestError.
+    """
+    fields, point = source.fork(options.at, options.append)
+    is_chat = fields.get("messages") is not None
+    if model:
+        fields.setdefault("model", model)
+    tenant = source.tenant or fields.pop("tenant", None)
+    if tenant and (tenant == caller.tenant or caller.is_free):
+        fields["tenant"] = tenant
+    else:
+        fields.pop("tenant", None)  # an administrator may read it, and forks it as themselves
+    for name in (name for name, header in HEADERS.items() if header in headers):
+        fields.pop(name, None)
+    num_top = fields.get("logprobs")
+    if is_chat and num_top is not None:  # the payload's one field is two of a chat's body
+        fields["logprobs"] = True
+        if "logprobs" not in options.changes:
+            fields["top_logprobs"] = num_top
+    return ForkCall(is_chat, to_json({**fields, **options.changes}), point)
+
+
+@router.get(
+    "/v1/streams/{completion_id}",
+    response_class=Response,
+    dependencies=[COUNTED_READ],
+    responses=described(429),
+)
+async def read_stream(
+    completion_id: str,
+    request: Request,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Read the stream of a completion, from its beginning or after the event `Last-Event-ID`.
+
+    The header `X-Stream-Url` of the completion is the address, including the query.
+    """
+    served, completion = await _find(gateway, caller, completion_id, request)
+    if is_message_id(completion_id):
+        return EventStream(gateway, served, MessageStream(completion))  # its events have no ids
+    if not last_event_id:
+        return EventStream(gateway, served, CompletionStream(completion))
+    of_completion, have = read_event_id(last_event_id)
+    if of_completion != completion_id:
+        raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
+    check_positions(completion, have)
+    return EventStream(gateway, served, CompletionStream(completion, have))
+
+
+@router.post(
+    "/v1/streams/{completion_id}/fork",
+    openapi_extra={
+        "requestBody": {
+            "content": {"application/json": {"schema": ForkOptions.model_json_schema()}}
+        }
+    },
+    responses=described(403, 408, 409, 413, 429),
+    response_class=Response,
+)
+async def fork_stream(
+    completion_id: str,
+    request: Request,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    call_reader: ThisCallReader,
+) -> Response:
+    """Go on from the first tokens of a completion, as a new one that is answered like the first.
+
+    The completion may run or have ended. The fork's output begins with the tokens and the text that
+    it goes on from, and the header `X-Forked-From` says where that is.
+    """
+    if request.headers.get("last-event-id"):
+        raise InvalidRequestError(
+            "Last-Event-ID: continue a fork at the address of its own stream", field="Last-Event-ID"
+        )
+    await admit_call(gateway, caller)
+    with gateway.bodies.hold(caller.party) as hold:
+        options = read_fork(await read_body(request, MOST_BYTES, hold))
+        check_completion_id(completion_id)
+        request_id = options.request_id(completion_id)
+        served = await gateway.queues.holding(request_id)
+        await payloads_of(served, caller, [request_id])
+        source = await carry_out_async(fork_source(served.queue.keys, request_id), served.queue.run)
+        model = (await served.watch.look()).model
+        call = fork_call(source, options, request.headers, caller, model)
+        hold.grow_to(len(call.body))
+        aliases = await gateway.queues.aliases()
+        prepared = await call_reader.prepare(
+            "chats" if call.is_chat else "completions",
+            [call.body],
+            request.headers,
+            caller,
+            aliases,
+        )
+        new = [replace(it, forked_from=call.point) for it in prepared.new]
+        prepared = replace(prepared, new=new)
+        response = await respond(request, gateway, caller, prepared, hold)
+    response.headers["X-Forked-From"] = str(call.point)
+    return response
+
+
+@router.delete("/v1/streams/{completion_id}")
+async def cancel_stream(
+    completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
+) -> dict[str, object]:
+    """Cancel a completion, such as one that goes on without its client.
+
+    `status` is `cancelled`, `flagged` (its workers end it now) or `finished` (it had ended).
+    """
+    served, completion = await _find(gateway, caller, completion_id, request)
+    statuses = await served.queue.run(scripts.cancel(completion.request_ids))
+    status = next((one for one in _BY_WEIGHT if one in statuses), CancelStatus.FINISHED)
+    is_cancelled = status is not CancelStatus.FINISHED
+    return {"id": completion.id, "object": "stream", "cancelled": is_cancelled, "status": status}
+
+
+async def _find(
+    gateway: Gateway, caller: Caller, completion_id: str, request: Request
+) -> tuple[ServedQueue, Completion]:
+    query = request.query_params
+    request_ids = needed_request_ids(completion_id, query)
+    bind(request_id=completion_id)
+    served = await gateway.queues.holding(request_ids[0])
+    payloads = await payloads_of(served, caller, request_ids)
+    view = await served.watch.look()
+    return served, stream_completion(completion_id, query, payloads, view.model)

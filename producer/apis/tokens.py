@@ -1,0 +1,114 @@
+"""Texts as the model's tokens, and back, as vLLM's server has it.
+
+The gateway has no tokenizer. So a call is a request in the queue like any other, and its worker
+answers before its engine would begin.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import new_completion_id
+from promptq.producer.calls.prepare import prepare
+from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.errors import described
+from promptq.producer.http.json_body import described_body, json_body
+from promptq.producer.http.limits import admit_call
+from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.producer.http.submit import told_tokens
+from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.request import Objects, TokenIds
+from promptq.shared.runtime.large_json import written
+
+router = APIRouter(
+    tags=["tokens"],
+    responses=described(400, 401, 403, 404, 413, 429, 500, 503),
+    dependencies=[needs("completions")],
+)
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
+
+
+class Tokenize(_Asked):
+    """A text, or a chat as the model's template renders it."""
+
+    prompt: str | None = Field(None, description="a text; give this or `messages`")
+    messages: Objects | None = Field(None, min_length=1)
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Literal[True] = Field(True, description="this value only")
+    return_token_strs: bool = Field(False, description="tell the text of each token, too")
+
+
+class Detokenize(_Asked):
+    """Token ids of the model."""
+
+    tokens: TokenIds = Field(min_length=1)
+
+
+@router.post("/tokenize", openapi_extra=described_body(Tokenize))
+async def tokenize(
+    asked: Annotated[Tokenize, Depends(json_body(Tokenize))],
+    request: Request,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+) -> Response:
+    """The tokens of a text or a chat, and how many there are."""
+    fields: dict[str, Any] = {}
+    for name in ("tools", "chat_template_kwargs"):
+        if (value := getattr(asked, name)) is not None:
+            fields[name] = value
+    if asked.messages is not None:
+        fields["messages"] = asked.messages
+    result, max_model_len = await _told(request, gateway, caller, asked.model, asked.prompt, fields)
+    tokens = result.prompt_token_ids or []
+    body = {
+        "count": len(tokens),
+        "max_model_len": max_model_len,
+        "tokens": tokens,
+        "token_strs": result.prompt_texts if asked.return_token_strs else None,
+    }
+    text = await gateway.client.turns.run(written(body))
+    return Response(text, media_type="application/json")
+
+
+@router.post("/detokenize", openapi_extra=described_body(Detokenize))
+async def detokenize(
+    asked: Annotated[Detokenize, Depends(json_body(Detokenize))],
+    request: Request,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+) -> dict[str, object]:
+    """The text of tokens, special tokens by their names."""
+    result, _ = await _told(request, gateway, caller, asked.model, asked.tokens, {})
+    return {"prompt": "".join(result.prompt_texts or ())}
+
+
+async def _told(
+    request: Request,
+    gateway: Gateway,
+    caller: Caller,
+    model: str | None,
+    prompt: str | list[int] | None,
+    fields: dict[str, Any],
+) -> tuple[Result, int | None]:
+    """What a worker tells of a prompt, or of the chat in `fields`; and the model's length."""
+    await admit_call(gateway, caller)
+    is_chat = "messages" in fields
+    call = CompletionCall(
+        is_chat=is_chat,
+        fields={**fields, "tokenize": True, **({"model": model} if model else {})},
+        prompts=[prompt],
+    )
+    completion_id = new_completion_id(is_chat)
+    prepared = prepare(call, caller, completion_id, await gateway.queues.aliases())
+    return await told_tokens(request, gateway, caller, prepared)

@@ -1,0 +1,292 @@
+"""The parts of a call that all APIs share: fields of its body and headers, as requests.
+
+Fields that an endpoint adds to those of a payload, or names differently, are described in its API.
+Other fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them.
+So a new field of a payload works over HTTP at once, and a misspelt field is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json, to_json
+
+from promptq.producer.calls.output.model_text import needed_of
+from promptq.producer.calls.tolerated_fields import (
+    FieldsWithoutEffect,
+    FixedFields,
+    in_our_words,
+    warn_of,
+)
+from promptq.producer.clients.request_builder import Prompt
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
+
+MAX_CHOICES = 256
+"""The most answers of one call: prompts times `n`."""
+
+MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
+"""Most bytes of all payloads of one call. Each answer is a request with a whole payload."""
+
+HEADERS = {
+    "priority": "X-Priority",
+    "deadline_ms": "X-Deadline-Ms",
+    "detach": "X-Detach",
+    "wait_for_worker": "X-Wait-For-Worker",
+    "idempotency_key": "Idempotency-Key",
+}
+"""The headers that stand for a field of the body."""
+
+_NUMBERS = {"priority", "deadline_ms"}
+_SWITCHES = {"detach", "wait_for_worker"}
+_WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+T = TypeVar("T", bound="BodyOptions")
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def _known_options(given: Any) -> Any:
+    """Refuse the first unknown name, as pydantic would report each."""
+    for name in given if isinstance(given, dict) else ():
+        if name not in _STREAM_OPTIONS:
+            raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
+    return given
+
+
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
+
+
+class BodyOptions(BaseModel):
+    """What all endpoints that enqueue take beside a payload's fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
+    version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
+    wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
+
+
+class GeneratingOptions(BodyOptions):
+    """What the endpoints that generate take, too."""
+
+    stream: bool = Field(False, description="send tokens as they come, as server-sent events")
+    detach: bool = Field(
+        False, description="go on when the client leaves; it comes back for the rest"
+    )
+
+
+class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
+    """What completions and chats take, too."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}: a last chunk has the usage'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None.
+
+    A call of /v1/responses or /v1/messages is a chat that is answered in another `form`. With
+    `count`, its tokens are told alone.
+    """
+
+    is_chat: bool
+    fields: dict[str, Any]
+    prompts: list[Prompt | None]
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    echo_only: bool = False
+    """Whether no token is shown (`max_tokens: 0`). One is generated, since that ends the prompt."""
+    shows_prompt_logprobs: bool = False
+    detach: bool = False
+    wait_for_worker: bool = True
+    body_bytes: int = 0
+    encoding_format: Literal["float", "base64"] | None = None
+    """How vectors are written, for a call that asks for them; None: it asks for text."""
+    form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def model(self) -> str | None:
+        model: str | None = self.fields.get("model")
+        return model
+
+    def requests(self, completion_id: str) -> list[dict[str, Any]]:
+        """Requests for `Client.enqueue_many`: one for each choice, prompt by prompt."""
+        seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
+        requests = []
+        for index, request_id in enumerate(request_ids(completion_id, self.num_choices)):
+            own: dict[str, Any] = {"request_id": request_id}
+            if (prompt := self.prompts[index // self.n]) is not None:
+                own["prompt"] = prompt
+            if type(seed) is int and self.n > 1:  # other types are refused later
+                own["seed"] = seed + index % self.n
+            if key is not None and self.num_choices > 1:
+                own["idempotency_key"] = f"{key}:{index}"
+            requests.append({**self.fields, **own})
+        return requests
+
+    @property
+    def num_bytes(self) -> int:
+        """About how long all payloads of the call are together, by the size of its body."""
+        return self.body_bytes * self.num_choices
+
+    def for_answer(self) -> CompletionCall:
+        """The call with only what its answer needs. That is little unless it echoes texts."""
+        needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
+        kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
+        kept |= needed_of(self.fields)
+        prompts: list[Prompt | None] = [None] * len(self.prompts)
+        if self.echo:
+            prompts = [it if isinstance(it, str) else None for it in self.prompts]
+        return replace(self, fields=kept, prompts=prompts)
+
+    def with_fields(self, **fields: Any) -> CompletionCall:
+        """The call with these fields of its payload set."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
+        """The call with the name of its model, if it has one of the model's further names."""
+        name = aliases.get(self.model) if isinstance(self.model, str) else None
+        return self if name is None else self.with_fields(model=name)
+
+    def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
+        """The call with an idempotency key for one tenant, one caller and one shape of answer.
+
+        Later the caller's name may belong to another tenant's API key. '' is a tenant, too.
+        """
+        key = self.fields.get("idempotency_key")
+        if not isinstance(key, str):
+            return self
+        kind = self.form or self.is_chat
+        own = f"{tenant}\n{caller}\n{kind} {len(self.prompts)} {self.n}\n{key}"
+        hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
+        return self.with_fields(idempotency_key=hashed)
+
+
+def request_ids(completion_id: str, num_choices: int) -> list[str]:
+    """The ids in the queue of a completion's choices."""
+    if num_choices == 1:
+        return [completion_id]
+    return [f"{completion_id}:{index}" for index in range(num_choices)]
+
+
+def with_effort(effort: str, given: Any) -> Any:
+    """The variables of the chat template. One that the call sets itself has precedence."""
+    if not isinstance(given, dict):
+        return given  # refused later, by its name
+    ours: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        ours["enable_thinking"] = False
+    return {**ours, **given}
+
+
+def read_options(
+    kind: type[T], body: bytes, headers: Mapping[str, str]
+) -> tuple[T, dict[str, Any]]:
+    """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
+    try:
+        given = read_json(body)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+    if not isinstance(given, dict):
+        raise InvalidRequestError("the body is not a JSON object")
+    # Some clients send null for fields that they leave out.
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in _from_headers(headers).items():
+        given.setdefault(name, value)
+    if issubclass(kind, CallOptions):
+        given = in_our_words(given)
+    try:
+        options = kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error) from None
+    if isinstance(options, FieldsWithoutEffect):
+        for name in options.model_fields_set & _WITHOUT_EFFECT:
+            warn_of(name)
+    fields = dict(options.model_extra or {})
+    if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
+        fields["model"] = options.model
+    if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
+        raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
+    refuse("request_id", fields)
+    return options, fields
+
+
+def check_size_of_call(
+    num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
+) -> None:
+    """Raises InvalidRequestError for a body that would become many large payloads."""
+    total = n * num_bytes
+    if num_prompts > 1:  # each prompt has its own copy of the fields
+        total += n * (num_prompts - 1) * len(to_json(fields))
+    if total > MAX_CALL_BYTES:
+        raise InvalidRequestError(
+            f"{named}: {num_prompts * n} answers to this take {total} bytes, more than the"
+            f" {MAX_CALL_BYTES} that one call may put into the queue",
+            field=named,
+        )
+
+
+def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
+    """The prompts of a field: one, or several. Raises InvalidRequestError."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt or not all(isinstance(each, str | list) for each in prompt):
+        raise InvalidRequestError(
+            f"{field}: must be text, token ids, or a list of either", field=field
+        )
+    return list(prompt)
+
+
+def refuse(name: str, fields: Mapping[str, Any], instead: str = "") -> None:
+    """Raises InvalidRequestError for a field of a payload that an endpoint does not have."""
+    if name in fields:
+        advice = f"; use {instead}" if instead else ""
+        raise InvalidRequestError(f"{name}: is not a field of this endpoint{advice}", field=name)
+
+
+def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, header in HEADERS.items():
+        text = headers.get(header)
+        if text is None:
+            continue
+        value: Any = text
+        if name in _NUMBERS:
+            value = int(text) if _NUMBER.fullmatch(text.strip()) else None
+        elif name in _SWITCHES:
+            value = _WORDS.get(text.strip().lower())
+        if value is None:
+            kind = "a number" if name in _NUMBERS else "true or false"
+            raise InvalidRequestError(f"{header}: {text[:80]!r} is not {kind}", field=header)
+        found[name] = value
+    return found
+
+
+def read_json(body: bytes) -> Any:
+    """The value of a body in JSON, with or without a byte order mark. Raises ValueError."""
+    encoding = json.detect_encoding(body)
+    if not encoding.startswith("utf-8"):
+        raise ValueError(f"the body is not JSON: it is {encoding}, and JSON is sent in utf-8")
+    try:
+        return from_json(body.removeprefix(_BOM), allow_inf_nan=False)
+    except ValueError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None

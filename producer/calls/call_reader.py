@@ -1,0 +1,348 @@
+"""Reads calls: those with small bodies at once, others in processes beside the event loop.
+
+Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
+the interpreter's lock for that time, and all streams would stop. A process can also be killed, and
+its memory is bounded: an empty object, two characters of JSON, takes 72 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+from promptq.producer.calls.call import HEADERS, CompletionCall
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import Prepared, prepare
+from promptq.producer.calls.rates import account_of
+from promptq.producer.calls.response_call import (
+    AskedResponse,
+    HistoryNeededError,
+    ResponseCall,
+)
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
+from promptq.shared.protocol.request import Request as PayloadRequest
+from promptq.shared.queue.scripts import Rate
+
+_SMALL_BYTES = 65_536
+"""Bodies and payloads up to this size are small: reading them takes milliseconds at worst."""
+_PIECE_BYTES = 65_536
+_NUM_PROCESSES = 2
+_MOST_CPU_SECONDS = 30.0
+_MOST_SECONDS = 120.0
+"""Time by the clock. If it is over, the machine is too busy, and the body may be harmless."""
+LENGTH_BYTES = 4
+OUT_OF_MEMORY = 3
+"""The exit code of a process that ran out of memory."""
+_TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
+"""How a process ends at its bounds of memory and CPU time. Code that is not Python aborts when it
+gets no memory."""
+_INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+"""Variables that find the interpreter and this package. Others may hold passwords."""
+
+Endpoint = Literal[
+    "completions", "chats", "embeddings", "responses", "input_counts", "messages", "counts"
+]
+"""The kinds of calls. Counts are of a message's tokens, or of a response's input."""
+
+Payload = bytes | memoryview
+"""A request's payload as JSON. A large one is a `memoryview`."""
+
+Parts = list[list[bytes]]
+"""What a process reads of a call, each part in pieces: the body, and perhaps the history."""
+
+
+Read = Callable[
+    [bytes, Mapping[str, str], str, bytes | None], tuple[CompletionCall, AskedResponse | None]
+]
+"""Takes a body, headers, the id of the call and perhaps the history.
+
+Raises InvalidRequestError, HistoryNeededError.
+"""
+
+
+class Reader(NamedTuple):
+    """How the calls of one endpoint are read."""
+
+    read: Read
+    new_id: Callable[[], str]
+
+
+Readers = Mapping[Endpoint, Reader]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A call to be read, but for its body."""
+
+    endpoint: Endpoint
+    reader: Reader
+    headers: Mapping[str, str]
+    caller: Caller
+    new_id: str
+    aliases: Mapping[str, str]
+
+    def call(
+        self, body: bytes, history: bytes | None
+    ) -> tuple[CompletionCall, AskedResponse | None]:
+        """Raises InvalidRequestError, HistoryNeededError."""
+        return self.reader.read(body, self.headers, self.new_id, history)
+
+
+class CallReader:
+    """Reads the calls of one gateway. Its processes start when they are first needed.
+
+    Tenants take turns with large bodies: each tenant has at most one of them read at a time. What a
+    process logs is in the gateway's log.
+    """
+
+    def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
+        self._readers = readers
+        self._log_options = log_level, log_format
+        self._idle: list[Process] = []
+        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._turns_of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def prepare(
+        self,
+        endpoint: Endpoint,
+        body: list[bytes],
+        headers: Mapping[str, str],
+        caller: Caller,
+        aliases: Mapping[str, str],
+        history_of: Callable[[str], Awaitable[bytes]] | None = None,
+    ) -> Prepared:
+        """Read a call whose body is given in pieces. `aliases` are those of models.
+
+        `history_of` gives the items of a response and of those before it, one a line. Raises
+        InvalidRequestError, ApiError, and what `history_of` raises.
+        """
+        reader = self._readers[endpoint]
+        reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
+        try:
+            return await self._read(reading, body, None)
+        except HistoryNeededError as needed:
+            assert history_of is not None
+            history = await history_of(needed.previous_response_id)
+        return await self._read(reading, body, history)
+
+    async def aclose(self) -> None:
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
+        """Raises HistoryNeededError if `history` is None and the call needs it."""
+        if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
+            call, asked = reading.call(b"".join(body), history)
+            if call.num_bytes <= _SMALL_BYTES:
+                return prepare(call, reading.caller, reading.new_id, reading.aliases, asked)
+        own_turn = self._turns_of_tenants.setdefault(reading.caller.party, asyncio.Lock())
+        async with own_turn, self._turns:
+            return await self._read_elsewhere(reading, body, history)
+
+    async def _read_elsewhere(
+        self, reading: _Reading, body: list[bytes], history: bytes | None
+    ) -> Prepared:
+        caller = reading.caller
+        asked = {
+            "endpoint": reading.endpoint,
+            "headers": {
+                it: reading.headers[it] for it in HEADERS.values() if it in reading.headers
+            },
+            "caller": caller.model_dump(mode="json"),
+            "new_id": reading.new_id,
+            "aliases": dict(reading.aliases),
+            "cpu_seconds": _MOST_CPU_SECONDS,
+        }
+        parts = [body] if history is None else [body, [history]]
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                told, payloads = await self._ask_one_or_another(asked, parts)
+        except (EOFError, OSError, TimeoutError):
+            raise _not_read() from None
+        if "error" in told:
+            raise _error_of(told["error"])
+        if "previous_response_id" in told:
+            raise HistoryNeededError(told["previous_response_id"])
+        return _prepared_of(told, payloads, account_of(caller, caller.name))
+
+    async def _ask_one_or_another(
+        self, asked: Mapping[str, Any], parts: Parts
+    ) -> tuple[dict[str, Any], list[Payload]]:
+        """Raises as `_ask_one`; EOFError and OSError only if a new process ended, too."""
+        try:
+            return await self._ask_one(asked, parts)
+        except (EOFError, OSError):
+            return await self._ask_one(asked, parts, is_new=True)
+
+    async def _ask_one(
+        self, asked: Mapping[str, Any], parts: Parts, *, is_new: bool = False
+    ) -> tuple[dict[str, Any], list[Payload]]:
+        """Raises ApiError 400 if the process ended at its bounds, else EOFError and OSError."""
+        is_new = is_new or not self._idle
+        process = await _start(self._log_options) if is_new else self._idle.pop()
+        try:
+            answered = await _ask(process, asked, parts)
+        except (EOFError, OSError):  # the process has ended, or is about to
+            if await process.wait() in _TOO_MUCH_CODES:
+                raise _too_much() from None
+            raise
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
+        self._idle.append(process)
+        return answered
+
+
+def answer(
+    readers: Readers, asked: Mapping[str, Any], body: bytes, history: bytes | None = None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """What a process gives back: a header that is JSON, and payloads behind it.
+
+    Behind the payload of a response come its echo and its input.
+    """
+    caller = Caller.model_validate(asked["caller"])
+    endpoint: Endpoint = asked["endpoint"]
+    reading = _Reading(
+        endpoint, readers[endpoint], asked["headers"], caller, asked["new_id"], asked["aliases"]
+    )
+    try:
+        call, response = reading.call(body, history)
+        prepared = prepare(call, caller, reading.new_id, reading.aliases, response)
+    except HistoryNeededError as needed:
+        return {"previous_response_id": needed.previous_response_id}, []
+    except InvalidRequestError as error:
+        return {"error": {"message": str(error), "field": error.field}}, []
+    except ApiError as error:
+        told: dict[str, Any] = {"message": str(error), "status": error.status}
+        told |= {"param": error.param, "code": error.code, "unsupported": error.unsupported}
+        return {"error": told}, []
+    new, payloads = [], []
+    for item in prepared.new:
+        looked_at = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
+        new.append([item.request_id, item.request.model_dump(include=looked_at), item.delay_ms])
+        bare = item.request.model_copy(update={"trace_context": None})
+        payloads.append(bare.to_payload().encode())
+    call_told = asdict(prepared.call)
+    rates = [asdict(rate) for rate in prepared.rates]
+    told = {"call": call_told, "new": new, "rates": rates, "id": prepared.completion_id}
+    if response is not None:
+        told["response"] = {**asdict(response.call), "echo": ""}
+        payloads += [response.call.echo.encode(), response.input_lines]
+    return told, payloads
+
+
+def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:
+    """What goes through a pipe before payloads: the length of a header, and the header."""
+    header = json.dumps({**told, "sizes": sizes}).encode()
+    return len(header).to_bytes(LENGTH_BYTES, "big") + header
+
+
+def _prepared_of(
+    told: Mapping[str, Any], payloads: list[Payload], account: TokenAccount | None
+) -> Prepared:
+    response = None
+    if "response" in told:
+        *payloads, echo, lines = payloads
+        call = ResponseCall(**{**told["response"], "echo": bytes(echo).decode()})
+        response = AskedResponse(call, bytes(lines))
+    new = [
+        NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
+        for (request_id, fields, delay_ms), payload in zip(told["new"], payloads, strict=True)
+    ]
+    rates = [Rate(**rate) for rate in told["rates"]]
+    completion_call = CompletionCall(**told["call"])
+    return Prepared(completion_call, new, rates, told["id"], asked=response)
+
+
+def _looked_at(fields: dict[str, Any]) -> PayloadRequest:
+    context = fields.pop("trace_context")
+    if context is not None:
+        context = TraceContext.model_construct(**context)
+    return PayloadRequest.model_construct(**fields, trace_context=context)
+
+
+def _error_of(told: dict[str, Any]) -> Exception:
+    if "field" in told:
+        return InvalidRequestError(told["message"], field=told["field"])
+    message, status = told.pop("message"), told.pop("status")
+    return ApiError(status, message, **told)
+
+
+def _too_much() -> ApiError:
+    return ApiError(
+        400,
+        "the body takes too much time or memory to read; send fewer or shorter lists and objects",
+        code="body_too_complex",
+    )
+
+
+def _not_read() -> ApiError:
+    return ApiError(
+        503,
+        "the gateway could not read the body, since its machine is short of time or memory or a"
+        " process was ended; try again soon",
+        code="body_not_read",
+        headers={"Retry-After": "5"},
+    )
+
+
+async def _start(arguments: Sequence[str]) -> Process:
+    """Raises OSError. With -P, files in the working directory cannot be imported."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "promptq.producer.apis.call_reader_process",
+        *arguments,
+        stdin=PIPE,
+        stdout=PIPE,
+        env={name: os.environ[name] for name in _INHERITED if name in os.environ},
+    )
+
+
+async def _ask(
+    process: Process, asked: Mapping[str, Any], parts: Parts
+) -> tuple[dict[str, Any], list[Payload]]:
+    """Raises EOFError and OSError if the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(head(asked, [sum(map(len, part)) for part in parts]))
+    for piece in chain.from_iterable(parts):
+        process.stdin.write(piece)
+        await process.stdin.drain()
+    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
+    told = json.loads(await process.stdout.readexactly(length))
+    return told, [await _read(process.stdout, size) for size in told.pop("sizes")]
+
+
+async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
+    """Read in pieces, as `readexactly` copies all of it at once. Raises EOFError."""
+    if size <= _SMALL_BYTES:
+        return await stream.readexactly(size)
+    found, length = memoryview(bytearray(size)), 0
+    while length < size:
+        piece = await stream.read(min(size - length, _PIECE_BYTES))
+        if not piece:
+            raise EOFError
+        found[length : length + len(piece)] = piece
+        length += len(piece)
+    return found
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

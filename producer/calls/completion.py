@@ -1,0 +1,290 @@
+"""A completion that is being answered: its ids, its model, and how it may end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import quote, urlencode
+from uuid import UUID
+
+from promptq.producer.calls.call import MAX_CHOICES, CompletionCall, request_ids
+from promptq.producer.calls.errors import NOT_AGAIN, ApiError
+from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.clients.connecting import explained
+from promptq.producer.clients.request_builder import Prompt
+from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
+from promptq.shared.protocol.events import ErrorInfo, Usage, sum_of_known
+from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.request import FinishReason, Request, field_of
+from promptq.shared.queue.request_queue import new_request_id
+
+_NUMBER = re.compile(r"[0-9]{1,3}")
+_CHAT, _TEXT, _VECTOR, _MESSAGE = "chatcmpl-", "cmpl-", "embd-", "msg_"
+_ECHO_ONLY = "only"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All that an answer is written from, beside its events.
+
+    Choice `i` is request `request_ids[i]`. The `n` choices of a prompt follow each other. `echoes`
+    holds each choice's prompt if the answer repeats it; None for one of token ids, whose text comes
+    with its first event. With `echo_only` the answer is nothing else.
+    """
+
+    id: str
+    is_chat: bool
+    model: str
+    num_choices: int = 1
+    n: int = 1
+    with_logprobs: bool = False
+    with_prompt_logprobs: bool = False
+    asked: Asked = field(default_factory=Asked)
+    include_usage: bool = False
+    detach: bool = False
+    echoes: Sequence[str | None] = ()
+    echo_only: bool = False
+    encoding_format: str | None = None
+    """See CompletionCall."""
+    prefill: str = ""
+    """With what the output begins that is not shown, since the call gave it."""
+
+    @property
+    def request_ids(self) -> list[str]:
+        return request_ids(self.id, self.num_choices)
+
+    @property
+    def created(self) -> int:
+        """Unix seconds. They come from the id, so they are the same each time it is read."""
+        return (_uuid_of(self.id).int >> 80) // 1000
+
+    @property
+    def url(self) -> str:
+        """The path of the stream, with what no record of a request holds."""
+        query: dict[str, int | str] = {}
+        if self.num_choices > 1:
+            query = {"choices": self.num_choices, "n": self.n}
+        for name, is_set in (
+            ("usage", self.include_usage),
+            ("echo", bool(self.echoes)),
+            ("detach", self.detach),
+        ):
+            if is_set:
+                query[name] = 1
+        if self.echo_only:
+            query["echo"] = _ECHO_ONLY
+        path = f"/v1/streams/{quote(self.id)}"
+        return f"{path}?{urlencode(query)}" if query else path
+
+    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """The usage of all choices. Each prompt counts once."""
+        prompts = [
+            Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
+        ]
+        prompt_tokens = sum(it.prompt_tokens for it in prompts)
+        completion_tokens = 0 if self.echo_only else sum(it.completion_tokens for it in prompts)
+        body: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(it.cached_tokens for it in prompts)},
+        }
+        reasoning_tokens = sum_of_known(it.reasoning_tokens for it in prompts)
+        if reasoning_tokens is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return body
+
+
+def new_completion_id(is_chat: bool) -> str:
+    return (_CHAT if is_chat else _TEXT) + new_request_id()
+
+
+def new_embedding_id() -> str:
+    return _VECTOR + new_request_id()
+
+
+def new_message_id() -> str:
+    return _MESSAGE + new_request_id().replace("-", "")
+
+
+def is_message_id(completion_id: str) -> bool:
+    """Whether it is the id of a completion that is answered as a message."""
+    return completion_id.startswith(_MESSAGE)
+
+
+def check_completion_id(completion_id: str) -> None:
+    """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
+    try:
+        _uuid_of(completion_id)
+    except ValueError:
+        raise RequestNotFoundError(f"no completion {completion_id[:80]!r} is known") from None
+
+
+def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
+    """The completion for a call."""
+    echoes = [_text(call.prompts[index // call.n]) for index in range(call.num_choices)]
+    return Completion(
+        id=completion_id,
+        is_chat=call.is_chat,
+        model=call.model or model,
+        num_choices=call.num_choices,
+        n=call.n,
+        with_logprobs=call.fields.get("logprobs") is not None,
+        with_prompt_logprobs=call.shows_prompt_logprobs,
+        asked=Asked.of(call.fields),
+        include_usage=call.include_usage,
+        detach=call.detach,
+        echoes=echoes if call.echo else (),
+        echo_only=call.echo_only,
+        encoding_format=call.encoding_format,
+        prefill=call.fields.get("output_prefix", {}).get("text", ""),
+    )
+
+
+def stream_completion(
+    completion_id: str, query: Mapping[str, str], payloads: Sequence[bytes], model: str
+) -> Completion:
+    """The completion whose stream has this address; `needed_request_ids` says which payloads."""
+    requests = [Request.parse(payload) for payload in payloads]
+    first, num_choices = requests[0], _number(query, "choices", 1)
+    n = _number(query, "n", 1)
+    prompts = [_text(request.prompt) for request in requests]
+    prefix = first.output_prefix
+    return Completion(
+        id=completion_id,
+        is_chat=completion_id.startswith((_CHAT, _MESSAGE)),
+        model=first.model or model,
+        num_choices=num_choices,
+        n=n,
+        with_logprobs=first.logprobs is not None,
+        asked=Asked.of(vars(first)),
+        include_usage=query.get("usage") == "1",
+        detach=query.get("detach") == "1",
+        echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
+        echo_only=query.get("echo") == _ECHO_ONLY,
+        prefill=prefix.text if prefix is not None and is_message_id(completion_id) else "",
+    )
+
+
+def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
+    """The requests whose payloads `stream_completion` needs: the first, or with echo one a prompt.
+
+    Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
+    """
+    check_completion_id(completion_id)
+    num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
+    ids = request_ids(completion_id, num_choices)
+    return ids[::n] if _echo(query) else ids[:1]
+
+
+def _uuid_of(completion_id: str) -> UUID:
+    """Raises ValueError."""
+    for prefix in (_CHAT, _TEXT, _MESSAGE):
+        completion_id = completion_id.removeprefix(prefix)
+    return UUID(completion_id)
+
+
+def _echo(query: Mapping[str, str]) -> bool:
+    return query.get("echo") in ("1", _ECHO_ONLY)
+
+
+def _text(prompt: Prompt | None) -> str | None:
+    return prompt if isinstance(prompt, str) else None
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not (_NUMBER.fullmatch(text) and 1 <= int(text) <= MAX_CHOICES):
+        raise InvalidRequestError(f"{name}: {text[:80]!r} is not 1 to {MAX_CHOICES}", field=name)
+    return int(text)
+
+
+def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
+    """`stop`, `length` or `tool_calls`. An expired request ends with `length`, too, and so does one
+    that only echoes its prompt."""
+    if reason is FinishReason.STOP and not echo_only:
+        return "tool_calls" if num_tool_calls else "stop"
+    return "length"
+
+
+def failure(
+    reason: FinishReason | None, error: ErrorInfo | None, num_tokens: int
+) -> ApiError | None:
+    """The error for a request that ended after so many tokens; None if it has an answer."""
+    match reason:
+        case FinishReason.ERROR:
+            return _failed(error or ErrorInfo(type="internal_error", message="it failed"))
+        case FinishReason.CANCELLED:
+            return ApiError(409, "the request was cancelled", code="cancelled")
+        case FinishReason.EXPIRED if num_tokens == 0:
+            return ApiError(
+                408,
+                "deadline_ms: the deadline passed before the answer began",
+                param="deadline_ms",
+                code="deadline_exceeded",
+            )
+    return None
+
+
+def _failed(error: ErrorInfo) -> ApiError:
+    if error.type == "dead_letter":  # each retry may crash workers
+        return ApiError(500, error.message, code=error.type, headers=NOT_AGAIN)
+    if error.type not in ("invalid_request", "unsupported"):
+        return ApiError(500, error.message, code=error.type)
+    field = field_of(error.message)
+    if field == "model":
+        return ApiError(404, error.message, param=field, code="model_not_found")
+    return ApiError(400, error.message, param=field, code=error.code or error.type)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedCompletion:
+    """What `EventStream` asks of a completion, in whichever form it is streamed."""
+
+    completion: Completion
+
+    @property
+    def id(self) -> str:
+        return self.completion.id
+
+    @property
+    def url(self) -> str:
+        return self.completion.url
+
+    @property
+    def request_ids(self) -> list[str]:
+        return self.completion.request_ids
+
+    @property
+    def detach(self) -> bool:
+        return self.completion.detach
+
+
+async def learned(
+    served: ServedQueue, completion: Completion
+) -> tuple[Completion, OutputStyle | None]:
+    """Add what the queue knows as soon as there is an event: its model, and how that writes."""
+    if completion.model and not completion.is_chat:
+        return completion, None
+    model, style = await model_and_style(served, needs_style=completion.asked.with_tools)
+    if not completion.model:
+        completion = replace(completion, model=model)
+    return completion, style
+
+
+async def model_and_style(
+    served: ServedQueue, *, needs_style: bool = True
+) -> tuple[str, OutputStyle | None]:
+    """The queue's model and how it writes.
+
+    Both are known once there is an event, as the worker that sent it has written them before.
+    """
+    with explained(served.client.url):
+        view = await served.watch.look()
+        is_untold = view.output_style is None and needs_style
+        if not view.model or is_untold:  # perhaps written just now
+            view = await served.watch.look(now=True)
+    return view.model, view.output_style

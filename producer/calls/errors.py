@@ -1,0 +1,223 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`.
+
+Those of /v1/messages are as Anthropic's clients expect them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from http import HTTPStatus
+
+from redis.exceptions import RedisError
+
+from promptq.producer.batch_store.batch_records import (
+    BatchMissingError,
+    BatchOverError,
+    TooManyBatchesError,
+)
+from promptq.producer.batch_store.file_quotas import FileQuotaError
+from promptq.producer.batch_store.files import FileMissingError
+from promptq.producer.clients.connecting import explained
+from promptq.shared.errors import (
+    InvalidRequestError,
+    ModelNotServedError,
+    PromptqError,
+    QueueFullError,
+    RedisAuthError,
+    RedisFullError,
+    RedisSideError,
+    RequestExistsError,
+    RequestNotFoundError,
+    SpoiltRecordError,
+)
+from promptq.shared.runtime.logs import get_logger
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_TYPES_OF_MESSAGES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+NOT_AGAIN = {"x-should-retry": "false"}
+"""Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that a retry would fail too."""
+_FINAL = (408, 409)
+
+_ABSENCE_LOGGED_SECONDS = 60.0
+
+
+def _word_for(status: int) -> str:
+    """Returns a code for errors that have no narrower one, such as `not_found`."""
+    phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
+    return phrase.lower().replace(" ", "_")
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs.
+
+    `unsupported` are fields of Anthropic's API that are not served.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+        unsupported: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.unsupported = unsupported
+        self.code = code or _word_for(status)
+        self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The error object."""
+        kind = _TYPES.get(self.status, "api_error" if self.status < 500 else "server_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def messages_body(self) -> dict[str, object]:
+        """The error object of /v1/messages."""
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _TYPES_OF_MESSAGES.get(self.status, kind)
+        details: dict[str, object] = {"error_code": self.code}
+        if self.unsupported:
+            details["unsupported"] = self.unsupported
+        error = {"type": kind, "message": str(self), "details": details}
+        return {"type": "error", "error": error}
+
+    def named(self, names: Mapping[str, str]) -> ApiError:
+        """The error with the name that its field has at an endpoint."""
+        message, param = named_as_asked(names, str(self), self.param)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
+
+def named_as_asked(
+    names: Mapping[str, str], message: str, field: str | None
+) -> tuple[str, str | None]:
+    """An error's message, which begins with the path of a payload's field, and that field.
+
+    Both with the names that an endpoint has for the field and for what is inside.
+    """
+    place, separator, reason = message.partition(": ")
+    for inside in (name for name in names if "." in name):
+        place = place.replace(inside, names[inside], 1)
+    name = names.get(field or "", field)
+    return (name or "") + place.removeprefix(field or "") + separator + reason, name
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer for an error. If it is not one of ours, only the log says more."""
+    match error:
+        case InvalidRequestError():
+            return ApiError(400, str(error), param=error.field or None, code=error.error_type)
+        case RequestNotFoundError() | FileMissingError() | BatchMissingError():
+            return ApiError(404, str(error), code="not_found")
+        case ModelNotServedError():
+            return ApiError(404, str(error), param="model", code="model_not_found")
+        case RequestExistsError():
+            return ApiError(409, str(error), code="exists")
+        case SpoiltRecordError():
+            return ApiError(409, str(error), code="spoilt_record")
+        case BatchOverError():
+            return ApiError(409, str(error), code="batch_over")
+        case FileQuotaError():  # not 429: it does not help to wait
+            return ApiError(413, str(error), param="file", code="file_quota_exceeded")
+        case TooManyBatchesError():
+            return ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN)
+        case QueueFullError():
+            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+            return ApiError(
+                429, str(error), code="queue_full", headers={"Retry-After": str(seconds)}
+            )
+        case RedisAuthError():
+            log_why_unavailable(error)
+            return ApiError(
+                503,
+                "the gateway may not use its Redis server; its log says why",
+                code="queue_unavailable",
+                headers={"Retry-After": "5"},
+            )
+        case RedisFullError():
+            log_why_unavailable(error)
+            return ApiError(
+                503,
+                "the memory of the queue's server is full, so it accepts no request; try again"
+                " later",
+                code="queue_unavailable",
+                headers={"Retry-After": "30"},
+            )
+        case RedisSideError() | RedisError():
+            # Details about the server are for the log, not for callers.
+            log_why_unavailable(error)
+            return ApiError(
+                503,
+                "the queue cannot be reached at the moment; try again soon",
+                code="queue_unavailable",
+                headers={"Retry-After": "1"},
+            )
+        case PromptqError():
+            return ApiError(500, str(error))
+    return ApiError(500, "the gateway failed; its log says why", code="gateway")
+
+
+def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
+    """What redis-py raised, as an error of ours, for the log."""
+    try:
+        with explained(url):
+            raise error
+    except RedisAuthError as told:
+        return RedisAuthError(f"the user {user!r}: {told}")
+    except RedisSideError as told:
+        return told
+    except RedisError:
+        return RedisSideError(str(error))
+
+
+def log_why_unavailable(error: RedisSideError | RedisError) -> None:
+    """Log why calls get 503, but not for each of them."""
+    if isinstance(error, RedisAuthError):
+        _log_refusal(str(error))
+    else:
+        _log_absence(str(error), int(time.monotonic() / _ABSENCE_LOGGED_SECONDS))
+
+
+@lru_cache(maxsize=16)
+def _log_refusal(told: str) -> None:
+    """Log each message of the server once: it would repeat it for every call."""
+    get_logger().error(
+        "the Redis server refuses what a gateway does; give the gateway the URL of the user"
+        " 'gateway' (promptq acl)",
+        error=told,
+    )
+
+
+@lru_cache(maxsize=16)
+def _log_absence(told: str, turn: int) -> None:
+    """Log a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
+    get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=told)

@@ -1,0 +1,189 @@
+"""Reads a model's text as reasoning, content and calls: all of it, or piece by piece.
+
+What a piece gives depends on the text so far alone, not on how it was cut before. So the pieces of
+a text, put together, are the same as the whole text gives, and a stream can be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from promptq.producer.calls.output.reasoning import ReasoningText
+from promptq.producer.calls.output.tool_calls import (
+    ParameterTypes,
+    ToolDelta,
+    ToolText,
+    call_id,
+    merged,
+)
+from promptq.shared.protocol.output_style import OutputStyle
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a chat asked for, as far as it says how its answer is to be read."""
+
+    with_tools: bool = False
+    """Whether the model was shown tools."""
+    is_forced: bool = False
+    """Whether the whole text is the call of a tool."""
+    with_reasoning: bool = False
+    """Whether the text may begin with reasoning. It is not so where a grammar binds the text."""
+    types: ParameterTypes = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Asked:
+        """Of the fields of a chat's payload."""
+        tools, choice = fields.get("tools"), fields.get("tool_choice")
+        wanted = fields.get("response_format")
+        is_json = isinstance(wanted, Mapping) and wanted.get("type") != "text"
+        with_tools = bool(tools) and choice != "none"
+        is_forced = with_tools and choice not in (None, "auto")
+        return cls(
+            with_tools=with_tools,
+            is_forced=is_forced,
+            with_reasoning=not (is_forced or is_json),
+            types=_types(tools) if with_tools and isinstance(tools, Sequence) else {},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What has become certain."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+    def __add__(self, later: Piece) -> Piece:
+        """Both as one. A call has one delta in it."""
+        return Piece(
+            self.reasoning + later.reasoning,
+            self.content + later.content,
+            merged([*self.calls, *later.calls]),
+        )
+
+
+class ModelText:
+    """Reads a text piece by piece. Without a style, all of it is content."""
+
+    def __init__(self, style: OutputStyle | None, asked: Asked) -> None:
+        self._reasoning: ReasoningText | None = None
+        self._tools: ToolText | None = None
+        style = style and style.of_chat(with_tools=asked.with_tools)
+        if style is not None and asked.with_reasoning and style.reasoning_marks:
+            self._reasoning = ReasoningText(style.reasoning_before, style.reasoning_after)
+        if style is not None and asked.with_tools and style.has_calls:
+            self._tools = ToolText(style, forced=asked.is_forced, types=asked.types)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the text is content."""
+        return self._reasoning is None and self._tools is None
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls there are so far."""
+        return self._tools.num_calls if self._tools is not None else 0
+
+    def feed(self, text: str) -> Piece:
+        """Read more text."""
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text)
+        return self._answer(reasoning, text)
+
+    def finish(self) -> Piece:
+        """What was held back when the text ended."""
+        reasoning, text = "", ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.finish()
+        piece = self._answer(reasoning, text)
+        return piece if self._tools is None else piece + Piece("", *self._tools.finish())
+
+    def _answer(self, reasoning: str, text: str) -> Piece:
+        """What follows the reasoning may have calls."""
+        if self._tools is None:
+            return Piece(reasoning, text)
+        return Piece(reasoning, *self._tools.feed(text))
+
+
+@dataclass(frozen=True, slots=True)
+class WholeText:
+    """A text that has ended. `calls` are as in a message of the OpenAI API."""
+
+    reasoning: str
+    content: str
+    calls: list[dict[str, Any]]
+
+
+def read_whole(text: str, style: OutputStyle | None, asked: Asked, request_id: str) -> WholeText:
+    """Read a text that has ended, the output of this request."""
+    reader = ModelText(style, asked)
+    piece = reader.feed(text) + reader.finish()
+    calls = [
+        {
+            "id": call_id(request_id, delta.index),
+            "type": "function",
+            "function": {"name": delta.name, "arguments": delta.arguments},
+        }
+        for delta in piece.calls
+    ]
+    return WholeText(piece.reasoning, piece.content, calls)
+
+
+def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The little of a payload's fields from which `Asked.of` gives the same."""
+    asked = Asked.of(fields)
+    needed: dict[str, Any] = {}
+    if asked.with_tools:
+        needed["tools"] = [
+            {"function": {"name": name, "parameters": {"properties": _schemas(types)}}}
+            for name, types in asked.types.items()
+        ] or [{}]
+        needed["tool_choice"] = "required" if asked.is_forced else "auto"
+    if not (asked.with_reasoning or asked.is_forced):
+        needed["response_format"] = {"type": "json_object"}
+    return needed
+
+
+def _schemas(types: Mapping[str, frozenset[str]]) -> dict[str, dict[str, list[str]]]:
+    return {name: {"type": sorted(of_one)} for name, of_one in types.items()}
+
+
+def _types(tools: Sequence[Any]) -> dict[str, dict[str, frozenset[str]]]:
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        of_one = found.setdefault(function["name"], {})
+        for name, schema in (properties if isinstance(properties, Mapping) else {}).items():
+            of_one[name] = _types_of(schema)
+    return found
+
+
+def _types_of(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema names; none if it allows any, or says so in another way."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    given = schema.get("type")
+    if isinstance(given, str):
+        return frozenset({given})
+    if isinstance(given, list):
+        return frozenset(it for it in given if isinstance(it, str))
+    for either in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(either), list) and branches:
+            of_each = [_types_of(branch) for branch in branches]
+            return frozenset[str]().union(*of_each) if all(of_each) else frozenset()
+    values = schema.get("enum")
+    if isinstance(values, list) and values and all(isinstance(it, str) for it in values):
+        return frozenset({"string"})
+    return frozenset()

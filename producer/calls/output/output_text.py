@@ -1,0 +1,57 @@
+"""Splits what a model writes into reasoning, content and calls, in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from promptq.producer.calls.output import model_text
+from promptq.producer.calls.output.model_text import Asked, ModelText
+from promptq.shared.protocol.output_style import OutputStyle
+
+Kind = Literal["reasoning", "content", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More text of one part. The first piece of a call has its `name`."""
+
+    kind: Kind
+    text: str
+    name: str | None = None
+
+
+class OutputText:
+    """Reads a text in any pieces. Where parts begin and end depends on the text alone."""
+
+    def __init__(self, style: OutputStyle | None, asked: Asked) -> None:
+        self._reader = ModelText(style, asked)
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain now."""
+        if self._reader.is_plain:
+            return [Piece("content", text)] if text else []
+        pieces: list[Piece] = []
+        for letter in text:  # one by one, as the reader does not tell what came first
+            pieces += _in_order(self._reader.feed(letter))
+        return _joined(pieces)
+
+    def finish(self) -> list[Piece]:
+        """What was held back when the text ended."""
+        return _joined(_in_order(self._reader.finish()))
+
+
+def _in_order(read: model_text.Piece) -> list[Piece]:
+    pieces = [Piece("reasoning", read.reasoning)] if read.reasoning else []
+    pieces += [Piece("content", read.content)] if read.content else []
+    return pieces + [Piece("call", delta.arguments, delta.name) for delta in read.calls]
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and piece.kind == joined[-1].kind and piece.name is None:
+            last = joined.pop()
+            piece = Piece(last.kind, last.text + piece.text, last.name)
+        joined.append(piece)
+    return joined

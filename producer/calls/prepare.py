@@ -1,0 +1,149 @@
+"""Composes the requests of a call, as far as its caller may make them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.caller import Caller, check_priority, check_tenant
+from promptq.producer.calls.errors import named_as_asked
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.calls.rates import account_of, rates_of
+from promptq.producer.calls.response_call import AskedResponse
+from promptq.producer.clients.request_builder import compose
+from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
+from promptq.shared.protocol.request import NewRequest
+from promptq.shared.queue.call import Call, text_of
+from promptq.shared.queue.scripts import Rate
+
+NAMES_OF_MESSAGES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".input_schema",
+    "output_prefix": "messages",
+}
+"""Keys are names in a payload. An output's prefix is the last message, if it is the assistant's.
+Names with a dot are inside of fields."""
+
+NAMES_OF_RESPONSES = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".parameters",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+"""Keys are names in a payload. Names with a dot are inside of fields."""
+
+_RENAMED = (("embed: dimensions:", "dimensions:"), ("embed: pooling:", "pooling:"))
+
+_NAMES = {
+    "response": NAMES_OF_RESPONSES,
+    "input_count": NAMES_OF_RESPONSES,
+    "message": NAMES_OF_MESSAGES,
+    "count": NAMES_OF_MESSAGES,
+}
+"""What fields of a payload are called, by the form of a call."""
+
+
+def as_asked(error: InvalidRequestError) -> InvalidRequestError:
+    """The error with the names of fields that this endpoint has."""
+    message = in_words_of_embeddings(str(error))
+    return InvalidRequestError(message, field=message.partition(":")[0])
+
+
+def in_words_of_embeddings(message: str) -> str:
+    for inner, outer in (*_RENAMED, ("prompt:", "input:")):
+        if message.startswith(inner):
+            return outer + message.removeprefix(inner)
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that was read: the requests to enqueue, and what they take of the caller's rates.
+
+    `call` holds only what its answer needs.
+    """
+
+    call: CompletionCall
+    new: list[NewRequest]
+    rates: list[Rate]
+    completion_id: str
+    asked: AskedResponse | None = None
+    """Of a call of /v1/responses."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held for the call until it is in the queue."""
+        num_bytes = sum(len(item.payload or b"") for item in self.new)
+        if self.asked is not None:
+            num_bytes += len(self.asked.call.echo) + len(self.asked.input_lines)
+        return num_bytes
+
+
+def prepare(
+    call: CompletionCall,
+    caller: Caller,
+    completion_id: str,
+    aliases: Mapping[str, str],
+    asked: AskedResponse | None = None,
+) -> Prepared:
+    """Compose a call's requests, as far as its caller may make them. Slow for a large body.
+
+    `aliases` are names of models by the further names that programs use for them. Raises
+    InvalidRequestError, ApiError 403.
+    """
+    call = granted(call.with_model_of(aliases), caller)
+    tenant = call.fields.get("tenant") or ""
+    if caller.is_own_tenant and tenant == caller.tenant:
+        tenant = ""  # as in earlier releases, whose gateways may have taken the same call
+    requests = call.with_key_of(caller.name, tenant).requests(completion_id)
+    rates = rates_of(caller, requests)
+    try:
+        new = compose(requests, account_of(caller, caller.name))
+    except InvalidRequestError as error:
+        if names := _NAMES.get(call.form):
+            message, field = named_as_asked(names, str(error), error.field)
+            raise InvalidRequestError(message, field=field or "") from None
+        raise as_asked(error) if call.form == "embeddings" else error from None
+    return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)
+
+
+def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
+    """The call with its caller's tenant and priority. Raises ApiError 403 for wrong ones."""
+    tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
+    if tenant is not None:
+        check_tenant(caller, tenant)
+    elif caller.tenant is not None:
+        call = call.with_fields(tenant=caller.tenant)
+    if isinstance(priority, int):
+        check_priority(caller, priority)
+    elif priority is None and caller.highest_priority > 0:
+        call = call.with_fields(priority=caller.highest_priority)
+    return call
+
+
+async def payloads_of(
+    served: ServedQueue, caller: Caller, request_ids: Sequence[str]
+) -> list[bytes]:
+    """The payloads. Raises RequestNotFoundError for ids that are unknown or not the caller's."""
+    queue = served.queue
+    names = [queue.keys.request(request_id) for request_id in request_ids]
+    reading: list[Call[list[bytes | None]]] = [
+        Call("", ["HMGET", name, "payload", "tenant"], list, lambda: [None] * 2) for name in names
+    ]
+    records = await queue.run(reading)
+    payloads = []
+    for request_id, (payload, tenant) in zip(request_ids, records, strict=True):
+        is_theirs = caller.is_admin or text_of(tenant or b"") == (caller.tenant or "")
+        if payload is None or not is_theirs:
+            raise RequestNotFoundError(
+                f"no completion {request_id[:80]!r} is known; it never was, or its record has"
+                " expired"
+            )
+        payloads.append(payload)
+    return payloads

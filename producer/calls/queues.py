@@ -1,0 +1,314 @@
+"""The queues that a gateway serves: which one has a model, and what was last seen of each."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+from promptq.producer.admin.queue_views import MOST_QUEUES, QueueView, not_served, queue_view
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.shared.errors import ModelNotServedError, RequestNotFoundError, SpoiltRecordError
+from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import Call, carry_out_async
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import get_logger
+
+_FRESH_SECONDS = 1.0
+_MOST_OPENED = 4 * MOST_QUEUES
+"""Queues that a gateway opens in its life. Each has a client, and stays open for old streams."""
+_REFUSED_SECONDS = 60.0
+"""How long a queue that cannot be read is left alone."""
+_AWAY_SECONDS = 1.0
+"""The same for one whose server does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedQueue:
+    """One queue: a client of it, and what is known of it."""
+
+    client: AsyncClient
+    watch: QueueWatch
+
+    @property
+    def queue(self) -> AsyncRequestQueue:
+        return self.client.queue
+
+    @property
+    def name(self) -> str:
+        return self.queue.keys.queue
+
+
+Found = tuple[ServedQueue, QueueView]
+"""A queue as it was at most a second ago."""
+
+
+@dataclass(slots=True)
+class _Directory:
+    """What all queues of the server share, as it was read last."""
+
+    names: list[str] = field(default_factory=list)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    read_at: float = float("-inf")
+
+
+class ServedQueues:
+    """Clients of queues, made when a queue is first seen.
+
+    The first of `names` is the gateway's own queue: its API keys, files and batches are there. `*`
+    (ALL_QUEUES) stands for all other queues of the server.
+
+    All methods that ask the server raise redis.RedisError if it is away. Another queue than the
+    gateway's own that cannot be read is left out for a minute, or while its server does not answer.
+    """
+
+    def __init__(
+        self,
+        open_client: Callable[[str], AsyncClient],
+        names: Sequence[str],
+        *,
+        on_unreadable: Callable[[str, str], object] = lambda _name, _why: None,
+    ) -> None:
+        """`on_unreadable` is told once of each queue that cannot be read, and why."""
+        self._open_client = open_client
+        self._on_unreadable = on_unreadable
+        self._names = [it for it in dict.fromkeys(names) if it != ALL_QUEUES]
+        self._finds_others = ALL_QUEUES in names
+        self._opened: dict[str, ServedQueue] = {}
+        self._directory = _Directory()
+        self._reading = asyncio.Lock()
+        self._refused: dict[str, float] = {}
+        self._away: dict[str, RedisError] = {}
+        """Queues whose server does not answer, and what it was last."""
+        self.own = self._served(self._names[0])
+
+    async def aclose(self) -> None:
+        for served in self._opened.values():
+            await served.client.close()
+
+    @property
+    def opened(self) -> list[ServedQueue]:
+        """Those that were seen so far, also while the server is away."""
+        return [*self._opened.values()]
+
+    def may_serve(self, name: str) -> bool:
+        """Whether it serves this queue, or would once a worker has come to it."""
+        return self._finds_others or name in self._names
+
+    async def all(self, *, now: bool = False) -> list[ServedQueue]:
+        """The gateway's own queue first. With `now`, names and aliases are read anew."""
+        names = [*self._names]
+        if self._finds_others or now:
+            names += [name for name in (await self._read(now=now)).names if name not in names]
+        if len(self._opened) >= _MOST_OPENED:
+            names = [it for it in names if it in self._opened]
+        return [self._served(name) for name in names if not self._is_refused(name)]
+
+    async def named(self, name: str) -> ServedQueue:
+        """The queue of this name; the gateway's own for an empty one. Raises ApiError 404."""
+        if not name:
+            return self.own
+        found = await self.all()
+        for served in found:
+            if served.name == name:
+                return served
+        names = ", ".join(it.name for it in found)
+        raise ApiError(
+            404, f"queue: {name[:80]!r} is not served here; served are {names}", param="queue"
+        )
+
+    async def aliases(self) -> Mapping[str, str]:
+        """Names of models by the further names that programs use for them.
+
+        The name of a model that is served is nobody's further name.
+        """
+        aliases = (await self._read()).aliases
+        if not aliases:
+            return aliases
+        names = {view.model for _, view in await self.views()}
+        return {alias: name for alias, name in aliases.items() if alias not in names}
+
+    async def views(self, *, now: bool = False) -> list[Found]:
+        """The queues that this gateway may read, as they were at most a second ago; or as they are
+        `now`, which is then what all others see for a second."""
+        served = await self.all(now=now)
+        old = [queue for queue in served if now or queue.watch.is_old]
+        looks = (queue.watch.look(now=now) for queue in old)
+        errors = await asyncio.gather(*looks, return_exceptions=True)
+        for queue, error in zip(old, errors, strict=True):
+            if isinstance(error, BaseException):
+                self._leave_out(queue, error)
+            else:
+                self._away.pop(queue.name, None)
+        readable = [it for it in served if not self._is_refused(it.name)]
+        return [(it, await it.watch.look()) for it in readable]
+
+    async def of_model(
+        self, model: str | None, known_as: Callable[[Keys], str] | None = None
+    ) -> Found:
+        """The queue that serves a model, or the gateway's own if none is named.
+
+        Of several queues, it is the one with the fewest requests for each worker. `known_as` names
+        a key in Redis that is there once the same request was sent: then it is the queue that has
+        it, so that nothing runs twice. Raises ModelNotServedError, and ModelIsLoadingError while a
+        queue that was named has no model yet.
+        """
+        own = self.own, await self.own.watch.look()
+        is_alone = len(self._names) == 1 and not self._finds_others
+        if not model or (is_alone and model == own[1].model):
+            return own
+        views = await self.views()
+        serving = [it for it in views if it[1].model == model]
+        if not serving:
+            return self._of_model_to_come(model, views)
+        if len(serving) == 1:
+            return serving[0]
+        if known_as is None:
+            return min(serving, key=lambda it: it[1].load(it[0].watch.num_sent))
+        known = await asyncio.gather(*(_has(it, known_as(it.queue.keys)) for it, _ in serving))
+        if any(known):
+            return serving[known.index(True)]
+        return max(serving, key=lambda it: (it[1].hands_out, _draw(known_as(it[0].queue.keys))))
+
+    def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
+        """The only queue while it has no model, since its first worker may serve this one."""
+        if len(views) == 1 and not views[0][1].model:
+            return views[0]
+        loading = [it.name for it, view in views if it.name in self._names and not view.model]
+        if loading and len(self._names) > 1:
+            raise ModelIsLoadingError(model, loading)
+        self._raise_if_away()
+        raise ModelNotServedError(not_served(model, {view.model for _, view in views}))
+
+    async def holding(self, request_id: str) -> ServedQueue:
+        """The queue in which a request is known. Raises RequestNotFoundError."""
+        served = await self.all()
+        served += [it for it in self.opened if it not in served]
+        if len(served) == 1:
+            return self.own
+        asking = [_has(it, it.queue.keys.request(request_id)) for it in served]
+        known = await asyncio.gather(*asking, return_exceptions=True)
+        for queue, is_known in zip(served, known, strict=True):
+            if isinstance(is_known, BaseException):
+                self._leave_out(queue, is_known)
+            elif is_known:
+                return queue
+        self._raise_if_away()
+        raise RequestNotFoundError(
+            f"no completion {request_id[:80]!r} is known; it never was, or its record has expired"
+        )
+
+    def _served(self, name: str) -> ServedQueue:
+        if name not in self._opened:
+            client = self._open_client(name)
+            self._opened[name] = ServedQueue(client, QueueWatch(client.queue))
+        return self._opened[name]
+
+    async def _read(self, *, now: bool = False) -> _Directory:
+        async with self._reading:
+            if now or time.monotonic() - self._directory.read_at > _FRESH_SECONDS:
+                names: list[str] = []
+                aliases: dict[str, str] = {}
+                try:
+                    if self._finds_others:
+                        names = (await self.own.queue.run(lookups.queue_names()))[:MOST_QUEUES]
+                    aliases = await self.own.queue.run(lookups.aliases())
+                except ResponseError as error:  # such as a role of one queue
+                    self._refuse(f"{QUEUES}, {ALIASES}", error)
+                except (ConnectionError, TimeoutError):  # its node of a cluster may be away alone
+                    if not self._directory.names:
+                        raise
+                    names, aliases = self._directory.names, dict(self._directory.aliases)
+                self._directory = _Directory(names, aliases, time.monotonic())
+            return self._directory
+
+    def _is_refused(self, name: str) -> bool:
+        return time.monotonic() < self._refused.get(name, 0.0)
+
+    def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
+        """Do without a queue that cannot be read, unless it is the gateway's own. Raises `error`.
+
+        On a Cluster each queue is on a node of its own, which may be away alone.
+        """
+        if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
+            raise error
+        if isinstance(error, ResponseError | SpoiltRecordError):
+            self._refuse(queue.name, error)
+        else:
+            self._away[queue.name] = error
+            self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
+
+    def _raise_if_away(self) -> None:
+        """What was not found may be in a queue that is away, unless that one was forgotten."""
+        for name, error in self._away.items():
+            if name in self._names or name in self._directory.names:
+                raise error
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        if name not in self._refused:
+            self._on_unreadable(name, str(error))
+        self._refused[name] = time.monotonic() + _REFUSED_SECONDS
+
+
+def log_unreadable(name: str, why: str) -> None:
+    """For `on_unreadable` of processes that write a log."""
+    get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)
+
+
+class ModelIsLoadingError(ApiError):
+    """A queue that may serve the model has none yet."""
+
+    def __init__(self, model: str, queues: Sequence[str]) -> None:
+        names = ", ".join(queues)
+        super().__init__(
+            503,
+            f"model: no queue serves {model[:200]!r} yet, and no worker has come to {names}",
+            param="model",
+            code="no_worker",
+            headers={"Retry-After": "5"},
+        )
+
+
+def _draw(key: str) -> bytes:
+    """A rank of a queue: two gateways that take one request at once send it to the highest.
+
+    So few requests move when a queue comes or goes; see
+    https://en.wikipedia.org/wiki/Rendezvous_hashing.
+    """
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _has(queue: ServedQueue, key: str) -> bool:
+    return await queue.queue.run(Call("", ["EXISTS", key], bool))
+
+
+class QueueWatch:
+    """Reads the view when it is asked for. Raises redis.RedisError if the server is away."""
+
+    def __init__(self, queue: AsyncRequestQueue) -> None:
+        self.num_sent = 0
+        """Requests that were sent to the queue since it was looked at."""
+        self._queue = queue
+        self._seen: QueueView | None = None
+        self._seen_at = float("-inf")
+        self._looking = asyncio.Lock()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it is read anew at the next look."""
+        return time.monotonic() - self._seen_at > _FRESH_SECONDS
+
+    async def look(self, *, now: bool = False) -> QueueView:
+        """The queue as it was at most a second ago; with `now`, as it is now."""
+        async with self._looking:
+            if self._seen is None or self.is_old or now:
+                self._seen = await carry_out_async(queue_view(self._queue.keys), self._queue.run)
+                self._seen_at = time.monotonic()
+                self.num_sent = 0
+            return self._seen

@@ -1,0 +1,105 @@
+"""Takes what calls need of the rates of their caller's key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.errors import NOT_AGAIN, ApiError
+from promptq.shared.protocol.request import TokenAccount
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.scripts import Rate, RateAnswer, take_of_rates
+
+_MINUTE_MS = 60_000
+
+
+async def take_of_queues(
+    own: AsyncRequestQueue, serving: AsyncRequestQueue, holder: str, rates: Sequence[Rate]
+) -> RateAnswer:
+    """Take tokens at the queue that serves a call, and requests at the gateway's own; all or none.
+
+    After a refusal, what a later attempt has to wait for is known of one of the two only.
+    """
+    if serving is own:
+        return await own.run(take_of_rates(holder, rates))
+    tokens = [rate for rate in rates if rate.name == "tokens"]
+    requests = [rate for rate in rates if rate.name != "tokens"]
+    told = await serving.run(take_of_rates(holder, tokens))
+    if told.wait_ms != 0:
+        requests = [replace(rate, amount=0) for rate in requests]
+    told_of_requests = await own.run(take_of_rates(holder, requests))
+    if told.wait_ms == 0 and told_of_requests.wait_ms != 0:
+        given_back = [replace(rate, amount=-rate.amount) for rate in tokens]
+        told = replace(
+            await serving.run(take_of_rates(holder, given_back)), wait_ms=told_of_requests.wait_ms
+        )
+    return RateAnswer(
+        told.wait_ms,
+        {**told_of_requests.remaining, **told.remaining},
+        {**told_of_requests.reset_ms, **told.reset_ms},
+    )
+
+
+def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
+    said = []
+    for rate in rates:
+        left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
+        if answer.reset_ms[rate.name] > _MINUTE_MS:
+            said.append(f"has used more than its {limit}")
+        elif left < rate.amount:
+            said.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
+    seconds = math.ceil((answer.wait_ms or 0) / 1000)
+    after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
+    return f"the key {caller.name!r} {' and '.join(said)}; try again in {after}"
+
+
+def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
+    """What requests take of their caller's rates; `requests` are as for `Client.enqueue_many`.
+
+    The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
+    is charged to the account (`account_of`) while it is generated.
+    """
+    rates = _rate_of_requests(caller, len(requests))
+    if caller.tokens_per_minute:
+        tokens = sum(_prompt_tokens(request) for request in requests)
+        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
+    return rates
+
+
+def account_of(caller: Caller, holder: str) -> TokenAccount | None:
+    """The account to which the output of a caller's requests is charged.
+
+    `holder` is the name under which rates are taken. None if the caller has no limit.
+    """
+    limit = caller.tokens_per_minute
+    return TokenAccount(holder, limit) if limit else None
+
+
+def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+    limit = caller.requests_per_minute
+    return [Rate("requests", amount, limit)] if limit else []
+
+
+def beyond_rates(
+    caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
+) -> ApiError:
+    """The answer to a call that needs more than a whole minute allows."""
+    needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
+    return ApiError(
+        429,
+        f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
+        code="rate_limit_exceeded",
+        headers={**(headers or {}), **NOT_AGAIN},
+    )
+
+
+def _limits(rates: Sequence[Rate]) -> str:
+    return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
+
+
+def _prompt_tokens(request: Mapping[str, Any]) -> int:
+    return len(json.dumps(request, default=str)) // 4

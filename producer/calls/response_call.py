@@ -1,0 +1,143 @@
+"""A response that is being answered, and the object that its client gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any, Literal
+from uuid import UUID
+
+from pydantic_core import to_json
+
+from promptq.producer.calls.output.model_text import Asked
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.events import Usage
+from promptq.shared.queue.request_queue import new_request_id
+
+_PREFIX = "resp_"
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCall:
+    """All that a response is written from, beside its output.
+
+    `echo` are the members of the object that repeat what was asked for, as JSON without braces. It
+    may be megabytes, so it is made once and never read again.
+    """
+
+    id: str
+    model: str
+    echo: str
+    background: bool = False
+    store: bool = True
+    detach: bool = False
+    reading: dict[str, Any] = field(default_factory=dict)
+    """The fields of its payload from which `Asked` says how its output is to be read."""
+    with_logprobs: bool = False
+    previous_response_id: str | None = None
+
+    @property
+    def asked(self) -> Asked:
+        return Asked.of(self.reading)
+
+    @property
+    def unique(self) -> str:
+        """What tells its items from those of other responses."""
+        return self.id.removeprefix(_PREFIX)
+
+    @property
+    def created(self) -> int:
+        """Unix seconds. They come from the id, so they are the same each time it is read."""
+        return self._created_ms // 1000
+
+    @property
+    def _created_ms(self) -> int:
+        return UUID(self.unique).int >> 80
+
+    @property
+    def url(self) -> str:
+        """The path at which its stream can be read again, or '' if it is not stored."""
+        return f"/v1/responses/{self.id}?stream=true" if self.store else ""
+
+    def object(
+        self,
+        status: Status,
+        output: Sequence[str] = (),
+        *,
+        model: str = "",
+        usage: Usage | None = None,
+        error: dict[str, Any] | None = None,
+        incomplete: str | None = None,
+        took_ms: float = 0.0,
+    ) -> str:
+        """OpenAI's response object as JSON. `output` are items as JSON.
+
+        `took_ms` is the time between its creation and its end.
+        """
+        completed = str(int(self._created_ms + took_ms) // 1000)
+        reason = f'{{"reason":{quoted(incomplete)}}}' if incomplete else "null"
+        return (
+            f'{{"id":{quoted(self.id)},"object":"response","created_at":{self.created}'
+            f',"completed_at":{completed if status == "completed" else "null"}'
+            f',"status":"{status}","background":{"true" if self.background else "false"}'
+            f',"error":{to_json(error).decode()},"incomplete_details":{reason}'
+            f',"model":{quoted(self.model or model)},"output":[{",".join(output)}]'
+            f',"usage":{_usage(usage)},{self.echo}}}'
+        )
+
+
+def new_response_id() -> str:
+    """An id that sorts after those of earlier responses."""
+    return _PREFIX + new_request_id().replace("-", "")
+
+
+def is_response_id(text: str) -> bool:
+    """Whether a text has the form of a response's id."""
+    unique = text.removeprefix(_PREFIX)
+    return len(text) == len(_PREFIX) + 32 and unique.isalnum() and _is_hex(unique)
+
+
+def not_known(response_id: str) -> RequestNotFoundError:
+    """The error for a response that there is not, or that is another tenant's."""
+    return RequestNotFoundError(
+        f"no response {response_id[:80]!r} is known; it never was stored, or it was deleted or has"
+        " expired"
+    )
+
+
+def _is_hex(text: str) -> bool:
+    return all(letter in "0123456789abcdef" for letter in text)
+
+
+def _usage(usage: Usage | None) -> str:
+    if usage is None:
+        return "null"
+    return (
+        f'{{"input_tokens":{usage.prompt_tokens}'
+        f',"input_tokens_details":{{"cached_tokens":{usage.cached_tokens},"cache_write_tokens":0}}'
+        f',"output_tokens":{usage.completion_tokens}'
+        f',"output_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens or 0}}}'
+        f',"total_tokens":{usage.total_tokens}}}'
+    )
+
+
+class HistoryNeededError(Exception):
+    """The call continues an earlier response, whose conversation is to be read first."""
+
+    def __init__(self, previous_response_id: str) -> None:
+        super().__init__(previous_response_id)
+        self.previous_response_id = previous_response_id
+
+
+@dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """What the payload of a response does not have: the response, and its own input.
+
+    `input_lines` are its items as JSON, one a line.
+    """
+
+    call: ResponseCall
+    input_lines: bytes

@@ -1,0 +1,95 @@
+"""Commands about the models of a server's queues, and their further names."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from promptq.producer.commands.options import AsJson, Redis, open_client
+from promptq.shared.runtime.printable import printable
+
+models = typer.Typer(
+    name="models",
+    no_args_is_help=True,
+    help="The models that the queues of a server serve, and further names of them.",
+)
+
+
+@models.command("list")
+def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
+    """List the models, a line for each queue.
+
+    `longest` is how many tokens prompt and output may have together.
+
+    Examples:
+
+    promptq models list
+    """
+    with open_client(redis, None) as client:
+        found = client.models()
+    if as_json:
+        print(json.dumps([asdict(model) for model in found], indent=2))
+        return
+    if not found:
+        print("no models: no worker has come to a queue of this server yet")
+        return
+    from rich.text import Text
+
+    from promptq.producer.commands.screens.render import num_workers_of, plain_table
+    from promptq.producer.commands.screens.terminal import console_for_list
+
+    numbered = ("workers", "waiting", "active", "longest")
+    texts = ("model", "queue", "also called")
+    table = plain_table(*texts[:2], *numbered, texts[2], left=texts)
+    for model in found:
+        for view in model.queues:
+            numbers = (num_workers_of(view), str(view.num_waiting), str(view.num_active))
+            length = "" if view.max_model_len is None else str(view.max_model_len)
+            cells = (model.name, view.queue, *numbers, length, ", ".join(model.aliases))
+            table.add_row(*(Text(printable(cell)) for cell in cells))
+    console = console_for_list()
+    console.print(table)
+    for model in found:
+        if not any(view.has_worker for view in model.queues):
+            name = printable(model.name)
+            forget = f"promptq models forget {shlex.quote(name)}"
+            console.print(Text(f"No worker serves {name}. If none will again: {forget}"))
+
+
+@models.command()
+def alias(
+    name: Annotated[str, typer.Argument(help="The further name, such as gpt-4o.")],
+    model: Annotated[str, typer.Argument(help="The model's own name.")],
+    redis: Redis = None,
+) -> None:
+    """Have gateways and clients take a name for a model, such as one that a program insists on.
+
+    Examples:
+
+    promptq models alias gpt-4o qwen3
+    """
+    with open_client(redis, None) as client:
+        client.set_alias(name, model)
+
+
+@models.command()
+def forget(
+    name: Annotated[str, typer.Argument(help="A further name, or a model without workers.")],
+    redis: Redis = None,
+) -> None:
+    """Forget a further name of a model, or a model that no worker serves any more.
+
+    Its queues may then serve other models. Nothing may wait in them.
+
+    Examples:
+
+    promptq models forget gpt-4o
+    """
+    with open_client(redis, None) as client:
+        queues = client.forget_model(name)
+    for queue in queues:
+        print(f"queue {queue} has no model any more")

@@ -1,1 +1,0 @@
-"""From a call to its answer, whole or as a stream."""

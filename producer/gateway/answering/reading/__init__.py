@@ -1,1 +1,0 @@
-"""From the body of a call to requests."""

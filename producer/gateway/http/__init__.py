@@ -1,1 +1,0 @@
-"""HTTP itself: bodies, errors, limits, measurements."""

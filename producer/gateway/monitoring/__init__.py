@@ -1,0 +1,1 @@
+"""Answers probes, Prometheus and people who ask a gateway about itself."""

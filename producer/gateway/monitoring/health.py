@@ -1,0 +1,52 @@
+"""Whether this process is alive, and whether a request would be served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+
+from promptq.producer.admin import api_keys
+from promptq.producer.admin.queue_stats import QueueStats
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.errors import described
+from promptq.producer.http.state import ThisGateway
+from promptq.shared.queue import scripts
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz")
+@router.head("/healthz", include_in_schema=False)
+@router.get("/health", include_in_schema=False)  # vLLM's name
+async def healthz() -> dict[str, str]:
+    """This process is alive. Says nothing about the queue."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses=described(503))
+@router.head("/readyz", include_in_schema=False)
+async def readyz(gateway: ThisGateway) -> dict[str, str]:
+    """The queues can be read, and a worker takes requests and makes progress, or loads a model when
+    work comes; otherwise 503. `warning` says how the server endangers requests."""
+    # Each call reads the keys, and most publish.
+    await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
+    stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
+    await gateway.queues.views(now=True)  # so that the next call knows of these workers, too
+    workers = [worker for each in stats for worker in each.workers]
+    is_loaded = any(worker.state != "draining" for worker in workers)
+    if not is_loaded and any(each.has_standby for each in stats):
+        return _ready(stats)
+    if not workers:
+        raise ApiError(503, "no worker is alive", code="no_worker")
+    patience_ms = gateway.settings.http_ready_seconds * 1000
+    taking = [worker for worker in workers if worker.state == "running"]
+    if not any(worker.current_step_ms <= patience_ms for worker in taking):
+        what = "gets on" if taking else "takes further requests"
+        raise ApiError(503, f"of {len(workers)} workers none {what}", code="no_progress")
+    return _ready(stats)
+
+
+def _ready(stats: Sequence[QueueStats]) -> dict[str, str]:
+    warning = next(filter(None, (each.server_warning for each in stats)), "")
+    return {"status": "ready", **({"warning": warning} if warning else {})}

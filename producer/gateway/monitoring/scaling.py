@@ -1,0 +1,56 @@
+"""How many workers each queue should have, for whoever starts and ends them, such as KEDA."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+
+from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling, scaling
+from promptq.producer.http.errors import described
+from promptq.producer.http.state import ThisGateway
+from promptq.shared.errors import RedisSideError, SpoiltRecordError
+from promptq.shared.protocol.keys import NAME, Keys
+from promptq.shared.queue.call import carry_out_async
+
+router = APIRouter(tags=["metrics"], responses=described(404, 503))
+
+
+class ScalingOfQueues(BaseModel):
+    """One entry for each queue."""
+
+    queues: list[Scaling]
+
+
+@router.get("/scaling")
+async def scale(
+    gateway: ThisGateway,
+    queue: Annotated[
+        str | None, Query(pattern=NAME, description="Only this queue; default: all.")
+    ] = None,
+    target_seconds: Annotated[
+        float, Query(gt=0, le=86_400, description="How long a request should wait at most.")
+    ] = TARGET_SECONDS,
+) -> ScalingOfQueues:
+    """How many workers each queue should have, and why.
+
+    A queue that no worker has come to yet is found by its name, so that its first worker can be
+    started.
+    """
+    if queue is None:
+        names = [served.name for served, _ in await gateway.queues.views()]
+    elif gateway.queues.may_serve(queue):
+        names = [queue]
+    else:
+        names = [(await gateway.queues.named(queue)).name]
+    found: list[Scaling] = []
+    for name in names:
+        try:
+            asking = scaling(Keys(name), target_seconds)
+            found.append(await carry_out_async(asking, gateway.queue.run))
+        except (RedisError, RedisSideError, SpoiltRecordError):
+            if len(names) == 1:  # of several queues, one may be away or spoilt
+                raise
+    return ScalingOfQueues(queues=found)

@@ -1,5 +1,0 @@
-"""/v1/responses: what OpenAI's clients send and read there, and what is kept of it in Redis.
-
-A response is one request of the queue, of the same id. Its state, its log and its result are the
-queue's; only what the queue does not have is stored beside it.
-"""

@@ -1,1 +1,0 @@
-"""One file for each part of the API; each has a `router`."""

@@ -1,1 +1,0 @@
-"""What probes, Prometheus and people ask a gateway about itself."""

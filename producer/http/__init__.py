@@ -1,0 +1,1 @@
+"""HTTP for all APIs: keys, limits, bodies, errors, streams, measurements."""

@@ -1,0 +1,131 @@
+"""Finds out who calls, by the API key of the call."""
+
+from __future__ import annotations
+
+import re
+import time
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from promptq.producer.admin import api_keys
+from promptq.producer.calls.caller import Caller, check_scope
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.state import ThisGateway
+from promptq.shared.protocol.request import MAX_PRIORITY
+
+_NOBODY = Caller(name=api_keys.LOCAL_NAME, highest_priority=-MAX_PRIORITY, is_admin=True)
+_FORWARDED = (
+    "forwarded",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+    "via",
+    "cf-connecting-ip",
+)
+"""Headers that proxies add. A proxy that adds none of them looks like a client."""
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_OWN_PAGES = ("same-origin", "none")
+"""`Sec-Fetch-Site` of requests by a page of this gateway, and of addresses that people typed."""
+
+
+async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
+    """What the key of a call allows. While no key exists, this machine may do everything.
+
+    Raises ApiError 401.
+    """
+    secret = _secret_of(request)
+    if secret:
+        key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret))
+        if key is not None:
+            if key.is_over(time.time() * 1000):
+                raise _unauthorised(f"the API key {key.name!r} has expired")
+            await gateway.key_uses.note(secret)
+            return key
+    num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
+    if num_keys == 0:
+        if _is_from_this_machine(request):
+            return _NOBODY
+        raise _unauthorised(
+            "there is no API key yet, so only this machine is answered; make one with"
+            " `promptq keys create NAME`"
+        )
+    raise _unauthorised(
+        "the API key is unknown or was revoked"
+        if secret
+        else "an API key is needed: Authorization: Bearer KEY, X-Api-Key: KEY or Api-Key: KEY"
+    )
+
+
+def _secret_of(request: Request) -> str:
+    """The key that a call comes with, as OpenAI's, Anthropic's or Azure's clients send it; or ''.
+
+    A page of another site cannot send any of these headers without asking first (CORS).
+    """
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and secret.strip():
+        return secret.strip()
+    return (request.headers.get("x-api-key") or request.headers.get("api-key", "")).strip()
+
+
+async def admin_of(caller: ThisCaller) -> Caller:
+    """A caller that may see and steer the whole queue. Raises ApiError 403 for others."""
+    if not caller.is_admin:
+        raise ApiError(
+            403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
+        )
+    return caller
+
+
+ThisCaller = Annotated[Caller, Depends(caller_of)]
+"""A route's parameter of this type is its caller. A route without it is open to anybody."""
+
+ThisAdmin = Annotated[Caller, Depends(admin_of)]
+
+
+def needs(scope: str) -> Any:
+    """A dependency for routers whose calls need a key with this scope. Raises ApiError 403."""
+
+    async def check(caller: ThisCaller) -> None:
+        check_scope(caller, scope)
+
+    return Depends(check)
+
+
+def _unauthorised(message: str) -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, code="invalid_api_key", headers=headers)
+
+
+def is_of_own_page(request: Request) -> bool:
+    """Whether no header shows that a page of another origin sent it, even one of this machine."""
+    site = request.headers.get("sec-fetch-site", "none")
+    own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
+    origins = request.headers.getlist("origin")
+    return site in _OWN_PAGES and all(origin.lower() == own for origin in origins)
+
+
+def _is_from_this_machine(request: Request) -> bool:
+    """Whether nothing shows another machine, a proxy, or a page of another site in a browser."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
+    if request.client is not None and not _is_loopback(request.client.host):
+        return False
+    hosts = request.headers.getlist("host")
+    return len(hosts) == 1 and _names_this_machine(hosts[0]) and is_of_own_page(request)
+
+
+def _names_this_machine(host: str) -> bool:
+    """Whether a Host header names this machine. False for rebound and malformed names."""
+    found = _HOST.fullmatch(host)
+    name = (found[1] or found[2]).lower() if found else ""
+    return name == "localhost" or _is_loopback(name)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

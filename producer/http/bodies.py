@@ -1,0 +1,141 @@
+"""Reads the body of an HTTP request, but never more than is allowed.
+
+A body that is not read, such as that of a caller without a key, is dropped in protocol.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from contextlib import contextmanager
+
+from fastapi import Request
+
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.content_codings import codings_of, decoded
+
+FREE_BYTES = 65_536
+"""The bytes of each body that do not count."""
+
+_RETRY_AFTER = {"Retry-After": "1"}
+
+
+class TooLargeError(ApiError):
+    """Status 413, which is sent at once."""
+
+    def __init__(self, what: str, most: int) -> None:
+        super().__init__(
+            413,
+            f"the {what} is larger than the {most} bytes that are allowed",
+            param=None if what == "body" else what,
+            code=f"{what}_too_large",
+        )
+
+
+async def read_body(request: Request, most: int, hold: Hold) -> bytes:
+    """The body, up to `most` bytes. Raises as `body_pieces`."""
+    return b"".join([piece async for piece in body_pieces(request, most, hold)])
+
+
+async def body_pieces(
+    request: Request, most: int, hold: Hold, *, most_beside: int = 0, what: str = "body"
+) -> AsyncGenerator[bytes, None]:
+    """The decoded pieces of a body as they come: at most `most` bytes for `what`, and
+    `most_beside` more.
+
+    Raises TooLargeError as soon as there are more bytes, ApiError 400 and 415 for a body that
+    cannot be decoded, and what `hold` raises.
+    """
+    codings = codings_of(request.headers.getlist("content-encoding"))
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > most + most_beside:
+        raise TooLargeError(what, most)
+
+    async def bounded(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for piece in pieces:
+            size += len(piece)
+            if size > most + most_beside:
+                raise TooLargeError(what, most)
+            yield piece
+
+    pieces = bounded(request.stream())
+    for coding in codings:
+        pieces = bounded(decoded(pieces, coding))
+    async for piece in pieces:
+        hold.add(len(piece))
+        yield piece
+
+
+class BodyBudget:
+    """Counts bytes when they come, not when they are announced."""
+
+    def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
+        self._most_of_tenant = most_of_tenant
+        self._most_in_all = most_in_all
+        self._of_tenants: Counter[str] = Counter()
+        self._in_all = 0
+
+    @contextmanager
+    def hold(self, tenant: str) -> Iterator[Hold]:
+        """What is taken of the budget inside the `with` block is given back at its end."""
+        hold = Hold(self, tenant)
+        try:
+            yield hold
+        finally:
+            hold.release()
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Raises ApiError 429 if the tenant has too much on its way, 503 if all together have."""
+        wanted = self._of_tenants[tenant] + num_bytes
+        if wanted > self._most_of_tenant:
+            raise ApiError(
+                429,
+                f"the requests that are on their way for the tenant {tenant!r} have more than"
+                f" {self._most_of_tenant} bytes; wait until some are taken in",
+                code="bodies_of_tenant",
+                headers=_RETRY_AFTER,
+            )
+        if wanted > self._most_in_all - self._in_all:
+            raise ApiError(
+                503,
+                "the gateway cannot hold more bytes of requests on their way; try again soon",
+                code="bodies",
+                headers=_RETRY_AFTER,
+            )
+        self._of_tenants[tenant] = wanted
+        self._in_all += num_bytes
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        self._in_all -= num_bytes
+        self._of_tenants[tenant] -= num_bytes
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
+
+
+class Hold:
+    """The part of the budget that one request has taken."""
+
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._num_bytes = 0
+        self._num_taken = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Hold so many more bytes. Raises ApiError as `BodyBudget.take`."""
+        self.grow_to(self._num_bytes + num_bytes)
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Hold at least so many bytes in all. Raises ApiError as `BodyBudget.take`."""
+        more = max(0, num_bytes - FREE_BYTES) - self._num_taken
+        if more > 0:
+            self._budget.take(self._tenant, more)
+            self._num_taken += more
+        self._num_bytes = max(self._num_bytes, num_bytes)
+
+    def release(self) -> None:
+        """Give all of it back when the bytes are not needed any more. May be called again."""
+        if self._num_taken:
+            self._budget.give_back(self._tenant, self._num_taken)
+        self._num_bytes = self._num_taken = 0

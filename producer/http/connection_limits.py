@@ -1,0 +1,296 @@
+"""Uvicorn's HTTP/1.1, with bounds on what it keeps and how long it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.errors import response_of
+from promptq.producer.http.meter import POLLED
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
+MAX_HEAD_BYTES = 65_536
+"""The most bytes of a request's line and headers. A little more may be read at once."""
+
+PIECES = "promptq.pieces"
+"""The ASGI extension whose `write(piece)` sends a part of the body after the head was sent. It does
+that directly: `send` goes through every layer of the application. If the client reads slowly, it
+returns something `Unfinished`.
+"""
+
+Unfinished = Callable[[], Awaitable[None]] | None
+"""A function to call and await before more is written, or None."""
+
+_SILENCE_SECONDS = 60.0
+_HEAD_SECONDS = 20.0
+"""The longest time from a request's first byte to the end of its head."""
+_WINDOW_SECONDS = 15.0
+"""The time in which a body must bring `_WINDOW_BYTES` more, or end. It begins anew with each such
+progress: an allowance that grew with the bytes could be saved up, and then spent in silence."""
+_WINDOW_BYTES = 65_536
+"""The first so many bytes may take `_SILENCE_SECONDS`. A small body has no more than these."""
+_MOST_DROPPED_BYTES = 1 << 28
+_DROPPED_BYTES_A_SECOND = 8 << 20
+_DROP_SECONDS = 30.0
+"""How long the body of an answered request is dropped. Most clients send all of a body before they
+read the answer. If the connection is closed before, it is reset, and the answer may be lost."""
+_UNREAD_SECONDS = 600.0
+"""How long a client may read nothing of an answer. A slow one reads a little now and then."""
+_MOST_SMALL_PIECES = 4096
+_PIECE_BYTES = 16
+"""The least mean size of further pieces of a body. Each costs a call, even if it is one byte."""
+_MOST_PIPELINED = 16
+"""Requests that may wait behind one. Uvicorn would keep all that a client sends ahead."""
+_LOOK_SECONDS = 2.0
+_RESERVED_CONNECTIONS = 64
+"""Connections above the limit, for clients that only ask whether the gateway is alive."""
+
+_FULL = ApiError(
+    503,
+    "the gateway cannot take more connections; try again soon",
+    code="connections",
+    headers={"Retry-After": "1", "Connection": "close"},
+)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Closes a connection that sends a head without an end, or a request too slowly.
+
+    Uvicorn would keep a head of any size, and wait for the rest of a request for ever, both before
+    the API key is checked. The size of a head is measured by bytes without progress: those since
+    the last end of a head, piece of a body or end of a message. So endless trailers count too. If a
+    request is answered before all of its body has come, the rest is dropped, for a while.
+    """
+
+    def __init__(self, *args: Any, max_connections: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._max_connections = max_connections
+        self._num_pending = 0
+        self._in_head = True
+        self._in_request = True  # a new connection must send one
+        self._num_body_bytes = 0  # in this window
+        self._has_come_on = False  # whether the bytes of a window have come
+        self._num_dropped_bytes = 0
+        self._num_pieces = self._num_bytes = 0  # of a body
+        self._closes_behind_request = False
+        self._unanswered: list[RequestResponseCycle] = []
+        self._began_at = self._looked_at = self._taken_at = self.loop.time()
+        self._our_seconds = 0.0  # the part of that time in which the gateway read nothing
+        self._num_unsent = 0
+        self._timer = self.loop.call_later(_look_seconds(), self._look)
+
+    # uvicorn's class asks for a Transport too, where asyncio's gives any.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._max_connections is None:
+            return
+        beyond = len(self.connections) - self._max_connections
+        if beyond > _RESERVED_CONNECTIONS:
+            transport.abort()
+        elif beyond > 0:
+            self.app = _for_probes_only(self.app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        # Of several requests that were sent at once, uvicorn tells only the last one.
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._num_pending += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._num_pending > MAX_HEAD_BYTES:
+            self.send_400_response("The head of the request is too large.")
+        elif self._is_dropping:  # slowly, because streams wait meanwhile
+            self.flow.pause_reading()
+            self.loop.call_later(len(data) / _DROPPED_BYTES_A_SECOND, self._go_on)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = self._in_request = True
+        self._num_pieces = self._num_bytes = 0
+        self._progressed()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # not a trailer, which would change a request that is being answered
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._progressed()
+        super().on_headers_complete()
+        if len(self.pipeline) > _MOST_PIPELINED:
+            raise ValueError("too many requests wait behind one")  # the parser ends in status 400
+        self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
+            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
+        if not self.cycle.keep_alive:
+            self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
+        self._unanswered = [it for it in self._unanswered if not it.response_complete]
+        self._unanswered.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_pending = 0
+        self._num_pieces += 1
+        self._num_bytes += len(body)
+        if self._num_pieces > _MOST_SMALL_PIECES + self._num_bytes // _PIECE_BYTES:
+            raise ValueError("the body comes in too small pieces")  # status 400, as above
+        if self.cycle.response_complete:
+            self._num_dropped_bytes += len(body)
+            if self._num_dropped_bytes > _MOST_DROPPED_BYTES:
+                self.transport.close()
+            return
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes >= _WINDOW_BYTES:
+            self._begin_window()
+            self._has_come_on = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_request = False
+        self._progressed()
+        super().on_message_complete()
+        if self._closes_behind_request:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        self._progressed()
+        for cycle in self._unanswered:
+            if cycle.response_complete:
+                cycle.body = bytearray()  # drops what was not read of it
+        super().on_response_complete()
+
+    @property
+    def _is_dropping(self) -> bool:
+        """Whether a body is coming whose request has been answered."""
+        in_body = self._in_request and not self._in_head
+        return in_body and self.cycle is not None and self.cycle.response_complete
+
+    def _go_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+
+    def close_behind_request(self) -> None:
+        """Close the connection once all of the request has come, or at once if it has."""
+        if self._in_request:
+            self._closes_behind_request = True
+        else:
+            self.transport.close()
+
+    def _progressed(self) -> None:
+        """Note that a phase has ended: a head, a request or an answer."""
+        self._num_pending = self._num_dropped_bytes = 0
+        self._has_come_on = False
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._num_body_bytes = 0
+        self._our_seconds = 0.0
+        self._began_at = self.loop.time()
+
+    def _look(self) -> None:
+        """Check the times now and then, because a timer for each piece would cost more."""
+        now = self.loop.time()
+        if self.flow.read_paused:
+            self._our_seconds += now - max(self._looked_at, self._began_at)
+        self._looked_at = now
+        num_unsent = self.transport.get_write_buffer_size()
+        if not num_unsent or num_unsent < self._num_unsent:
+            self._taken_at = now
+        self._num_unsent = num_unsent
+        is_closing = self.transport.is_closing()  # it closes when all is sent
+        if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
+            self.transport.abort()
+            return
+        if now - self._began_at - self._our_seconds > self._most_seconds():
+            self.transport.close()
+        self._timer = self.loop.call_later(_look_seconds(), self._look)
+
+    def _most_seconds(self) -> float:
+        """How long the current phase of the connection may take."""
+        has_cycle = self.cycle is not None
+        if self._in_request:
+            if self._in_head:
+                return _HEAD_SECONDS
+            if self._is_dropping:
+                return _DROP_SECONDS
+            return _WINDOW_SECONDS if self._has_come_on else _SILENCE_SECONDS
+        return inf if has_cycle and not self.cycle.response_complete else _SILENCE_SECONDS
+
+
+def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
+    """The protocol that uvicorn makes for each connection of a gateway with this limit."""
+    making = partial(BoundedProtocol, max_connections=max_connections)
+    return cast(type[BoundedProtocol], making)
+
+
+class _ClosedBehindRequest:
+    """The transport of a connection that closes after its answer, but not before its request."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._transport = protocol.transport
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._protocol.close_behind_request()
+
+
+def _look_seconds() -> float:
+    return min(_LOOK_SECONDS, _SILENCE_SECONDS)
+
+
+def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        polled = scope["type"] == "http" and scope["path"] in POLLED
+        await (app if polled else response_of(_FULL, scope.get("path", "")))(scope, receive, send)
+
+    return answer
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """The `send` of a cycle for a client of HTTP/1.0, which knows no chunks: the end of the
+    connection ends a body whose length is not known at first."""
+    send, has_length = cycle.send, True
+
+    async def sending(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            if not (has_length := b"content-length" in names):
+                cycle.chunked_encoding = False
+        if not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return sending
+
+
+def _write(cycle: RequestResponseCycle, piece: bytes) -> Unfinished:
+    if not cycle.disconnected:
+        framed = b"%x\r\n%b\r\n" % (len(piece), piece) if cycle.chunked_encoding else piece
+        cycle.transport.write(framed)
+        if cycle.flow.write_paused:
+            drain: Unfinished = cycle.flow.drain
+            return drain
+    return None

@@ -1,0 +1,136 @@
+"""Decodes bodies that clients have compressed, piece by piece and never beyond a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from typing import Protocol
+
+from promptq.producer.calls.errors import ApiError
+
+_PIECE_BYTES = 65_536
+_MOST_CODINGS = 4
+_MOST_SMALL_MEMBERS = 64
+_MEMBER_BYTES = 4096
+"""The least mean size of further members (gzip) or frames (zstd), as each has its own cost."""
+_MOST_WINDOW_LOG = 23
+"""Frames with a larger window than 8 MiB are refused, as RFC 9659 has it."""
+
+
+class _Decoder(Protocol):
+    """One member of a compressed body, in the manner of `lzma.LZMADecompressor`."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+class _Zlib:
+    def __init__(self, wbits: int) -> None:
+        self._zlib = zlib.decompressobj(wbits)
+        self._rest = b""
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        piece = self._zlib.decompress(self._rest + data, max_length)
+        self._rest = self._zlib.unconsumed_tail
+        self.needs_input = not self._rest and len(piece) < max_length
+        return piece
+
+
+_Making = Callable[[bytes], tuple[_Decoder, type[Exception]]]
+"""Returns a decoder for a member that begins so, and the error that it raises for wrong data."""
+
+
+def _gzip(_begin: bytes) -> tuple[_Decoder, type[Exception]]:
+    return _Zlib(16 + zlib.MAX_WBITS), zlib.error
+
+
+def _deflate(begin: bytes) -> tuple[_Decoder, type[Exception]]:
+    """Also decodes data without the header of zlib, which some clients leave out."""
+    has_header = begin[0] & 0x0F == 8
+    return _Zlib(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS), zlib.error
+
+
+def _zstd(_begin: bytes) -> tuple[_Decoder, type[Exception]]:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd  # here, as few clients use it
+    window = zstd.DecompressionParameter.window_log_max
+    return zstd.ZstdDecompressor(options={window: _MOST_WINDOW_LOG}), zstd.ZstdError
+
+
+_DECODERS: dict[str, _Making] = {
+    "gzip": _gzip,
+    "x-gzip": _gzip,
+    "deflate": _deflate,
+    "zstd": _zstd,
+}
+_SERVED = "gzip, deflate, zstd"
+
+
+def codings_of(headers: Sequence[str]) -> list[str]:
+    """The codings of a body with these headers `Content-Encoding`, in the order of decoding.
+
+    Raises ApiError 415 for one that is not served.
+    """
+    found = [coding.strip().lower() for coding in ",".join(headers).split(",")]
+    found = [coding for coding in found if coding not in ("", "identity")]
+    wrong = [coding for coding in found if coding not in _DECODERS]
+    if wrong or len(found) > _MOST_CODINGS:
+        told = f"{wrong[0][:80]!r} is not one of" if wrong else f"at most {_MOST_CODINGS} of"
+        raise ApiError(
+            415,
+            f"Content-Encoding: {told} {_SERVED}",
+            param="Content-Encoding",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": _SERVED},
+        )
+    return found[::-1]
+
+
+async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
+    """The pieces without this coding. Between two of them the event loop has its turn.
+
+    Raises ApiError 400 for a body that is not so coded or does not end.
+    """
+    decoder: _Decoder | None = None
+    wrong_data: type[Exception] = zlib.error
+    num_members = num_bytes = 0
+    async for data in pieces:
+        while data or (decoder is not None and not (decoder.eof or decoder.needs_input)):
+            if decoder is None or decoder.eof:
+                num_members += 1
+                if num_members > _MOST_SMALL_MEMBERS + num_bytes // _MEMBER_BYTES:
+                    raise _wrong(f"has too many small parts in {coding}")
+                decoder, wrong_data = _DECODERS[coding](data)
+            try:
+                piece = decoder.decompress(data, _PIECE_BYTES)
+            except wrong_data as error:
+                raise _wrong(f"is not {coding}, as Content-Encoding says: {error}") from None
+            data = decoder.unused_data if decoder.eof else b""
+            if piece:
+                num_bytes += len(piece)
+                yield piece
+                await asyncio.sleep(0)
+    if decoder is not None and not decoder.eof:
+        raise _wrong(f"ends in the middle of its {coding}")
+
+
+def _wrong(what: str) -> ApiError:
+    return ApiError(400, f"the body {what}", param="Content-Encoding")

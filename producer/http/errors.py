@@ -1,0 +1,175 @@
+"""Answers errors of all routes, and describes them for the API's description."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from promptq.producer.calls.errors import ApiError, as_api_error, redis_side_error
+from promptq.shared.errors import PromptqError
+
+_MESSAGES = "/v1/messages"
+_MEANINGS = {
+    400: "something is wrong with what was asked; `param` names the field",
+    401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
+    " it is not known",
+    403: "more than the API key allows",
+    404: "no model, stream, file or batch of this id, or it is another tenant's",
+    408: "`deadline_ms` passed before the answer began",
+    409: "it was cancelled, is over, or its record in Redis was spoilt",
+    413: "the body is too large",
+    429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
+    500: "the worker failed with the request",
+    503: "the queue cannot be reached, or no worker takes requests and gets on",
+}
+
+_CLIENT_LEFT = 499
+"""What nginx logs for a client that closed its connection. Nobody is there to read it."""
+
+_LONGEST_PATH = 100
+_PREFIX = "/v1"
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before it got the answer."""
+
+
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="the field that is wrong")
+    code: str = Field(description="a word for programs")
+
+
+class ErrorAnswer(BaseModel):
+    """The body of each error's answer, for the API's description."""
+
+    error: ErrorObject
+
+
+class MessagesErrorObject(BaseModel):
+    """What went wrong with a call of /v1/messages."""
+
+    type: str
+    message: str
+    details: dict[str, str | list[str]] = Field(
+        description="`error_code` is a word for programs; `unsupported` names fields"
+    )
+
+
+class MessagesErrorAnswer(BaseModel):
+    """The body of each error's answer of /v1/messages."""
+
+    type: Literal["error"]
+    error: MessagesErrorObject
+
+
+def described(
+    *statuses: int, model: type[BaseModel] = ErrorAnswer
+) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint or a router, for the API's description."""
+    found: dict[int | str, dict[str, Any]] = {
+        status: {"model": model, "description": _MEANINGS[status]} for status in statuses
+    }
+    # Without this entry FastAPI describes its own error 422, which our clients never get.
+    return {**found, "default": {"model": model, "description": "any other error"}}
+
+
+def response_of(error: ApiError, path: str) -> JSONResponse:
+    """The answer to a call of this path."""
+    is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+    body = error.messages_body if is_of_messages else error.body
+    return JSONResponse(body, error.status, error.headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Give all errors of all routes the form of their path."""
+
+    def answered(request: Request, error: ApiError) -> JSONResponse:
+        return response_of(error, request.scope["path"])
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return answered(request, error)
+
+    @app.exception_handler(ClientDisconnect)  # it left while its body was read
+    @app.exception_handler(ClientLeftError)
+    async def _client_left(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
+    @app.exception_handler(PromptqError)
+    @app.exception_handler(Exception)
+    async def _any_other(request: Request, error: Exception) -> JSONResponse:
+        return answered(request, as_api_error(error))
+
+    @app.exception_handler(RedisError)
+    async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
+        gateway = request.app.state.gateway
+        return answered(
+            request, as_api_error(redis_side_error(error, gateway.client.url, gateway.redis_user))
+        )
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        told, code, headers = str(error.detail), None, dict(error.headers or {})
+        if error.status_code == 404:
+            told, code = unknown_path(app, request.method, request.scope["path"]), "path_not_found"
+        elif error.status_code == 405:
+            headers["Allow"] = allowed = allowed_methods(app, request.scope)
+            told = wrong_method(request.method, request.scope["path"], allowed)
+            code = "method_not_allowed"
+        return answered(request, ApiError(error.status_code, told, code=code, headers=headers))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
+        field = ".".join(where)
+        if first["type"] == "json_invalid":
+            told = f"the body is not JSON: {first['ctx']['error']}"
+            return answered(request, ApiError(400, told))
+        told = f"{field or 'body'}: {first['msg']}"
+        return answered(request, ApiError(400, told, param=field or None))
+
+
+def unknown_path(app: FastAPI, method: str, path: str) -> str:
+    """Names the path that was probably meant, and the calls that there are."""
+    served = [*app.openapi()["paths"]]
+    # Often the base URL of a client has no /v1, or has it twice.
+    meant = [it for it in (_PREFIX + path, path.removeprefix(_PREFIX)) if it in served]
+    meant += get_close_matches(path[:_LONGEST_PATH], served, n=1)
+    hint = f"; do you mean {meant[0]}?" if meant else ""
+    paths = ", ".join(it for it in served if it.startswith(_PREFIX))
+    return (
+        f"{method} {path[:_LONGEST_PATH]} is not served{hint} (there are {paths}; /docs describes"
+        " all)"
+    )
+
+
+def allowed_methods(app: FastAPI, scope: Scope) -> str:
+    """Returns the methods with which the path of a call is served."""
+    calls = {method: {**scope, "method": method} for method in _METHODS}
+    return ", ".join(
+        method
+        for method, call in calls.items()
+        if any(route.matches(call)[0] is Match.FULL for route in app.routes)
+    )
+
+
+def wrong_method(method: str, path: str, allowed: str) -> str:
+    """Names the methods that the path has."""
+    return f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"

@@ -1,0 +1,69 @@
+"""Bodies that a pydantic model describes. They are read after the caller is known.
+
+FastAPI would read a body before that, of any size, and report all of its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from promptq.producer.calls.call import read_json
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.http.auth import ThisCaller
+from promptq.producer.http.bodies import read_body
+from promptq.producer.http.state import ThisGateway
+
+_MOST_BYTES = 262_144
+"""A body of this size is quick to read on the event loop, whatever is in it."""
+_MOST_FIELDS = 100
+"""Pydantic would report each unknown field."""
+
+
+def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
+    """A dependency that gives a route its body, as JSON of this model or type.
+
+    Raises ApiError, RequestValidationError.
+    """
+    adapter = TypeAdapter(kind)
+
+    async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:
+        with gateway.bodies.hold(caller.party) as hold:
+            most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
+            body = await read_body(request, most, hold)
+        try:
+            given = read_json(body)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body is not a JSON object")
+        if len(given) > _MOST_FIELDS:
+            raise ApiError(400, f"the body has {len(given)} fields")
+        try:
+            return adapter.validate_python(given)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(include_url=False)[:1]) from None
+
+    return read
+
+
+def described_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Describes a route's body for FastAPI's `openapi_extra`, without references."""
+    schema = kind.model_json_schema()
+    inner = schema.pop("$defs", {})
+
+    def in_place(part: Any) -> Any:
+        if isinstance(part, list):
+            return [in_place(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return in_place(inner[part["$ref"].rpartition("/")[2]])
+        return {name: in_place(each) for name, each in part.items()}
+
+    content = {"application/json": {"schema": in_place(schema)}}
+    return {"requestBody": {"content": content, "required": True}}

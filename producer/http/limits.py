@@ -1,0 +1,71 @@
+"""Takes from a caller's rates before a call is read, and reports them in headers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastapi import Depends
+
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.calls.rates import (
+    _rate_of_requests,
+    _too_little_left,
+    beyond_rates,
+    take_of_queues,
+)
+from promptq.producer.http.auth import ThisCaller
+from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.shared.queue.scripts import Rate
+
+
+async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
+    """As `take`, for one request, before the body of a call is read."""
+    return await take(gateway, gateway.queues.own, caller, _rate_of_requests(caller, 1))
+
+
+async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
+    """Takes one request from the caller's rate for a read of what may be large."""
+    await admit_call(gateway, caller)
+
+
+COUNTED_READ = Depends(count_read)
+
+
+async def take(
+    gateway: Gateway,
+    served: ServedQueue,
+    caller: Caller,
+    rates: Sequence[Rate],
+    *,
+    is_last_try: bool = True,
+) -> dict[str, str]:
+    """Take from the caller's rates. Gives the headers that report them.
+
+    Requests are counted at the gateway's own queue, since a call is counted before its body says
+    which model it is for. Tokens are counted at the queue that serves the call: its workers charge
+    the output there.
+
+    Raises ApiError 429. With `is_last_try` that is delayed for callers who come back too early.
+    """
+    if not rates:
+        return {}
+    answer = await take_of_queues(gateway.queue, served.queue, caller.name, rates)
+    headers = {}
+    for rate in rates:
+        headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{rate.name}"] = str(answer.remaining[rate.name])
+        headers[f"x-ratelimit-reset-{rate.name}"] = f"{answer.reset_ms[rate.name]}ms"
+    if answer.wait_ms == 0:
+        return headers
+    if answer.wait_ms is None:
+        raise beyond_rates(caller, rates, headers)
+    message = _too_little_left(caller, rates, answer)
+    wait_ms = answer.wait_ms
+    if is_last_try:
+        wait_ms = await gateway.refusals.refuse(caller.name, wait_ms)
+    headers["retry-after"] = str(math.ceil(wait_ms / 1000))
+    headers["retry-after-ms"] = str(wait_ms)
+    raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)

@@ -1,0 +1,160 @@
+"""Holds what all routes of one gateway share, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+from redis.exceptions import RedisError
+
+from promptq.producer.admin import api_keys
+from promptq.producer.batch_store.file_quotas import FileQuotas
+from promptq.producer.calls.call_reader import CallReader
+from promptq.producer.calls.queues import ServedQueues
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.producer.http.bodies import BodyBudget
+from promptq.producer.settings.gateway import GatewaySettings
+from promptq.shared.errors import RedisSideError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.spoilt import alone
+from promptq.shared.runtime.logs import get_logger
+
+_EVERY_SECONDS = 60.0
+
+_MOST_SECONDS = 1.0
+"""The longest delay of an answer. Meanwhile only its connection is held."""
+
+_TRY_SECONDS = 60.0
+_PAUSE_SECONDS = 0.5
+_LAST_SECONDS = 2.0
+
+
+class KeyUses:
+    """The uses that one gateway has written down."""
+
+    def __init__(self, queue: AsyncRequestQueue) -> None:
+        self._queue = queue
+        self._noted: dict[str, float] = {}
+
+    async def note(self, secret: str) -> None:
+        """Write down that a known key is used, unless that was done within the last minute.
+
+        If it cannot be written, it is left out.
+        """
+        hashed, now = api_keys.hash_of(secret), time.monotonic()
+        if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
+            return
+        self._noted[hashed] = now
+        call = api_keys.note_use(self._queue.keys, secret, int(time.time() * 1000))
+        with suppress(RedisError, RedisSideError):
+            await self._queue.run(call)
+
+
+class Refusals:
+    """When each key that is beyond its rate may come again, for one gateway."""
+
+    def __init__(self) -> None:
+        self._may_come_at: dict[str, float] = {}
+
+    async def refuse(self, name: str, wait_ms: int) -> int:
+        """Wait if this key was told to come later. Gives what is left of `wait_ms`."""
+        now = time.monotonic()
+        early = self._may_come_at.get(name, 0.0) - now
+        self._may_come_at[name] = now + wait_ms / 1000
+        if early <= 0:
+            return wait_ms
+        seconds = min(early, _MOST_SECONDS)
+        await asyncio.sleep(seconds)
+        return max(1, wait_ms - int(seconds * 1000))
+
+
+def call_reader_of(request: Request) -> CallReader:
+    """The `CallReader` of the gateway that serves an HTTP request."""
+    found: CallReader = request.app.state.call_reader
+    return found
+
+
+ThisCallReader = Annotated[CallReader, Depends(call_reader_of)]
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """One gateway process: its settings, the queues that it serves, and what it keeps in memory."""
+
+    settings: GatewaySettings
+    queues: ServedQueues
+    redis_user: str
+    """The user that the Redis server knows it as."""
+    cancels: BackgroundCancels
+    bodies: BodyBudget
+    """The budget for bodies in memory."""
+    uploads: BodyBudget
+    """The budget for uploads on their way to the disk."""
+    file_quotas: FileQuotas
+    key_uses: KeyUses
+    refusals: Refusals
+
+    @property
+    def client(self) -> AsyncClient:
+        """Of the gateway's own queue."""
+        return self.queues.own.client
+
+    @property
+    def queue(self) -> AsyncRequestQueue:
+        """The gateway's own queue, which holds API keys, files and batches."""
+        return self.queues.own.queue
+
+    @property
+    def keys(self) -> Keys:
+        return self.queue.keys
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves an HTTP request."""
+    return cast(Gateway, request.app.state.gateway)
+
+
+ThisGateway = Annotated[Gateway, Depends(gateway_of)]
+"""A route's parameter of this type is its gateway."""
+
+
+class BackgroundCancels:
+    """Each call runs in its own task. If the server is away, it tries again for a minute."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = get_logger()
+
+    def cancel(self, client: AsyncClient, request_ids: Sequence[str]) -> None:
+        """End these requests of a client's queue soon."""
+        task = asyncio.create_task(self._cancel(client, list(request_ids)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """Give the cancels that are under way a little time to finish."""
+        tasks: Iterable[asyncio.Task[None]] = self._tasks.copy()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
+        for task in tasks:
+            task.cancel()
+
+    async def _cancel(self, client: AsyncClient, request_ids: list[str]) -> None:
+        deadline = asyncio.get_running_loop().time() + _TRY_SECONDS
+        while request_ids:
+            try:
+                with alone(f"request {request_ids[-1]}"):
+                    await client.cancel(request_ids[-1])
+                request_ids.pop()
+            except RedisSideError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    self._log.warning("not cancelled", request_ids=request_ids, error=str(error))
+                    return
+                await asyncio.sleep(_PAUSE_SECONDS)

@@ -1,0 +1,275 @@
+"""An answer as server-sent events, from the first chunk or from where a client stopped reading.
+
+This process keeps nothing that is needed to resume a stream. All of it is in the queue's records,
+in the address of the stream and in the ids of its events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+from redis.exceptions import RedisError
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from promptq.producer.calls.errors import ApiError, as_api_error
+from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.http.connection_limits import PIECES, Unfinished
+from promptq.producer.http.errors import ClientLeftError
+from promptq.producer.http.state import Gateway
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.json_lines import one_line
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import end
+from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
+
+_COMMENT = b": waiting\n"
+"""Without a blank line after it, which OpenAI's client would take for the end of an event."""
+
+
+class Frames(Protocol):
+    """Makes the frames (server-sent events) of an answer from the events of its requests."""
+
+    async def begin(self) -> None:
+        """Write what comes before all output, if that is to be sent at once."""
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        """Write an event of the request at `place`. Raises ApiError for one that failed."""
+
+    async def finish(self) -> None:
+        """Write what comes after the last event of all requests."""
+
+    def error(self, error: ApiError) -> bytes:
+        """The last frame of an answer that breaks off."""
+
+
+class Streamed(Protocol):
+    """An answer that can be streamed."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def url(self) -> str:
+        """The path at which it can be read again, or ''."""
+
+    @property
+    def request_ids(self) -> list[str]: ...
+    @property
+    def detach(self) -> bool:
+        """Whether it goes on when its client leaves."""
+
+    def frames(self, served: ServedQueue, out: Out) -> Frames: ...
+
+
+class EventStream(Response):
+    """Streams an answer. When its client leaves, it is cancelled, unless the client detached.
+
+    The status of a new stream waits some time for the first token, so that it can still report
+    an error.
+    """
+
+    def __init__(
+        self, gateway: Gateway, served: ServedQueue, streamed: Streamed, *, is_new: bool = False
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(
+            {
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                "X-Request-Id": streamed.id,
+                **({"X-Stream-Url": streamed.url} if streamed.url else {}),
+            }
+        )
+        self._gateway = gateway
+        self._served = served
+        self._streamed = streamed
+        self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_ids = self._streamed.request_ids
+        write_piece = scope.get("extensions", {}).get(PIECES, {}).get("write")
+        out = Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
+        try:
+            async with while_present(receive) as presence:
+                out.begin_after(self._header_seconds)
+                frames = self._streamed.frames(self._served, out)
+                try:
+                    await self._stream(frames, request_ids)
+                except ClientLeftError:
+                    raise
+                except Exception as error:  # whatever it is, the client must hear of it
+                    if not isinstance(error, ApiError | PromptqError | RedisError):
+                        get_logger().exception("a stream failed", request_ids=request_ids)
+                    told = error if isinstance(error, ApiError) else as_api_error(error)
+                    # If one answer failed, nobody reads the others. But if the gateway failed, such
+                    # as with a server that is away, the client may come back for all of them.
+                    if told is error and len(request_ids) > 1:
+                        self._cancel(request_ids)
+                    if not out.has_begun:
+                        raise told from None
+                    await out.write_all(frames.error(told))
+                presence.is_over = True
+                await out.end()
+        except ClientLeftError:
+            if not self._streamed.detach:
+                self._cancel(request_ids)
+            if not out.has_begun:
+                raise  # so that it is counted as a client that left
+        finally:
+            out.close()
+
+    def _cancel(self, request_ids: Sequence[str]) -> None:
+        self._gateway.cancels.cancel(self._served.client, request_ids)
+
+    async def _stream(self, frames: Frames, request_ids: list[str]) -> None:
+        await frames.begin()
+        following = [
+            asyncio.create_task(self._served.client.follow(it, partial(frames.write, place)))
+            for place, it in enumerate(request_ids)
+        ]
+        try:
+            await asyncio.gather(*following)  # the first error ends all of them
+        finally:
+            await end(following)
+        await frames.finish()
+
+
+def sent(frames: str) -> bytes:
+    """Frames as bytes. Clients find the lines of frames in many ways."""
+    return one_line(frames).encode()
+
+
+class FramesInTurns(StreamingResponse):
+    """The frames of an answer that is over. They are made as fast as their client reads."""
+
+    def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            until, made = time.perf_counter() + SLICE_SECONDS, list[str]()
+            for frame in frames:
+                made.append(frame)
+                if time.perf_counter() > until:
+                    yield sent("".join(made))
+                    await turns.give_way()
+                    until, made = time.perf_counter() + SLICE_SECONDS, []
+            yield sent("".join(made))
+
+        super().__init__(parts(), media_type="text/event-stream")
+
+
+class Out:
+    """Writes to the client: a status, frames, and `keepalive` after some time without frames."""
+
+    def __init__(
+        self,
+        response: Response,
+        send: Send,
+        write_piece: Callable[[bytes], Unfinished] | None,
+        keepalive_seconds: float,
+    ) -> None:
+        self.has_begun = False
+        self.keepalive = _COMMENT
+        self._response = response
+        self._send = send
+        self._write_piece = write_piece
+        self._is_open = False  # the head was sent, so pieces may be written
+        self._unsent: deque[bytes] = deque()
+        self._sending = asyncio.Lock()
+        self._keepalive_seconds = keepalive_seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._wrote_at = 0.0
+        self._is_over = False
+
+    def begin_after(self, seconds: float) -> None:
+        """Send the status after so many seconds, unless something is written before."""
+        self._timer = self._loop.call_later(seconds, self._ring)
+
+    def write(self, frame: bytes) -> Unfinished:
+        """Write a frame after all earlier frames."""
+        self._wrote_at = self._loop.time()
+        if self._is_open and self._write_piece is not None:
+            return self._write_piece(frame)
+        self._unsent.append(frame)
+        return self._send_unsent
+
+    async def write_all(self, frame: bytes) -> None:
+        """As `write`, and wait until it is written."""
+        if (finish := self.write(frame)) is not None:
+            await finish()
+
+    async def end(self) -> None:
+        self._is_over = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _send_unsent(self) -> None:
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun = True
+                headers = self._response.raw_headers
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            while self._unsent:
+                piece = self._unsent.popleft()
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._is_open = True
+
+    def _ring(self) -> None:
+        """Check now and then whether it is due: a timer for each token would cost more."""
+        left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
+        if left <= 0 or not self.has_begun:
+            self._keeping = asyncio.create_task(self._keep_alive())
+            left = self._keepalive_seconds
+        self._timer = self._loop.call_later(left, self._ring)
+
+    async def _keep_alive(self) -> None:
+        if not self._is_over:
+            await self.write_all(self.keepalive)
+
+
+class Presence:
+    """Set `is_over` when all is sent: a client that leaves later interrupts nothing."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+@asynccontextmanager
+async def while_present(receive: Receive) -> AsyncIterator[Presence]:
+    """Interrupt the `with` block when the client leaves, and raise ClientLeftError."""
+    presence, has_left = Presence(), False
+    working = asyncio.current_task()
+    assert working is not None
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not presence.is_over:
+            has_left = True
+            working.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield presence
+    except asyncio.CancelledError:
+        if has_left and working.uncancel() == 0:
+            raise ClientLeftError from None
+        raise
+    finally:
+        presence.is_over = True
+        watching.cancel()

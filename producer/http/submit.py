@@ -1,0 +1,164 @@
+"""Enqueues a call: at which queue, with what of the caller's rates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from fastapi import Request
+from starlette.responses import Response
+
+from promptq.producer.calls.call_reader import CallReader, Endpoint
+from promptq.producer.calls.caller import Caller, check_model
+from promptq.producer.calls.completion import Completion, completion_of, failure
+from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.prepare import Prepared
+from promptq.producer.calls.queues import Found, ServedQueue
+from promptq.producer.http.bodies import Hold, body_pieces
+from promptq.producer.http.errors import ClientLeftError
+from promptq.producer.http.limits import admit_call, take
+from promptq.producer.http.state import Gateway
+from promptq.producer.http.stream import while_present
+from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import NewRequest
+from promptq.shared.runtime.logs import bind
+
+Growing = Callable[[int], None]
+History = Callable[[str, Caller, Growing], Awaitable[bytes]]
+
+
+def with_headers(headers: Mapping[str, str], response: Response) -> Response:
+    """The same answer with more headers."""
+    response.headers.update(headers)
+    return response
+
+
+async def begin(
+    gateway: Gateway, caller: Caller, prepared: Prepared
+) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
+    """Enqueue a call. Gives where, its answer to be, and headers that report the caller's rates."""
+    call = prepared.call
+    served, view = await place_of(gateway, caller, prepared)
+    enqueued, rates = await enqueue(gateway, served, caller, prepared)
+    # If the idempotency key was known, these are the ids of the first call with that key.
+    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    bind(request_id=completion_id)
+    return served, completion_of(call, completion_id, view.model), rates
+
+
+async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Found:
+    """The queue for a call. Raises ApiError, ModelNotServedError."""
+    call = prepared.call
+    if call.model:
+        check_model(caller, call.model)
+    served, view = await gateway.queues.of_model(call.model, _known_as(prepared.new[0]))
+    check_model(caller, call.model or view.model)
+    if not (view.has_worker or call.wait_for_worker):
+        raise ApiError(
+            503,
+            "no worker is alive; without wait_for_worker: false the request would wait for one",
+            code="no_worker",
+            headers={"Retry-After": "5"},
+        )
+    return served, view
+
+
+def _known_as(new: NewRequest) -> Callable[[Keys], str] | None:
+    """The key in Redis of a request that is sent again."""
+    key = new.request.idempotency_key
+    return None if key is None else lambda keys: keys.idempotency(key)
+
+
+async def enqueue(
+    gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
+) -> tuple[list[str], Mapping[str, str]]:
+    """Enqueue what was prepared. Gives the ids, and headers that report the caller's rates.
+
+    Raises ApiError 429, and what the client raises.
+    """
+    rates = await _take_rest(gateway, served, caller, prepared)
+    served.watch.num_sent += len(prepared.new)
+    return await served.client.enqueue_composed(prepared.new), rates
+
+
+async def _take_rest(
+    gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
+) -> Mapping[str, str]:
+    """Take what the call needs beyond `admit_call`. Raises ApiError 429."""
+    rest = [
+        replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
+        for rate in prepared.rates
+    ]
+    if all(rate.amount <= rate.limit for rate in prepared.rates):
+        with suppress(ApiError):
+            return await take(gateway, served, caller, rest, is_last_try=False)
+    # The next attempt needs all of it, so the caller waits for all of it. What was taken before
+    # stays taken, as a body was read for it.
+    return await take(gateway, served, caller, prepared.rates)
+
+
+async def told_tokens(
+    request: Request,
+    gateway: Gateway,
+    caller: Caller,
+    prepared: Prepared,
+    hold: Hold | None = None,
+) -> tuple[Result, int | None]:
+    """What a worker tells of the prompt, and the model's length.
+
+    Releases the hold on the body once the call is in the queue. Raises ApiError, PromptqError. If
+    the client leaves, the request is cancelled.
+    """
+    served, completion, _ = await begin(gateway, caller, prepared)
+    prepared.new.clear()
+    if hold is not None:
+        hold.release()
+    try:
+        async with while_present(request.receive):
+            result = await served.client.result(completion.id, check=False)
+    except ClientLeftError:
+        gateway.cancels.cancel(served.client, completion.request_ids)
+        raise
+    if (error := failure(result.finish_reason, result.error, num_tokens=0)) is not None:
+        raise error
+    if result.prompt_texts is None:  # a stranger wrote into the queue
+        raise ApiError(500, "the queue's record of this request has no tokens")
+    return result, (await served.watch.look()).max_model_len
+
+
+@asynccontextmanager
+async def read_call(
+    request: Request,
+    gateway: Gateway,
+    caller: Caller,
+    call_reader: CallReader,
+    endpoint: Endpoint,
+    *,
+    check: Callable[[], Awaitable[object]] | None = None,
+    history: History | None = None,
+) -> AsyncIterator[tuple[Prepared, Hold]]:
+    """Count a call, and read it. Yields it and the hold on its body, which ends with the block.
+
+    `check` runs before the body is read. `history` gives the items of a response that the call
+    continues, and is given what is told of their size.
+    """
+    await admit_call(gateway, caller)
+    if check is not None:
+        await check()
+    with gateway.bodies.hold(caller.party) as hold:
+        most = gateway.settings.http_max_body_bytes
+        body = [piece async for piece in body_pieces(request, most, hold)]
+        num_bytes = sum(map(len, body))
+
+        async def history_of(response_id: str) -> bytes:
+            assert history is not None
+            return await history(response_id, caller, lambda size: hold.grow_to(num_bytes + size))
+
+        aliases = await gateway.queues.aliases()
+        prepared = await call_reader.prepare(
+            endpoint, body, request.headers, caller, aliases, history_of
+        )
+        hold.grow_to(prepared.num_bytes)
+        yield prepared, hold

@@ -1,0 +1,31 @@
+"""The setting for the folder of files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from promptq.shared.settings.common import Settings, read_settings_of
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "promptq" / "files"
+
+
+class FilesSettings(Settings):
+    """The settings of all processes, and the folder for files."""
+
+    files_dir: Path = Field(
+        default_factory=_default_folder,
+        description="folder for uploaded files and the answers of batches, the same one for gateway"
+        " and jobs; default: ~/.local/share/promptq/files",
+    )
+
+
+def read_files_settings(**overrides: Any) -> FilesSettings:
+    """As `read_gateway_settings`, for the folder alone."""
+    return read_settings_of(FilesSettings, overrides)

@@ -1,0 +1,339 @@
+"""Calls the webhooks of requests that have ended, many at once. Tenants and receivers take turns.
+
+Only the leader does this. The waiting webhooks are in the queue's own Redis: the request's id, the
+number of attempts and the time of the next one. The message is made from the request's hash when
+it is sent. So somebody who can only write to RQ's server can have nothing sent or signed. Strangers
+may write to the queue, too. An entry that is not a webhook is deleted with a line in the log, so
+that it does not block those after it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Annotated, Any, Literal
+
+import redis
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+
+from promptq.producer.settings.jobs import JobsSettings
+from promptq.producer.webhooks.tenant_turns import Turns
+from promptq.producer.webhooks.webhook_attempts import (
+    BACKOFF_SECONDS,
+    DeliveryError,
+    UndeliverableError,
+    deliver,
+    message_of,
+    tenant_of,
+    webhook_id_of,
+)
+from promptq.producer.webhooks.webhook_signature import WebhookSecrets
+from promptq.shared.errors import ConfigurationError, InvalidRequestError
+from promptq.shared.protocol.keys import Keys, check_request_id, is_request_id
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import Call, ids_of, text_map, text_of
+from promptq.shared.queue.lookups import entries_of, shown
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.spoilt import alone, is_wrong_type, readable
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.cluster import client_of
+
+_PAGE = 500
+_PAGES = 4
+"""The most pages in one go. Between two goes the leader says that it still leads."""
+_RECORD_MS = 26 * 3_600_000
+"""Longer than all attempts together, as in shared/lua/lib/ending.lua."""
+_SOON_SECONDS = 1.0
+_DEAD_KEPT = 10_000
+_REASON_CHARACTERS = 300
+
+
+class Waiting(BaseModel):
+    """A webhook that waits to be called."""
+
+    tenant: str = ""
+    attempts: Annotated[int, Field(ge=0, le=len(BACKOFF_SECONDS))] = 0
+    due: FiniteFloat
+    """Unix seconds."""
+
+
+class DeadWebhook(BaseModel):
+    """A webhook that was given up."""
+
+    at: int
+    """Unix milliseconds."""
+    request_id: str
+    tenant: str
+    attempts: int
+    reason: str
+
+
+def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
+    """Webhooks that were given up, the latest first. Entries of strangers are left out."""
+    client = client_of(connection, keys)
+    entries: list[Any] = []
+    with alone(keys.webhooks_dead):
+        entries = client.xrevrange(keys.webhooks_dead, count=limit)
+    return readable(keys.webhooks_dead, entries, _dead_of)
+
+
+def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
+    entry_id, fields = entry
+    return DeadWebhook.model_validate({**text_map(fields), "at": int(entry_id.split(b"-")[0])})
+
+
+class _Outcome(BaseModel):
+    kind: Literal["over", "failed", "undeliverable", "full", "away"]
+    """`failed`: to be tried again. `full`: its receiver has no place. `away`: Redis is away."""
+    reason: str = ""
+    receiver: str | None = None
+
+
+class Deliveries:
+    """The waiting webhooks, and threads that call them. One thread does everything else."""
+
+    def __init__(
+        self,
+        connection: redis.Redis,
+        settings: JobsSettings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._keys = Keys(settings.queue)
+        self._queue = RequestQueue(connection, settings.queue)
+        self._redis = self._queue.redis
+        self._secrets = WebhookSecrets(settings)
+        self._log = get_logger(queue=settings.queue)
+        self._threads = ThreadPoolExecutor(settings.webhook_workers, "webhook")
+        self._turns = Turns(settings.webhook_workers)
+        self._under_way: dict[Future[_Outcome], str] = {}
+        self._is_known = False
+        self._forget()
+
+    def go_on(self) -> None:
+        """Note the results of calls, read which requests have ended, and call what is due."""
+        try:
+            self._note()
+            if not self._is_known:
+                self._read_all()
+            for _ in range(_PAGES):
+                if self._take_in() < _PAGE:
+                    break
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            self._read_all()
+        self._begin()
+
+    def pause(self) -> None:
+        """Another process leads: begin nothing. Before going on, read again what waits."""
+        if self._is_known:
+            self._forget()
+            self._is_known = False
+        self._note()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until a call ends, for so long at most. Gives whether any was under way."""
+        if not self._under_way:
+            time.sleep(seconds)
+            return False
+        wait(self._under_way, seconds, FIRST_COMPLETED)
+        return True
+
+    def close(self, seconds: float) -> None:
+        """Begin nothing more, and wait for calls under way, for so many seconds at most."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        wait(self._under_way, seconds)
+        self._note()
+
+    def _forget(self) -> None:
+        self._waiting: dict[str, Waiting] = {}
+        self._receivers: dict[str, str] = {}
+        self._of_tenant: Counter[str] = Counter()
+        self._later: list[tuple[float, str]] = []
+        self._ready = set(self._under_way.values())
+        """Ids that are due or being called."""
+        self._turns.forget_due()
+
+    def _read_all(self) -> None:
+        self._forget()
+        key = self._keys.webhooks_waiting
+        try:
+            for raw, value in self._redis.hgetall(key).items():
+                [request_id] = ids_of([raw])
+                try:
+                    found = Waiting.model_validate_json(value)
+                    check_request_id(request_id)
+                except (ValidationError, InvalidRequestError):
+                    self._log.warning(
+                        "webhook entry removed", entry=shown(raw), reason="not a webhook"
+                    )
+                    self._redis.hdel(key, raw)
+                else:
+                    found.tenant = tenant_of(found.tenant)
+                    self._plan(request_id, found)
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            self._log.warning("a stranger's key is deleted", key=key, reason=str(error))
+            self._redis.delete(key)
+        self._is_known = True
+
+    def _plan(self, request_id: str, item: Waiting) -> None:
+        if request_id not in self._waiting:
+            self._of_tenant[item.tenant] += 1
+        self._waiting[request_id] = item
+        heapq.heappush(self._later, (item.due, request_id))
+
+    def _take_in(self) -> int:
+        """Read a page of requests that have ended. Gives how many there were."""
+        key = self._keys.webhooks
+        ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
+        if not ids:
+            return 0
+        tenants = self._tenants_of(ids)
+        new: dict[str, Waiting] = {}
+        coming: Counter[str] = Counter()
+        writing = list[Call[Any]]()
+        for raw, request_id, tenant in zip(ids, ids_of(ids), tenants, strict=True):
+            if not is_request_id(request_id):
+                self._log.warning("webhook entry removed", entry=shown(raw), reason="not an id")
+            elif self._of_tenant[tenant] + coming[tenant] >= self._settings.webhook_max_waiting:
+                reason = "too many webhooks of its tenant wait"
+                writing.append(self._bury(request_id, tenant, 0, reason))
+            else:
+                coming[tenant] += request_id not in self._waiting
+                new[request_id] = Waiting(tenant=tenant, due=self._clock())
+                # Keep the record, as the message is made from it. A dead letter never expires.
+                record = self._keys.request(request_id)
+                writing.append(Call("", ["PEXPIRE", record, _RECORD_MS, "GT"], int))
+        writing += [self._keep(request_id, item) for request_id, item in new.items()]
+        writing.append(Call("", ["ZREM", key, *ids], int))
+        self._queue.run(writing, atomic=True)
+        for request_id, item in new.items():
+            self._plan(request_id, item)
+        return len(ids)
+
+    def _tenants_of(self, ids: list[bytes]) -> list[str]:
+        keys = [self._keys.request("").encode() + raw for raw in ids]
+        return self._queue.run([Call("", ["HGET", key, "tenant"], _tenant, str) for key in keys])
+
+    def _begin(self) -> None:
+        now = self._clock()
+        while self._later and self._later[0][0] <= now:
+            due, request_id = heapq.heappop(self._later)
+            item = self._waiting.get(request_id)
+            if item is not None and item.due == due:
+                self._make_ready(request_id)
+        while (taken := self._turns.take()) is not None:
+            self._under_way[self._threads.submit(self._call, taken)] = taken
+
+    def _make_ready(self, request_id: str) -> None:
+        item = self._waiting.get(request_id)
+        if item is not None and request_id not in self._ready:
+            self._ready.add(request_id)
+            self._turns.add(request_id, item.tenant, self._receivers.get(request_id))
+
+    def _call(self, request_id: str) -> _Outcome:
+        """One attempt, in a thread."""
+        receiver = None
+        try:
+            if not self._redis.hexists(self._keys.webhooks_waiting, request_id):
+                return _Outcome(kind="over")
+            record = self._queue.run(lookups.record(self._keys, request_id))
+            message = message_of(self._keys.queue, request_id, record)
+            if message is None:
+                return _Outcome(kind="over")
+            receiver = message.receiver
+            if not self._turns.name_receiver(request_id, receiver):
+                return _Outcome(kind="full", receiver=receiver)
+            status = deliver(message, self._settings, self._secrets)
+            self._log_of(request_id, message.tenant).info("webhook delivered", status=status)
+        except UndeliverableError as error:
+            return _Outcome(kind="undeliverable", reason=str(error), receiver=receiver)
+        except (DeliveryError, ConfigurationError) as error:
+            return _Outcome(kind="failed", reason=str(error), receiver=receiver)
+        except redis.RedisError as error:
+            if is_wrong_type(error):
+                self._is_known = False
+            return _Outcome(kind="away", receiver=receiver)
+        except Exception as error:  # no message may keep others from being called
+            item = self._waiting.get(request_id)
+            log = self._log_of(request_id, item.tenant if item is not None else "")
+            log.error("webhook cannot be called", exc_info=error)
+            return _Outcome(kind="failed", reason=type(error).__name__, receiver=receiver)
+        return _Outcome(kind="over")
+
+    def _log_of(self, request_id: str, tenant: str) -> Any:
+        webhook_id = webhook_id_of(self._keys.queue, request_id)
+        return self._log.bind(request_id=request_id, webhook_id=webhook_id, tenant=tenant)
+
+    def _note(self) -> None:
+        for future in [it for it in self._under_way if it.done()]:
+            request_id = self._under_way[future]
+            outcome = _Outcome(kind="away") if future.cancelled() else future.result()
+            self._write(request_id, outcome)
+            del self._under_way[future]
+            self._turns.give_back(request_id)
+            self._ready.discard(request_id)
+            if outcome.kind == "full":
+                self._make_ready(request_id)
+
+    def _write(self, request_id: str, outcome: _Outcome) -> None:
+        """Write down the outcome of a call. If it raises redis.RedisError, call it again."""
+        item = self._waiting.get(request_id)
+        if outcome.receiver is not None and item is not None:
+            self._receivers[request_id] = outcome.receiver
+        if outcome.kind == "away" and item is not None:
+            item.due = self._clock() + _SOON_SECONDS
+            heapq.heappush(self._later, (item.due, request_id))
+        if outcome.kind in ("away", "full"):
+            return
+        writing = list[Call[Any]]()
+        again = None
+        if outcome.kind in ("failed", "undeliverable") and item is not None:
+            if outcome.kind == "failed":
+                again = self._next_attempt(request_id, item, outcome.reason)
+            if again is None:
+                attempts = item.attempts + 1
+                writing.append(self._bury(request_id, item.tenant, attempts, outcome.reason))
+        if again is not None:
+            writing.append(self._keep(request_id, again))
+        elif outcome.kind == "over" or item is not None:
+            writing.append(Call("", ["HDEL", self._keys.webhooks_waiting, request_id], int))
+        self._queue.run(writing, atomic=True)
+        if again is not None:
+            self._plan(request_id, again)
+        elif item is not None:
+            del self._waiting[request_id]
+            self._receivers.pop(request_id, None)
+            self._of_tenant[item.tenant] -= 1
+
+    def _next_attempt(self, request_id: str, item: Waiting, reason: str) -> Waiting | None:
+        attempts = item.attempts + 1
+        left = len(BACKOFF_SECONDS) - item.attempts
+        log = self._log_of(request_id, item.tenant)
+        log.warning("webhook failed", reason=reason, attempts_left=left)
+        if not left:
+            return None
+        due = self._clock() + BACKOFF_SECONDS[item.attempts]
+        return Waiting(tenant=item.tenant, attempts=attempts, due=due)
+
+    def _keep(self, request_id: str, item: Waiting) -> Call[int]:
+        args = ["HSET", self._keys.webhooks_waiting, request_id, item.model_dump_json()]
+        return Call("", [*args], int)
+
+    def _bury(self, request_id: str, tenant: str, attempts: int, reason: str) -> Call[Any]:
+        self._log_of(request_id, tenant).warning("webhook is dead", reason=reason)
+        args: list[str | bytes | int] = ["XADD", self._keys.webhooks_dead]
+        args += ["MAXLEN", "~", _DEAD_KEPT, "*", "request_id", request_id, "tenant", tenant]
+        args += ["attempts", attempts, "reason", reason[:_REASON_CHARACTERS]]
+        return Call("", args, bytes, bytes)
+
+
+def _tenant(reply: bytes | None) -> str:
+    return tenant_of(text_of(reply)) if reply is not None and reply.isascii() else ""
