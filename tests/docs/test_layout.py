@@ -1,0 +1,80 @@
+"""Imports between folders, and between files, run in no circle.
+
+import-linter does not see the files that lie beside a package's folders as one folder.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+PARTS = ("producer", "worker", "shared")
+FILES = {path.relative_to(ROOT) for part in PARTS for path in (ROOT / part).rglob("*.py")}
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of ours, such as `promptq.shared.errors`."""
+    path = Path(*module.split(".")[1:])
+    return next((it for it in (path.with_suffix(".py"), path / "__init__.py") if it in FILES), None)
+
+
+def imported(text: str) -> Iterator[Path]:
+    """The files that a text imports, also in functions and for types alone."""
+    for node in ast.walk(ast.parse(text)):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [[alias.name] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [[f"{node.module}.{alias.name}", node.module] for alias in node.names]
+        for names in modules:
+            ours = [it for it in names if it.startswith("promptq.")]
+            yield from [file for file in map(file_of, ours) if file is not None][:1]
+
+
+def circle(graph: Mapping[Path, set[Path]]) -> list[str]:
+    """The members of a circle; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(each) for each in error.args[1]]
+    return []
+
+
+IMPORTS = {file: {*imported((ROOT / file).read_text())} - {file} for file in FILES}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert sum(map(len, IMPORTS.values())) > 1000
+    assert circle(IMPORTS) == []
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    folders: dict[Path, set[Path]] = {}
+    for file, used in IMPORTS.items():
+        folders.setdefault(file.parent, set()).update({it.parent for it in used} - {file.parent})
+    assert circle(folders) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "files"),
+    [
+        ("from promptq.shared import errors", ["shared/errors.py"]),
+        ("def f():\n    from promptq.shared.errors import PromptqError", ["shared/errors.py"]),
+        ("import promptq.worker.command as command", ["worker/command.py"]),
+        ("import json", []),
+    ],
+)
+def test_imports_are_found(text: str, files: list[str]) -> None:
+    assert [str(it) for it in imported(text)] == files
+
+
+def test_a_circle_is_found() -> None:
+    one, two, three = (Path(name) for name in ("one", "two", "three"))
+    assert set(circle({one: {two}, two: {three}, three: {two}})) == {"two", "three"}
+    assert circle({one: {two}, two: {three}}) == []
