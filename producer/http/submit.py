@@ -142,7 +142,7 @@ async def read_call(
     """Count a call, and read it. Yields it and the hold on its body, which ends with the block.
 
     `check` runs before the body is read. `history` gives the items of a response that the call
-    continues, and is given what is told of their size.
+    continues; its last argument notes their size.
     """
     await admit_call(gateway, caller)
     if check is not None:
