@@ -125,14 +125,14 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
-        told, code, headers = str(error.detail), None, dict(error.headers or {})
+        message, code, headers = str(error.detail), None, dict(error.headers or {})
+        method, path = request.method, request.scope["path"]
         if error.status_code == 404:
-            told, code = unknown_path(app, request.method, request.scope["path"]), "path_not_found"
+            message, code = unknown_path(app, method, path), "path_not_found"
         elif error.status_code == 405:
-            headers["Allow"] = allowed = allowed_methods(app, request.scope)
-            told = wrong_method(request.method, request.scope["path"], allowed)
-            code = "method_not_allowed"
-        return answered(request, ApiError(error.status_code, told, code=code, headers=headers))
+            allowed = allowed_methods(app, request.scope)
+            return answered(request, method_not_allowed(method, path, allowed))
+        return answered(request, ApiError(error.status_code, message, code=code, headers=headers))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -170,6 +170,7 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
     )
 
 
-def wrong_method(method: str, path: str, allowed: str) -> str:
-    """Names the methods that the path has."""
-    return f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
+def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
+    """Returns an error that names the methods of a path."""
+    message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
+    return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

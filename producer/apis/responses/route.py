@@ -20,7 +20,7 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
 from promptq.producer.calls.response_call import is_response_id
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.errors import described
+from promptq.producer.http.errors import described, method_not_allowed
 from promptq.producer.http.limits import COUNTED_READ
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import ThisCallReader, ThisGateway
@@ -89,10 +89,10 @@ async def count_input_tokens(
 
 
 @router.post("/v1/responses/{name}", include_in_schema=False)
-async def refuse_other_calls(name: str) -> None:
+async def refuse_other_calls(request: HttpRequest, name: str) -> None:
     """Answer 404 to a name that is no id, such as `compact`: OpenAI has more calls."""
     if is_response_id(name):
-        raise HTTPException(405, headers={"Allow": "GET, DELETE"})
+        raise method_not_allowed("POST", request.url.path, "GET, DELETE")
     raise HTTPException(404)
 
 
