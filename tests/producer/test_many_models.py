@@ -270,14 +270,12 @@ def test_up_runs_several_models(start: Start, run: Run, tmp_path: Path) -> None:
     assert "(queues: 2, models: 3)" in too_few.stderr
     files = str(tmp_path / "files")
     process = start("up", *models, "--port", "0", url="", PROMPTQ_FILES_DIR=files)
-    welcome = read_until(process, "stops all of it.\n")
-    assert "queue    default (model-free), 1 worker starting" in welcome
-    assert "queue    model-free (model-free), 1 worker starting" in welcome
-    not_ready = {"default 1", "model-free 1", "gateway", "jobs default", "jobs model-free"}
-    while not_ready:
-        name, _, said = read_until(process, "\n").partition(" | ")
-        if said.startswith("ready"):
-            not_ready.remove(name)
+    starting, is_up, _ = read_until(process, "stops all of it.\n").partition("promptq is up")
+    assert is_up
+    assert "queue    default (model-free), 1 worker\n" in starting
+    assert "queue    model-free (model-free), 1 worker\n" in starting
+    ready = {line.partition(" | ")[0] for line in starting.splitlines() if " | ready" in line}
+    assert ready == {"default 1", "model-free 1", "gateway", "jobs default", "jobs model-free"}
     found = json.loads(run("models", "list", "--json", url="").stdout)
     assert [view["queue"] for view in found[0]["queues"]] == ["default", "model-free"]
     process.terminate()

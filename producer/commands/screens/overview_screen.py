@@ -57,7 +57,7 @@ def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> Renderable
 def _title(overview: Overview) -> Text:
     title = Text.assemble(("promptq", "bold"), f"  queue {overview.queue}")
     if overview.model:
-        title.append(f", model {printable(overview.model[:200])}")
+        title.append(f", model {overview.model[:200]}")
     if overview.paused:
         title.append("  paused", style="bold yellow")
     if overview.server_warning:

@@ -16,6 +16,7 @@ from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.gateway.dashboard.pages import ThisQueue
 from promptq.producer.http.auth import ThisAdmin, is_of_own_page
 from promptq.producer.http.json_body import json_body
+from promptq.producer.http.limits import admit_call
 from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.submit import enqueue
 from promptq.shared.errors import RequestNotFoundError
@@ -175,6 +176,7 @@ async def play(
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
     prepared = prepare(call, admin, new_request_id(), await gateway.queues.aliases())
     check_model(admin, (await served.watch.look()).model)
+    await admit_call(gateway, admin)
     (request_id,), _ = await enqueue(gateway, served, admin, prepared)
     log(action="play", request_id=request_id)
     return {"id": request_id}

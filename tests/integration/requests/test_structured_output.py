@@ -36,7 +36,7 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(
                 name: await put(queue, seed=n, response_format=json_schema(schema))
                 for n, (name, schema) in enumerate(SCHEMAS.items())
             }
-            refused = await put(queue, response_format=json_schema({"not": {}}))
+            refused = await put(queue, response_format=json_schema({"not": {"type": "string"}}))
             chat = [{"role": "user", "content": "Hello"}]
             call = await put(queue, messages=chat, tools=TOOLS, tool_choice="required")
             told = await put(queue, response_format={"type": "regex", "regex": r"[A-Z]{3}-\d/\d"})
