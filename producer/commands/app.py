@@ -22,7 +22,7 @@ _PANELS = {
         "up": "promptq.producer.commands.starting",
         "worker": "promptq.producer.commands.starting",
         "supervise": "promptq.producer.commands.starting",
-        "gateway": "promptq.producer.gateway.server",
+        "gateway": "promptq.producer.commands.gateway",
         "jobs": "promptq.producer.commands.batches",
         "server": "promptq.producer.commands.starting",
         "demo": "promptq.producer.commands.starting",
