@@ -36,9 +36,15 @@ def hear_signals() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def start(*command: str | Path, **options: Any) -> subprocess.Popen[Any]:
-    """A process that hears signals, forked where libraries cost time; `options` are Popen's."""
+def start(*command: str | Path, is_new: bool = False, **options: Any) -> subprocess.Popen[Any]:
+    """A process that hears signals; `options` are Popen's.
+
+    It is forked where libraries cost time, unless `is_new`: /proc then shows its own memory,
+    command line and environment.
+    """
     hear_signals()
+    if is_new:
+        return subprocess.Popen([*map(str, command)], **options)
     is_ours = [*map(str, command[:2])] == [sys.executable, "-m"]
     kind = ForkedProcess if is_ours and str(command[2]) in FORKED else subprocess.Popen
     return kind([*map(str, command)], **options)
@@ -63,6 +69,7 @@ class StartedWorker:
         url: str,
         *options: str,
         module: str = "promptq.worker",
+        is_new: bool = False,
         **environment: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +78,7 @@ class StartedWorker:
         with self._errors.open("w") as errors:
             self.process = start(
                 *command,
+                is_new=is_new,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from shutil import which
 
 import pytest
 
@@ -26,6 +27,8 @@ def run_page(page: str) -> None:
     """Each program on a page is a process, and each page has a network of its own."""
     if subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this system permits nobody a network of its own")
+    if any("redis-cli" in each.code for each in RUN[page]) and which("redis-cli") is None:
+        pytest.skip("redis-cli is not installed")
     ran = subprocess.run(
         [sys.executable, "-m", "tests.docs.snippets", page],
         cwd=ROOT,

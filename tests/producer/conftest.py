@@ -145,10 +145,13 @@ def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
     """Starts the command; what still runs after the test is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*args: str, url: str | None = None, **env: str) -> subprocess.Popen[str]:
+    def start(
+        *args: str, url: str | None = None, is_new: bool = False, **env: str
+    ) -> subprocess.Popen[str]:
         url = as_role(_role_of(args), redis_url) if url is None else url
         process = processes.start(
             *[*PROMPTQ, *args],
+            is_new=is_new,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

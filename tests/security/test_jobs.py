@@ -248,6 +248,7 @@ async def test_webhooks_take_turns_by_tenant(
     with receiver() as slow, receiver() as quick:
         process = start(
             "jobs",
+            is_new=True,
             PROMPTQ_FILES_DIR=str(tmp_path),
             PROMPTQ_WEBHOOK_ALLOW_PRIVATE="1",
             PROMPTQ_WEBHOOK_WORKERS="6",

@@ -47,7 +47,7 @@ def test_serves_through_a_running_server_and_says_what_it_found(
     redis_url: str, tmp_path: Path, model: str, stand_in: StandIn
 ) -> None:
     options = ("--engine", "vllm", "--upstream", stand_in.url, "--model", model)
-    worker = StartedWorker(tmp_path, redis_url, *options, "--dtype", "float32")
+    worker = StartedWorker(tmp_path, redis_url, *options, "--dtype", "float32", is_new=True)
     with worker.process, Client(as_role("operator", redis_url)) as client:
         assert client.generate("Hi", max_tokens=20, **GREEDY).text == text_after("Hi", 20)
         shown = client.stats().workers[0]
