@@ -32,8 +32,6 @@ FORKED = (
     "promptq.producer.cli",
     "promptq.worker",
     "tests.faults.worker.faulty_worker",
-    "tests.faults.worker.killed_in_prefill",
-    "tests.faults.worker.short_of_memory",
 )
 """Modules that the tests' processes run."""
 

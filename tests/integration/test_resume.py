@@ -76,11 +76,12 @@ def enqueue(client: Client, request: dict[str, Any]) -> str:
 
 
 def worker(
-    folder: Path, url: str, *options: str, module: str = "promptq.worker"
+    folder: Path, url: str, *options: str, fault: str = ""
 ) -> AbstractContextManager[StartedWorker]:
     """A worker of the shipped model that has said it is ready."""
     fixed = ("--dtype", "float32", "--lease-ms", str(LEASE_MS))
-    return started(folder, url, *fixed, *options, module=module)
+    module = "tests.faults.worker.faulty_worker" if fault else "promptq.worker"
+    return started(folder, url, *fixed, *options, module=module, FAULT=fault)
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +142,14 @@ def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
 def test_the_whole_text_is_that_of_a_quiet_run(
     fault: str, url: str, quiet: Quiet, tmp_path: Path
 ) -> None:
-    module = (
-        "tests.faults.worker.short_of_memory" if fault == "short of memory" else "promptq.worker"
-    )
+    own_fault = "short-of-memory" if fault == "short of memory" else ""
     with (
         redis.Redis.from_url(as_role("", url)) as server,
         Client(url) as client,
         ThreadPoolExecutor(len(quiet.requests)) as threads,
     ):
         server.flushall()
-        with worker(tmp_path, url, "--drain-seconds", "0", module=module) as victim:
+        with worker(tmp_path, url, "--drain-seconds", "0", fault=own_fault) as victim:
             ids = {name: enqueue(client, request) for name, request in quiet.requests.items()}
             streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
             if fault == "short of memory":
@@ -231,8 +230,7 @@ def test_a_prompt_is_scored_once_though_its_worker_was_killed(url: str, tmp_path
     steps = ("--max-num-batched-tokens", "128")
     with redis.Redis.from_url(as_role("", url)) as server, Client(url) as client:
         server.flushall()
-        module = "tests.faults.worker.killed_in_prefill"
-        with worker(tmp_path, url, *steps, module=module) as victim:
+        with worker(tmp_path, url, *steps, fault="killed-in-prefill") as victim:
             request_id = enqueue(client, asked)
             assert victim.wait() == -signal.SIGKILL
         assert server.xlen(Keys("default").tokens(request_id)) == 0

@@ -1,13 +1,14 @@
-"""`promptq worker` with the model-free engine and faults; run it as a module.
+"""`promptq worker` with a fault; run it as a module.
 
-FAULT in the environment names the fault, which a `!` in a prompt sets off; FAULT_FOR is how long it
-lasts, in seconds.
+FAULT in the environment names the fault. Those of `_faulty_model` hit a real model; the others hit
+the model-free engine when a prompt has a `!`. FAULT_FOR is how long some last, in seconds.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from tests.model_free_worker import served_model_free
 FAULT = os.environ.get("FAULT", "")
 SECONDS = float(os.environ.get("FAULT_FOR", "0"))
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.002"))
+EXIT_CODE = 66
+"""Of the fault "dies"."""
 
 
 class FaultyRunner(ModelFreeRunner):
@@ -38,6 +41,8 @@ class FaultyRunner(ModelFreeRunner):
     def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         guilty = any(ord("!") in share.sequence.token_ids for share in batch.scheduled)
         self.is_broken = self.is_broken or guilty
+        if FAULT == "dies" and guilty:  # as a fault of a driver does
+            os._exit(EXIT_CODE)
         if FAULT == "hang" and guilty:
             print("a fault begins", file=sys.stderr, flush=True)
             time.sleep(SECONDS)
@@ -120,6 +125,36 @@ def build(settings: Settings, progress: Progress, known: object) -> Served:
     return replace(served, engine=engine, tokenizer=FaultyTokenizer(served.tokenizer))
 
 
+def _faulty_model() -> type | None:
+    """Returns the runner of a real model with the fault; None for faults of the other engine."""
+    if FAULT not in ("killed-in-prefill", "short-of-memory"):
+        return None
+    import torch
+
+    from promptq.worker.engine.runner.model_runner import ModelRunner, ModelStep
+
+    class FaultyModelRunner(ModelRunner):
+        is_short = False
+
+        def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
+            sequences = [share.sequence for share in batch.scheduled]
+            computed = max(each.num_computed_tokens for each in sequences)
+            if FAULT == "killed-in-prefill" and computed >= 500:
+                os.kill(os.getpid(), signal.SIGKILL)
+            enough = min(each.num_output_tokens for each in sequences) >= 20
+            self.is_short = self.is_short or enough  # for good
+            if FAULT == "short-of-memory" and self.is_short:
+                raise torch.OutOfMemoryError(_OUT_OF_MEMORY)
+            return super().launch(batch, after)
+
+    return FaultyModelRunner
+
+
 if __name__ == "__main__":
-    process.build = build
+    if (runner := _faulty_model()) is not None:
+        from promptq.worker.engine.runner import model_runner
+
+        model_runner.ModelRunner = runner  # type: ignore[misc]  # a class in the place of another
+    else:
+        process.build = build
     main()

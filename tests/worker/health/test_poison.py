@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,12 +14,12 @@ import redis
 from promptq import Client
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from tests.faults.worker.faulty_worker import EXIT_CODE
 from tests.model_free_worker import text_of
 from tests.paths import ROOT
 from tests.processes import start
 from tests.requests import result_of
 from tests.roles import as_role
-from tests.worker.health.deadly_worker import EXIT_CODE
 
 NUM_WORKERS = 2
 
@@ -39,8 +40,9 @@ class Supervisor:
                 self.processes[n] = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.worker.health.deadly_worker", self.url]
-        return start(*command, cwd=ROOT)
+        faulty = [sys.executable, "-m", "tests.faults.worker.faulty_worker", "--redis", self.url]
+        options = ["--lease-ms", "2000", "--max-num-seqs", "64"]
+        return start(*faulty, *options, cwd=ROOT, env={**os.environ, "FAULT": "dies"})
 
 
 @pytest.fixture
