@@ -17,38 +17,39 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
 from promptq.shared.runtime.logs import get_logger
 
+IGNORED = "accepted without effect"
+ONLY_VALUE = "accepted with this value only"
+
 
 class FieldsWithoutEffect(BaseModel):
     """Accepted with any value of their type. The log names each of them once."""
 
     model_config = ConfigDict(strict=True)
 
-    user: str | None = Field(None, description="accepted without effect, like the next ones")
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prediction: dict[str, Any] | None = None
-    verbosity: str | None = None
-    spaces_between_special_tokens: bool | None = None
-    early_stopping: bool | str | None = None
-    length_penalty: float | None = None
-    guided_decoding_backend: str | None = None
+    user: str | None = Field(None, description=IGNORED)
+    store: bool | None = Field(None, description=IGNORED)
+    service_tier: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+    prediction: dict[str, Any] | None = Field(None, description=IGNORED)
+    verbosity: str | None = Field(None, description=IGNORED)
+    spaces_between_special_tokens: bool | None = Field(None, description=IGNORED)
+    early_stopping: bool | str | None = Field(None, description=IGNORED)
+    length_penalty: float | None = Field(None, description=IGNORED)
+    guided_decoding_backend: str | None = Field(None, description=IGNORED)
 
 
 class FixedFields(BaseModel):
     """Accepted with the only value that is served, which needs no word."""
 
-    add_generation_prompt: Literal[True] | None = Field(
-        None, description="accepted with this value only, like the next ones"
-    )
-    continue_final_message: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    add_generation_prompt: Literal[True] | None = Field(None, description=ONLY_VALUE)
+    continue_final_message: Literal[False] | None = Field(None, description=ONLY_VALUE)
+    skip_special_tokens: Literal[True] | None = Field(None, description=ONLY_VALUE)
+    include_stop_str_in_output: Literal[False] | None = Field(None, description=ONLY_VALUE)
+    return_tokens_as_token_ids: Literal[False] | None = Field(None, description=ONLY_VALUE)
+    use_beam_search: Literal[False] | None = Field(None, description=ONLY_VALUE)
+    best_of: Literal[1] | None = Field(None, description=ONLY_VALUE)
 
 
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))

@@ -50,7 +50,7 @@ class GatewaySettings(FilesSettings):
     http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
     http_port: int = Field(8000, ge=0, le=65535, description="port of the gateway; 0: any free one")
     http_share_port: bool = Field(
-        False, description="share the port with other gateways on this machine"
+        False, description="share the port with other gateways on this machine that set this too"
     )
     http_max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1, description="largest body of a completion request"

@@ -18,6 +18,7 @@ from promptq.producer.calls.call import (
     refuse,
     with_effort,
 )
+from promptq.producer.calls.tolerated_fields import IGNORED, ONLY_VALUE
 from promptq.producer.clients.request_builder import Prompt
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Objects
@@ -34,7 +35,7 @@ class CompletionOptions(CallOptions):
         False,
         description="begin the answer with the prompt, and with its logprobs if there are any",
     )
-    suffix: Literal[""] | None = None
+    suffix: Literal[""] | None = Field(None, description=ONLY_VALUE)
 
 
 class ChatOptions(CallOptions):
@@ -53,9 +54,9 @@ class ChatOptions(CallOptions):
         description="the variable of that name in the model's chat template; `none` also sets"
         " `enable_thinking` to false",
     )
-    parallel_tool_calls: bool | None = Field(None, description="accepted without effect")
+    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
     modalities: list[Literal["text"]] | None = Field(None, description="text alone is served")
-    echo: Literal[False] | None = None
+    echo: Literal[False] | None = Field(None, description=ONLY_VALUE)
 
 
 def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:

@@ -21,7 +21,7 @@ from promptq.producer.calls.call import (
 from promptq.producer.calls.output.model_text import needed_of
 from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
 from promptq.producer.calls.response_call import AskedResponse, HistoryNeededError, ResponseCall
-from promptq.producer.calls.tolerated_fields import tools_named
+from promptq.producer.calls.tolerated_fields import IGNORED, tools_named
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
 from promptq.shared.queue.spoilt import UNREADABLE
@@ -63,7 +63,7 @@ class InputOptions(BodyOptions):
     )
     tools: Objects | None = Field(None, description="functions, in the flat form of this API")
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = Field(True, description="accepted and ignored")
+    parallel_tool_calls: bool = Field(True, description=IGNORED)
     text: dict[str, Any] | None = Field(
         None, description='{"format": ...}: text, json_object or json_schema'
     )
@@ -83,16 +83,14 @@ class ResponseOptions(InputOptions, GeneratingOptions):
     )
     store: bool = Field(True, description="keep it, so that it can be read and continued later")
     background: bool = Field(False, description="answer at once, and go on without the client")
-    stream_options: StreamOptions | None = Field(
-        None, description="accepted and ignored, like the next seven"
-    )
-    max_tool_calls: int | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = Field(None, description=IGNORED)
+    max_tool_calls: int | None = Field(None, description=IGNORED)
+    user: str | None = Field(None, description=IGNORED)
+    service_tier: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
 
 
 def read_response(
