@@ -69,22 +69,26 @@ class Spec:
 # fmt: off
 # vLLM's, of workers.
 RUNNING = Spec("gauge", "num_requests_running", "Requests in the batch.")
-WAITING = Spec("gauge", "num_requests_waiting", "Requests held by a worker that are not in its"
-               " batch; of a gateway: requests in the queue.")
-KV_USAGE = Spec("gauge", "kv_cache_usage_perc", "KV cache usage; 1 means 100 percent.")
+WAITING = Spec("gauge", "num_requests_waiting", "Requests that a worker holds and that are"
+               " not in its batch; of a gateway: requests that wait in the queue.")
+KV_USAGE = Spec("gauge", "kv_cache_usage_perc", "Share of KV blocks in use; 1 means 100 percent.")
 PREFIX_QUERIES = Spec("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.")
-PREFIX_HITS = Spec("counter", "prefix_cache_hits", "Prompt tokens that were found in the cache.")
+PREFIX_HITS = Spec("counter", "prefix_cache_hits", "Prompt tokens found in the cache.")
 PREEMPTIONS = Spec("counter", "num_preemptions", "Preemptions of running requests.")
 PROMPT_TOKENS = Spec("counter", "prompt_tokens", "Prompt tokens, found in the cache or computed.")
 GENERATION_TOKENS = Spec("counter", "generation_tokens", "Generated tokens.")
-SUCCESS = Spec("counter", "request_success", "Requests that ended, by how.",
+SUCCESS = Spec("counter", "request_success", "Requests that ended while a worker held them, by"
+               " reason (abort: cancelled). Those that end while they wait are in a gateway's"
+               " http_requests, by status.",
                ("model_name", "engine", "finished_reason"))
-DRAFTED = Spec("counter", "spec_decode_num_draft_tokens", "Tokens that were drafted.")
-ACCEPTED = Spec("counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were right.")
+DRAFTED = Spec("counter", "spec_decode_num_draft_tokens", "Drafted tokens.")
+ACCEPTED = Spec("counter", "spec_decode_num_accepted_tokens", "Accepted tokens of these.")
 FIRST_TOKEN = Spec("histogram", "time_to_first_token_seconds",
-                   "From enqueueing to the first token.", buckets=_FIRST_TOKEN)
+                   "From enqueueing, so with the time in the queue, to the first token.",
+                   buckets=_FIRST_TOKEN)
 BETWEEN_TOKENS = Spec("histogram", "inter_token_latency_seconds",
-                      "Between two outputs of a request.", buckets=_BETWEEN_TOKENS)
+                      "Between two outputs of a request, as the engine makes them.",
+                      buckets=_BETWEEN_TOKENS)
 END_TO_END = Spec("histogram", "e2e_request_latency_seconds", "From enqueueing to the end.",
                   buckets=_LATENCY)
 QUEUE_TIME = Spec("histogram", "request_queue_time_seconds",
@@ -102,7 +106,7 @@ REQUEST_PROMPT = Spec("histogram", "request_prompt_tokens", "Prompt tokens of a 
 REQUEST_OUTPUT = Spec("histogram", "request_generation_tokens", "Generated tokens of a request.",
                       buckets=_REQUEST_TOKENS)
 REQUEST_MOST_OUTPUT = Spec("histogram", "request_max_num_generation_tokens",
-                           "As request_generation_tokens: a request is one sequence.",
+                           "Equals request_generation_tokens: a request is one sequence.",
                            buckets=_REQUEST_TOKENS)
 REQUEST_MAX_TOKENS = Spec("histogram", "request_params_max_tokens", "max_tokens of a request.",
                           buckets=_REQUEST_TOKENS)
@@ -111,36 +115,40 @@ STEP_TOKENS = Spec("histogram", "iteration_tokens", "Tokens of an engine step.",
 
 # Our own, of workers.
 LEASES = Spec("gauge", "leases", "Requests that the worker holds a lease of.")
-PREFETCHED = Spec("gauge", "num_requests_prefetched", "Requests that are prepared.")
+PREFETCHED = Spec("gauge", "num_requests_prefetched", "Held requests that are prepared and wait"
+                  " for a place in the batch.")
 PREFETCH_WAIT = Spec("counter", "prefetch_wait_seconds",
-                     "Time from a request's preparation until it was handed out.")
+                     "Time from preparation to hand-out; divided by prefetch_hand_outs: of one.")
 PREFETCH_HAND_OUTS = Spec("counter", "prefetch_hand_outs", "Prepared requests handed out.")
 PREFETCH_FILL = Spec("counter", "prefetch_fill_seconds",
-                     "Prepared requests summed over time: its rate is how many there were.")
+                     "Prepared requests summed over time: its rate is their number on average.")
 PREFETCH_EMPTY = Spec("counter", "prefetch_empty",
-                      "How often a request was asked for and none was prepared.")
+                      "How often the engine could take a request and none was prepared.")
 ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
 RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed again.")
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
 REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
-FENCES_LOST = Spec("counter", "fences_lost", "Requests that were lost to another attempt.")
+FENCES_LOST = Spec("counter", "fences_lost", "Requests that another attempt took from the worker,"
+                   " because it was slow, frozen or cut off.")
 ATTEMPTS = Spec("histogram", "request_attempts", "Attempts that a request took to its end.",
                 buckets=_ATTEMPTS)
-PUBLISH_TIME = Spec("histogram", "publish_seconds", "Round trip of a step's events to Redis.",
-                    buckets=_ROUND_TRIP)
+PUBLISH_TIME = Spec("histogram", "publish_seconds",
+                    "Round trip of the events of one or more steps.", buckets=_ROUND_TRIP)
 PUBLISHED = Spec("counter", "published_events", "Events that were published.")
 CLAIM_TIME = Spec("histogram", "claim_seconds", "Round trip of a claim.", buckets=_ROUND_TRIP)
 
 # Of gateways: the queue as a whole, and HTTP.
-QUEUE_UP = Spec("gauge", "queue_up", "1 if the queue can be reached.", ("queue",))
+QUEUE_UP = Spec("gauge", "queue_up", "1 if the queue can be reached; while it is 0, the queue's"
+                " other metrics are missing.", ("queue",))
 QUEUE_WAITING = Spec("gauge", "queue_requests_waiting", "Requests that wait, by priority.",
                      ("queue", "priority"))
 QUEUE_DELAYED = Spec("gauge", "queue_requests_delayed", "Requests not yet due.", ("queue",))
 QUEUE_ACTIVE = Spec("gauge", "queue_requests_active", "Requests held by workers.", ("queue",))
-QUEUE_DEAD = Spec("gauge", "queue_dead_letters", "Dead letters.", ("queue",))
+QUEUE_DEAD = Spec("gauge", "queue_dead_letters", "Dead letters: requests that were given up after"
+                  " crashes.", ("queue",))
 QUEUE_PAUSED = Spec("gauge", "queue_paused", "1 while the queue hands out nothing.", ("queue",))
 SERVER_EVICTS = Spec("gauge", "queue_server_evicts", "1 if the server may delete requests to make"
-                     " room.", ("queue",))
+                     " room, because its policy is not noeviction.", ("queue",))
 WORKERS = Spec("gauge", "queue_workers", "Workers that are alive.", ("queue",))
 DESIRED_WORKERS = Spec("gauge", "queue_workers_desired", "Workers that there should be.",
                        ("queue",))
@@ -149,7 +157,7 @@ WORK = Spec("gauge", "queue_work_seconds", "How long one worker would need for w
 OLDEST = Spec("gauge", "queue_oldest_seconds", "How long the oldest request has waited.",
               ("queue",))
 AT_RISK = Spec("gauge", "queue_deadlines_at_risk", "Requests that would miss their deadlines with"
-               " the workers of now.", ("queue",))
+               " the present workers.", ("queue",))
 HTTP_REQUESTS = Spec("counter", "http_requests", "HTTP requests that were answered.",
                      ("handler", "method", "status"))
 HTTP_SECONDS = Spec("histogram", "http_request_duration_seconds", "From an HTTP request to the end"

@@ -24,17 +24,19 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(
         None,
         description="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// address;"
-        " default: the server of the running `promptq up`; if there is none, a worker starts a"
-        " server of its own",
+        " default: the server of the running `promptq up`; if there is none, a worker starts"
+        " one",
     )
     redis_wait: float = Field(
-        0.0, ge=0, description="seconds a starting worker waits for the server to answer"
+        0.0,
+        ge=0,
+        description="seconds a starting worker waits for the server, and for --upstream, to answer",
     )
     redis_retry_seconds: float = Field(
         60.0,
         ge=0,
-        description="while the server is away or refuses writes: how many seconds a worker keeps"
-        " its output and tries to send it, before it exits",
+        description="seconds a worker keeps its output and tries to send it while the server is"
+        " away or refuses writes, before it exits",
     )
     queue: str = Field("default", description="name of the queue")
     log_format: Literal["auto", "console", "json"] = Field(
@@ -51,8 +53,8 @@ class Settings(BaseSettings):
     )
     upstream: str | None = Field(
         None,
-        description="URL of a running inference server, such as http://localhost:8000; default:"
-        " the worker starts one of its own and ends it",
+        description="URL of a running inference server, such as http://localhost:8000; its"
+        " redirects are not followed; default: the worker starts a server and ends it",
     )
     upstream_key: str | None = Field(
         None, description="API key of that server; better given as PROMPTQ_UPSTREAM_KEY"
@@ -66,7 +68,7 @@ class Settings(BaseSettings):
     )
     engine_command: str | None = Field(
         None,
-        description="program that starts the server, perhaps in an environment of its own:"
+        description="program that starts the server, perhaps in another environment:"
         " /opt/vllm/bin/vllm; default: `vllm` or `llama-server` on the path. What follows `--` is"
         " passed on to it",
     )
@@ -94,7 +96,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="auto: as the model was saved, but bfloat16 for float16 with quantized weights"
-        " on a CPU",
+        " on a CPU; float32 with another engine: its server computes in fp32, KV cache included",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
@@ -120,18 +122,20 @@ class Settings(BaseSettings):
     )
     native: bool = Field(
         True,
-        description="compute models of the Llama kind in code of our own: native code on a CPU,"
+        description="compute models of the Llama kind in promptq's code: native code on a CPU,"
         " fused kernels on a GPU",
     )
     compile: bool = Field(
         False,
-        description="if no code of our own serves the model, run its layers through torch.compile:"
+        description="if promptq's code does not serve the model, run its layers by torch.compile:"
         " steps are faster, the start takes longer",
     )
     cuda_graphs: bool = Field(
         True, description="on a GPU, run steps as CUDA graphs; off: to debug or save memory"
     )
-    max_num_seqs: int = Field(64, ge=1, description="most sequences in the batch (slots)")
+    max_num_seqs: int = Field(
+        64, ge=1, description="most sequences in the batch (slots), or on the inference server"
+    )
     max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
     prefill_chunk: int | None = Field(
         None, ge=1, description="most prompt tokens of one sequence in a step; default: the budget"
@@ -183,14 +187,15 @@ class Settings(BaseSettings):
     max_crashes: int = Field(
         3,
         ge=1,
-        description="a request becomes a dead letter after so many crashes of workers, if it ran"
+        description="crashes of workers after which a request becomes a dead letter, if it ran"
         " alone at the last of them",
     )
     stuck_seconds: float = Field(
         120.0,
         gt=0,
         description="seconds that one step may take; after that the engine counts as hung, and the"
-        " worker gives everything back and exits",
+        " worker gives everything back and exits; of an inference server: seconds that a stream may"
+        " bring no token",
     )
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker continues the requests that run"
@@ -198,18 +203,18 @@ class Settings(BaseSettings):
     swap_least_seconds: float = Field(
         15.0,
         ge=0,
-        description="of several models: one that has work stays loaded for so many seconds",
+        description="of several models: seconds that one with work stays loaded at least",
     )
     swap_longest_wait: float = Field(
         60.0,
         gt=0,
-        description="of several models: after so many seconds of waiting, requests get their model"
-        " even if another one has work",
+        description="of several models: seconds that requests wait at most for their model while"
+        " another one has work",
     )
     swap_idle_seconds: float = Field(
         300.0,
         gt=0,
-        description="of several models: one without work is unloaded after so many seconds;"
+        description="of several models: seconds after which one without work is unloaded;"
         " inf: it stays until another one is needed",
     )
     swap_overlap: bool = Field(

@@ -14,7 +14,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from promptq.producer.commands.app import app
+from promptq.producer.settings.gateway import GatewaySettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import Settings
 from tests.producer.playing import Run, old_server
 from tests.roles import as_role
 from tests.servers import free_port
@@ -33,7 +36,7 @@ def test_stats(run: Run) -> None:
 
 
 def test_settings(run: Run) -> None:
-    """Every setting with what it is now, and no password."""
+    """Every setting with its value, default and meaning, and no password."""
     env = {
         "PROMPTQ_MAX_NUM_SEQS": "7",
         "PROMPTQ_REDIS_URL": "redis://me:hush@host:1/0",
@@ -53,6 +56,12 @@ def test_settings(run: Run) -> None:
     assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
     shown = run("settings", COLUMNS="80", **env).stdout
     assert set(re.findall(r"PROMPTQ_\w+", shown)) == set(rows)
+    for settings in (Settings, GatewaySettings, JobsSettings):
+        for name, field in settings.model_fields.items():
+            variable = f"PROMPTQ_{name.upper()}"
+            assert rows[variable]["description"] == field.description
+            if variable not in env and name != "files_dir":  # a folder in the user's home
+                assert f"{variable}  {'–' if field.default is None else field.default}\n" in shown
     assert "hush" not in listed + shown
     assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -1,12 +1,11 @@
-"""Settings come from the environment under one prefix, and the docs list them all."""
+"""Settings come from the environment under one prefix."""
 
 from __future__ import annotations
 
 import pytest
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.settings.common import ENV_PREFIX, Settings, flag_of, read_settings
-from tests.paths import ROOT
+from promptq.shared.settings.common import Settings, flag_of, read_settings
 
 
 def test_the_environment_is_read_and_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,10 +27,3 @@ def test_the_flags_bear_vllms_names() -> None:
         "--model", "--redis", "--queue", "--device", "--dtype", "--max-num-seqs",
         "--max-num-batched-tokens", "--max-model-len", "--kv-cache-memory", "--seed",
     }  # fmt: skip
-
-
-def test_the_docs_list_every_setting_with_its_default() -> None:
-    guide = (ROOT / "docs" / "operations.md").read_text()
-    for name, field in Settings.model_fields.items():
-        default = "" if field.default is None else f"`{field.default}`"
-        assert f"| `{ENV_PREFIX}{name.upper()}` | {default} | {field.description} |" in guide
