@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from enum import StrEnum
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from redis.exceptions import ResponseError
 
 from promptq.producer.admin.queue_views import views_of_queues
@@ -58,28 +58,28 @@ class Scaling(BaseModel):
     """How many workers a queue should have. Seconds are those of one worker; None: not measured."""
 
     queue: str
-    desired: int
-    reason: Reason
-    because: str
-    """The reason in words."""
-    workers: int
-    """Those that claim now."""
+    desired: int = Field(description="Number of workers that there should be.")
+    reason: Reason = Field(description="The reason that wants the most workers.")
+    because: str = Field(description="The reason in words.")
+    workers: int = Field(
+        description="Workers that claim; not those that drain or whose inference server is away."
+    )
     waiting: int
-    running: int
-    """Requests that workers hold."""
-    due_soon: int
-    """Delayed requests that are due within a minute."""
-    waiting_seconds: float | None
-    running_seconds: float | None
-    arriving_seconds: float | None
-    """The work that comes in a second."""
-    oldest_seconds: float
-    """How long the oldest request has waited."""
-    deadlines_at_risk: int
-    """Requests that would miss their deadlines with the workers of now."""
-    tokens_per_second: float | None
-    """What one worker makes while requests wait."""
-    tokens_per_request: float
+    running: int = Field(description="Requests that workers hold.")
+    due_soon: int = Field(description="Delayed requests that are due within a minute.")
+    waiting_seconds: float | None = Field(description="Time of one worker for what waits.")
+    running_seconds: float | None = Field(description="Time of one worker for what runs.")
+    arriving_seconds: float | None = Field(
+        description="Work that comes in a second; 2.5 keeps two and a half workers busy."
+    )
+    oldest_seconds: float = Field(description="How long the oldest request has waited.")
+    deadlines_at_risk: int = Field(
+        description="Requests that would miss their deadlines with the present workers."
+    )
+    tokens_per_second: float | None = Field(
+        description="Tokens that one worker generates while requests wait."
+    )
+    tokens_per_request: float = Field(description="Mean tokens of the last 128 answers.")
 
 
 def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[Scaling]:
