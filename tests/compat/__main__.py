@@ -1,8 +1,8 @@
 """Runs other people's programs against a gateway, and writes docs/compatibility.md.
 
-`openai litellm` for some of them. Each program has a version, an
-environment and an empty home of its own, and no network but loopback. It passes by what it got. The
-exit code is 1 if something fails that passes according to the committed page.
+`openai litellm` for some of them. Each program has a version, an environment, an empty home, and no
+network but loopback. It passes by what it got; tests/compat/results.json names each attempt. The
+exit code is 1 if something fails that passes according to the committed results.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ def main() -> None:
     python = build_promptq(options.wheel.resolve() if options.wheel else None)
     failures = {program.name: build(program) for program in programs}
     leave_network()
-    passed_before, lost, sections = page.committed(), [], {}
+    passed_before, lost, results = page.committed(), [], {}
     with (
         tempfile.TemporaryDirectory(prefix="compat-") as name,
         served(python, Path(name)) as gateway,
     ):
         for program in programs:
             if why := failures[program.name]:
-                told, exchanges = [page.Told("install", False, "", why)], []
+                attempts, exchanges = [page.Attempt("install", False, "", why)], []
             else:
-                told, exchanges = run(program, gateway, Path(name))
-            sections[program.name] = page.section(program, told, exchanges)
-            for each in told:
+                attempts, exchanges = run(program, gateway, Path(name))
+            results[program.name] = page.result_of(program, attempts, exchanges)
+            for each in attempts:
                 outcome = each.got if each.passed else each.why
                 mark = "passes" if each.passed else "FAILS"
                 print(f"{program.name:14} {each.tried:34} {mark:7} {outcome[:160]}", flush=True)
-            passed = {each.tried for each in told if each.passed}
-            gone = passed_before.get(program.name, set()) - passed
+            gone = passed_before.get(program.name, set()) - {*results[program.name].passes}
             lost += [f"{program.name}: {tried}" for tried in gone]
-    page.write(sections)
+    page.write(results)
     for each in sorted(lost):
-        print(f"passed according to the committed page, and fails now: {each}", file=sys.stderr)
+        print(f"passed according to the committed results, and fails now: {each}", file=sys.stderr)
     sys.exit(1 if lost else 0)
 
 

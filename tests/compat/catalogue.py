@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "programs"
@@ -16,6 +17,8 @@ class Program:
     scripts: tuple[str, ...]
     pins: tuple[str, ...]
     about: str = ""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why attempts fail whose names end so, in words for the page."""
 
     @property
     def is_node(self) -> bool:
@@ -37,25 +40,25 @@ PROGRAMS = {
             "openai",
             tuple(f"clients/openai_{it}.py" for it in _OPENAI),
             ("openai==3.57.0",),
-            "OpenAI's for Python",
+            "Python",
         ),
         Program(
             "openai-node",
             ("clients/openai_node.mjs",),
             ("openai@7.57.0", "zod@4.6.7"),
-            "OpenAI's for Node",
+            "Node",
         ),
         Program(
             "anthropic",
             ("clients/anthropic_python.py", "clients/anthropic_runner.py"),
             ("anthropic==2.14.0",),
-            "Anthropic's for Python",
+            "Python",
         ),
         Program(
             "anthropic-node",
             ("clients/anthropic_node.mjs",),
             ("@anthropic-ai/sdk@1.14.0", "zod@4.6.7"),
-            "Anthropic's for Node",
+            "Node",
         ),
         Program("curl", ("clients/curl_command.py", "clients/curl_paths.py"), ()),
         Program(
@@ -112,14 +115,17 @@ PROGRAMS = {
             "rq-dashboard",
             ("tools/rq_dashboard_pages.py",),
             ("rq-dashboard==0.9.0", "six==1.17.0"),
-            "It needs six, and does not say so.",
+            "needs six, and does not say so",
         ),
         Program(
             "llm-comply",
             ("measuring/llm_comply_formats.py",),
             ("llm-comply==0.5.0",),
-            "A suite of conformance tests. Images are not served, and a call without a model gets"
-            " that of the gateway's own queue.",
+            "conformance tests",
+            {
+                "Image Input": "images are not served",
+                "Error Handling": "a call without a model gets that of the gateway's own queue",
+            },
         ),
         Program(
             "inspect-ai",

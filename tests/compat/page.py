@@ -1,27 +1,35 @@
-"""docs/compatibility.md: written from what the programs told, and read back."""
+"""Keeps the results of all programs in results.json, and writes docs/compatibility.md from it."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from tests.compat.catalogue import PROGRAMS, Program
 from tests.compat.recorder import Exchange
 from tests.paths import ROOT
 
+RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "compatibility.md"
-_CELL = 400
-_PASSES, _FAILS = "passes", "**fails**"
-_HEAD = """# Other people's programs
+_REASON = 400
+_HEAD = f"""# Other people's programs
 
-`python -m tests compat` wrote this page. It runs each program for real, in the version that is
-named here, against a gateway with the shipped model. A program has an environment and a home of its
-own, no network but loopback, an API key, and the alias `gpt-4o` for the model. It passes by what it
-got: the same text, usage and reason to finish as a plain call, a stream in several chunks,
-arguments that follow the schema, and errors that say to the program's user what would be right.
+`python -m tests compat` runs each program for real against a gateway with the shipped model, and
+writes this page. A program has its own environment and home, no network but loopback, an API key,
+and the alias `gpt-4o` for the model. It passes by what it got: the text, usage and reason to finish
+of a plain call, a stream in several chunks, arguments that follow the schema, and errors that say
+what would be right. `{RESULTS.relative_to(ROOT)}` names each attempt, and the fields that each
+program sends.
+
+| program | version | passes | through | fails |
+|---|---|---|---|---|
+"""
+_END = """
+The long form of this page: `git show 27831938:docs/compatibility.md`.
 """
 _CHANGING = (
     (re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost):\d+"), "GATEWAY"),
@@ -34,8 +42,8 @@ _CHANGING = (
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a script told of one attempt."""
+class Attempt:
+    """One attempt of a program, as its script reports it."""
 
     tried: str
     passed: bool
@@ -43,64 +51,89 @@ class Told:
     why: str
 
 
-def section(program: Program, told: Sequence[Told], exchanges: Sequence[Exchange]) -> str:
-    """The part of the page about one program."""
+@dataclass(frozen=True)
+class Result:
+    """The attempts of one program."""
+
+    version: str
+    passes: Sequence[str]
+    fails: Mapping[str, str]
+    """Names of attempts, each with its reason."""
+    sends: Mapping[str, Sequence[str]]
+    """By method and path, the fields that the program sent."""
+
+
+def result_of(
+    program: Program, attempts: Sequence[Attempt], exchanges: Sequence[Exchange]
+) -> Result:
+    fails = {each.tried: _reason(each.why) for each in attempts if not each.passed}
+    passes = [each.tried for each in attempts if each.tried not in fails]
     version = program.version or "whatever the machine has"
-    lines = [f"## {program.name}", "", f"{version}. {program.about}".strip(), ""]
-    lines += ["| tried | | why not |", "|---|---|---|"]
-    for each in told:
-        outcome = _PASSES if each.passed else _FAILS
-        lines.append(f"| {each.tried} | {outcome} | {_cell(each.why)} |".replace("|  |", "| |"))
-    if sent := _sent(exchanges):
-        lines += ["", "It sends:", "", *sent]
-    return "\n".join(lines)
+    return Result(version, [*dict.fromkeys(passes)], fails, _sent(exchanges))
 
 
-def write(sections: dict[str, str]) -> None:
-    """Write the page with these sections; those of other programs stay as they are."""
-    old = _sections(PAGE.read_text()) if PAGE.exists() else {}
-    kept = {**old, **sections}
-    parts = [kept[name].strip() for name in PROGRAMS if name in kept]
-    summary = ["| program | passes | fails |", "|---|---|---|"]
-    for part in parts:
-        name = part.splitlines()[0].removeprefix("## ")
-        outcomes = _outcomes(part)
-        passed = sum(outcomes.values())
-        summary.append(f"| [{name}](#{name}) | {passed} | {len(outcomes) - passed or ''} |")
-    summary = [line.replace("|  |", "| |") for line in summary]
-    PAGE.write_text("\n\n".join([_HEAD.strip(), "\n".join(summary), *parts]) + "\n")
+def write(results: Mapping[str, Result]) -> None:
+    """Write these results and the page; results of other programs stay."""
+    kept = {**(read(RESULTS.read_text()) if RESULTS.exists() else {}), **results}
+    kept = {name: kept[name] for name in PROGRAMS if name in kept}
+    rows = {name: asdict(result) for name, result in kept.items()}
+    RESULTS.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(text_of(kept))
+
+
+def read(text: str) -> dict[str, Result]:
+    return {name: Result(**fields) for name, fields in json.loads(text).items()}
+
+
+def text_of(results: Mapping[str, Result]) -> str:
+    """Returns the page."""
+    rows = []
+    for name, result in results.items():
+        about, fails = PROGRAMS[name].about, result.fails
+        reasons = dict.fromkeys(_in_words(PROGRAMS[name], *attempt) for attempt in fails.items())
+        cells = (
+            f"{name} ({about})" if about else name,
+            result.version,
+            str(len(result.passes)),
+            ", ".join(_apis(result.sends)),
+            _cell(f"{len(fails)}: {'; '.join(reasons)}" if fails else ""),
+        )
+        rows.append(re.sub(r"\|  (?=\|)", "| ", " | ".join(("", *cells, "")).strip()))
+    return _HEAD + "\n".join(rows) + "\n" + _END
 
 
 def committed() -> dict[str, set[str]]:
-    """By program, what passes according to the committed page; nothing if there is none."""
-    command = ["git", "-C", str(ROOT), "show", f"HEAD:{PAGE.relative_to(ROOT)}"]
+    """By program, what passes according to the committed results; empty if there are none."""
+    command = ["git", "-C", str(ROOT), "show", f"HEAD:{RESULTS.relative_to(ROOT)}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {
-        name: {tried for tried, passed in _outcomes(part).items() if passed}
-        for name, part in _sections(done.stdout).items()
-    }
+    results = read(done.stdout or "{}")
+    return {name: set(result.passes) for name, result in results.items()}
 
 
-def _sections(text: str) -> dict[str, str]:
-    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
-    return {part.splitlines()[0].removeprefix("## "): part for part in parts}
+def _apis(paths: Mapping[str, Sequence[str]]) -> list[str]:
+    """Names of the APIs that a program called, by the first part of their paths."""
+    called = {match[1] for path in paths if (match := re.match(r"POST /v1/([a-z]+)", path))}
+    return sorted(called - {"files"})
 
 
-def _outcomes(part: str) -> dict[str, bool]:
-    rows = re.findall(r"^\| (.+?) \| (passes|\*\*fails\*\*) \|", part, re.MULTILINE)
-    return {tried: outcome == _PASSES for tried, outcome in rows}
+def _in_words(program: Program, tried: str, why: str) -> str:
+    known = (reason for end, reason in program.reasons.items() if tried.endswith(end))
+    return next(known, f"{tried}: {why}")
 
 
-def _cell(text: str) -> str:
+def _reason(text: str) -> str:
     for pattern, instead in _CHANGING:
         text = pattern.sub(instead, text)
     text = " ".join(text.split())
-    text = text if len(text) <= _CELL else f"{text[:_CELL]} ..."
+    return text if len(text) <= _REASON else f"{text[:_REASON]} ..."
+
+
+def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("<", "&lt;").replace("](", "] (").replace("`", "'")
 
 
-def _sent(exchanges: Sequence[Exchange]) -> list[str]:
-    """Each path that a program asked, with all fields that it sent there."""
+def _sent(exchanges: Sequence[Exchange]) -> dict[str, list[str]]:
+    """By method and path, all fields that a program sent there."""
     found: dict[str, set[str]] = {}
     for each in exchanges:
         fields = found.setdefault(f"{each.method} {each.path.split('?')[0]}", set())
@@ -114,7 +147,4 @@ def _sent(exchanges: Sequence[Exchange]) -> list[str]:
     named: dict[str, set[str]] = {}
     for path, fields in found.items():
         named.setdefault(ids.sub("/ID", path), set()).update(fields)
-    return [
-        f"- `{path}`" + (f": {', '.join(f'`{name}`' for name in sorted(fields))}" if fields else "")
-        for path, fields in sorted(named.items())
-    ]
+    return {path: sorted(fields) for path, fields in sorted(named.items())}

@@ -1,4 +1,4 @@
-"""Runs the scripts of a program, and collects what they told and what the program sent."""
+"""Runs the scripts of a program, and collects their attempts and what the program sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.compat.catalogue import SCRIPTS, Program
 from tests.compat.environments import CACHE
-from tests.compat.page import Told
+from tests.compat.page import Attempt
 from tests.compat.recorder import Exchange, recorded
 from tests.compat.serving import Served
 from tests.processes import kill_all, start
@@ -34,8 +34,8 @@ _SILENT = {
 """How programs are told to call nobody but the gateway."""
 
 
-def run(program: Program, gateway: Served, folder: Path) -> tuple[list[Told], list[Exchange]]:
-    """What the scripts told, and what passed between the program and the gateway.
+def run(program: Program, gateway: Served, folder: Path) -> tuple[list[Attempt], list[Exchange]]:
+    """Returns the attempts, and what passed between the program and the gateway.
 
     Both are also kept in the program's folder: `told`, `exchanges.jsonl` with the times, so that
     each exchange can be traced to its attempt, and `said`.
@@ -81,10 +81,11 @@ def run(program: Program, gateway: Served, folder: Path) -> tuple[list[Told], li
                 process.wait()
     (own / "exchanges.jsonl").write_text("".join(json.dumps(asdict(it)) + "\n" for it in exchanges))
     lines = own_told.read_text().splitlines() if own_told.exists() else []
-    told = [
-        Told(it["tried"], it["passed"], it["got"] or "", it["why"]) for it in map(json.loads, lines)
+    attempts = [
+        Attempt(line["tried"], line["passed"], line["got"] or "", line["why"])
+        for line in map(json.loads, lines)
     ]
-    return [*told, *(Told("the rest", False, "", why) for why in ends)], exchanges
+    return [*attempts, *(Attempt("the rest", False, "", why) for why in ends)], exchanges
 
 
 def _command(program: Program, script: str, own: Path) -> list[str | Path]:
