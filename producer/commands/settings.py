@@ -55,7 +55,9 @@ def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> l
         if name in known:
             continue
         value = getattr(current, name)
-        if name.endswith("redis_url") and value is not None:
+        if name == "upstream_key" and value is not None:
+            value = SecretStr(value)
+        elif name.endswith(("redis_url", "upstream", "otlp_endpoint")) and value is not None:
             value = without_password(value)
         rows.append(
             {

@@ -42,6 +42,9 @@ def test_settings(run: Run) -> None:
         "PROMPTQ_REDIS_URL": "redis://me:hush@host:1/0",
         "PROMPTQ_JOBS_REDIS_URL": "redis://me:hush@host:2/0",
         "PROMPTQ_WEBHOOK_SECRET": "whsec_hush",
+        "PROMPTQ_UPSTREAM": "http://me:hush@host:3",
+        "PROMPTQ_UPSTREAM_KEY": "hush",
+        "PROMPTQ_OTLP_ENDPOINT": "http://me:hush@host:4",
     }
     listed = run("settings", "--json", **env).stdout
     rows = {row["variable"]: row for row in json.loads(listed)}
@@ -49,6 +52,9 @@ def test_settings(run: Run) -> None:
     assert (slots["value"], slots["default"], slots["option"]) == (7, 64, "--max-num-seqs")
     assert rows["PROMPTQ_REDIS_URL"]["value"] == "redis://me:***@host:1/0"
     assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
+    assert rows["PROMPTQ_UPSTREAM"]["value"] == "http://me:***@host:3"
+    assert rows["PROMPTQ_UPSTREAM_KEY"]["value"] == "***"
+    assert rows["PROMPTQ_OTLP_ENDPOINT"]["value"] == "http://me:***@host:4"
     processes = {rows[f"PROMPTQ_{name}"]["process"] for name in ("QUEUE", "MODEL")}
     assert processes == {None}
     assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
