@@ -20,7 +20,7 @@ from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
 from promptq.producer.http.limits import admit_call
 from promptq.producer.http.state import Gateway, ThisGateway
-from promptq.producer.http.submit import told_tokens
+from promptq.producer.http.submit import prompt_tokens
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import Objects, TokenIds
 from promptq.shared.runtime.large_json import written
@@ -111,4 +111,4 @@ async def _told(
     )
     completion_id = new_completion_id(is_chat)
     prepared = prepare(call, caller, completion_id, await gateway.queues.aliases())
-    return await told_tokens(request, gateway, caller, prepared)
+    return await prompt_tokens(request, gateway, caller, prepared)

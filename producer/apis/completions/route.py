@@ -30,10 +30,11 @@ from promptq.producer.calls.prepare import Prepared, payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
-from promptq.producer.http.errors import ClientLeftError, described
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
+from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import operation
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, while_present
+from promptq.producer.http.stream import EventStream
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
@@ -89,29 +90,19 @@ async def _create(
 async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueue a call and answer it, or resume a stream that was interrupted.
-
-    Releases the hold on the body once its requests are in the queue.
-    """
+    """Enqueue a call and answer it, or resume a stream that was interrupted."""
     call = prepared.call
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         if not call.stream:
             raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
         return await _resume(gateway, call, last_event_id)
-    served, completion, rates = await begin(gateway, caller, prepared)
-    prepared.new.clear()
-    hold.release()
+    served, completion, rates = await begin(gateway, caller, prepared, hold)
     if call.stream:
         stream = EventStream(gateway, served, CompletionStream(completion), is_new=True)
         return with_headers(rates, stream)
-    try:
-        async with while_present(request.receive):
-            return with_headers(rates, await _whole_answer(gateway, served, completion))
-    except ClientLeftError:
-        if not completion.detach:
-            gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
+    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
+        return with_headers(rates, await _whole_answer(gateway, served, completion))
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:

@@ -16,10 +16,10 @@ from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
-from promptq.producer.http.errors import ClientLeftError, described
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
+from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import operation
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import while_present
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Result
@@ -45,21 +45,14 @@ async def create_embeddings(
 async def respond_embeddings(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueue a call and answer it with its vectors. If the client leaves, it is cancelled.
-
-    Releases the hold on the body once its requests are in the queue.
-    """
-    served, completion, rates = await begin(gateway, caller, prepared)
-    prepared.new.clear()
-    hold.release()
-    try:
-        async with while_present(request.receive):
-            results = await _results(served, completion.request_ids)
-            completion, _ = await learned(served, completion)
-            body = await embeddings_json(completion, results)
-    except (ClientLeftError, ApiError):
-        gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
+    """Enqueue a call and answer it with its vectors. An error of one input cancels all."""
+    served, completion, rates = await begin(gateway, caller, prepared, hold)
+    async with cancelled_if_client_leaves(
+        gateway, request.receive, served, completion, errors=(ApiError,)
+    ):
+        results = await _results(served, completion.request_ids)
+        completion, _ = await learned(served, completion)
+        body = await embeddings_json(completion, results)
     headers = {**rates, "X-Request-Id": completion.id}
     return with_headers(headers, Response(body, media_type="application/json"))
 

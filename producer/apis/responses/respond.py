@@ -24,9 +24,9 @@ from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.calls.response_call import ResponseCall
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
-from promptq.producer.http.errors import ClientLeftError
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.state import Gateway
-from promptq.producer.http.stream import EventStream, Out, sent, while_present
+from promptq.producer.http.stream import EventStream, Out, sent
 from promptq.producer.http.submit import enqueue, place_of, with_headers
 from promptq.shared.errors import PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
@@ -38,14 +38,9 @@ JSON = "application/json"
 async def respond_response(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Store and enqueue a call, and answer it.
-
-    Releases the hold on the body once its request is in the queue.
-    """
+    """Store and enqueue a call, and answer it."""
     records = ResponseRecords(gateway)
-    answering, rates = await _begin(gateway, records, caller, prepared)
-    prepared.new.clear()
-    hold.release()
+    answering, rates = await _begin(gateway, records, caller, prepared, hold)
     call = answering.call
     if prepared.call.stream:
         stream = EventStream(gateway, answering.served, answering, is_new=not call.background)
@@ -55,13 +50,10 @@ async def respond_response(
         is_new = call.id == prepared.completion_id
         whole = call.object("queued") if is_new else await records.current(answering.stored)
     else:
-        try:
-            async with while_present(request.receive):
-                whole = await _whole(answering)
-        except ClientLeftError:
-            if not call.detach:
-                gateway.cancels.cancel(answering.served.client, [call.id])
-            raise
+        async with cancelled_if_client_leaves(
+            gateway, request.receive, answering.served, answering
+        ):
+            whole = await _whole(answering)
     return with_headers({**rates, **headers}, Response(whole, media_type=JSON))
 
 
@@ -176,7 +168,7 @@ async def _whole(answering: AnsweredResponse) -> str:
 
 
 async def _begin(
-    gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared
+    gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
     """What was enqueued and where, and the headers that report the caller's rates."""
     asked = prepared.asked
@@ -189,7 +181,7 @@ async def _begin(
     if stored is not None:
         await records.stored.add(replace(asked, call=call), tenant, served.name)
     try:
-        [enqueued], rates = await enqueue(gateway, served, caller, prepared)
+        [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
         if enqueued != call.id:  # that of an earlier call with this idempotency key
             bind(request_id=enqueued)
             call = replace(call, id=enqueued)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
-from fastapi import Request as HttpRequest
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from promptq.producer.http.limits import COUNTED_READ
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import ThisCallReader, ThisGateway
 from promptq.producer.http.stream import EventStream, FramesInTurns
-from promptq.producer.http.submit import read_call, told_tokens
+from promptq.producer.http.submit import prompt_tokens, read_call
 from promptq.shared.runtime.logs import bind
 
 _HIDDEN = TOOL_FIELDS | {*NAMES_OF_RESPONSES, "prompt_logprobs"}
@@ -55,7 +54,7 @@ TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
     responses=described(408, 409, 413, 429, 500),
 )
 async def create_response(
-    request: HttpRequest,
+    request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
     call_reader: ThisCallReader,
@@ -74,7 +73,7 @@ async def create_response(
     responses=described(408, 409, 413, 429, 500),
 )
 async def count_input_tokens(
-    request: HttpRequest,
+    request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
     call_reader: ThisCallReader,
@@ -84,7 +83,7 @@ async def count_input_tokens(
     async with read_call(
         request, gateway, caller, call_reader, "input_counts", history=records.history
     ) as read:
-        result, _ = await told_tokens(request, gateway, caller, *read)
+        result, _ = await prompt_tokens(request, gateway, caller, *read)
     return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
 
 
