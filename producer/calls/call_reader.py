@@ -20,16 +20,11 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
-from promptq.producer.calls.call import HEADERS, CompletionCall
+from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryNeededError
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import Prepared, prepare
 from promptq.producer.calls.rates import account_of
-from promptq.producer.calls.response_call import (
-    AskedResponse,
-    HistoryNeededError,
-    ResponseCall,
-)
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
 from promptq.shared.protocol.request import Request as PayloadRequest
@@ -63,9 +58,7 @@ Parts = list[list[bytes]]
 """What a process reads of a call, each part in pieces: the body, and perhaps the history."""
 
 
-Read = Callable[
-    [bytes, Mapping[str, str], str, bytes | None], tuple[CompletionCall, AskedResponse | None]
-]
+Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
 """Takes a body, headers, the id of the call and perhaps the history.
 
 Raises InvalidRequestError, HistoryNeededError.
@@ -77,6 +70,8 @@ class Reader(NamedTuple):
 
     read: Read
     new_id: Callable[[], str]
+    unpack: Callable[[dict[str, Any], Sequence[Payload]], Extra] | None = None
+    """Returns the `extra` of a call that another process has read and packed."""
 
 
 Readers = Mapping[Endpoint, Reader]
@@ -93,9 +88,7 @@ class _Reading:
     new_id: str
     aliases: Mapping[str, str]
 
-    def call(
-        self, body: bytes, history: bytes | None
-    ) -> tuple[CompletionCall, AskedResponse | None]:
+    def call(self, body: bytes, history: bytes | None) -> CompletionCall:
         """Raises InvalidRequestError, HistoryNeededError."""
         return self.reader.read(body, self.headers, self.new_id, history)
 
@@ -144,9 +137,9 @@ class CallReader:
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
         """Raises HistoryNeededError if `history` is None and the call needs it."""
         if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
-            call, asked = reading.call(b"".join(body), history)
+            call = reading.call(b"".join(body), history)
             if call.num_bytes <= _SMALL_BYTES:
-                return prepare(call, reading.caller, reading.new_id, reading.aliases, asked)
+                return prepare(call, reading.caller, reading.new_id, reading.aliases)
         own_turn = self._turns_of_tenants.setdefault(reading.caller.party, asyncio.Lock())
         async with own_turn, self._turns:
             return await self._read_elsewhere(reading, body, history)
@@ -175,7 +168,7 @@ class CallReader:
             raise _error_of(told["error"])
         if "previous_response_id" in told:
             raise HistoryNeededError(told["previous_response_id"])
-        return _prepared_of(told, payloads, account_of(caller, caller.name))
+        return _prepared_of(reading.reader, told, payloads, account_of(caller, caller.name))
 
     async def _ask_one_or_another(
         self, asked: Mapping[str, Any], parts: Parts
@@ -211,7 +204,7 @@ def answer(
 ) -> tuple[dict[str, Any], list[bytes]]:
     """What a process gives back: a header that is JSON, and payloads behind it.
 
-    Behind the payload of a response come its echo and its input.
+    Behind the payloads come the parts of the call's `extra`.
     """
     caller = Caller.model_validate(asked["caller"])
     endpoint: Endpoint = asked["endpoint"]
@@ -219,8 +212,8 @@ def answer(
         endpoint, readers[endpoint], asked["headers"], caller, asked["new_id"], asked["aliases"]
     )
     try:
-        call, response = reading.call(body, history)
-        prepared = prepare(call, caller, reading.new_id, reading.aliases, response)
+        call = reading.call(body, history)
+        prepared = prepare(call, caller, reading.new_id, reading.aliases)
     except HistoryNeededError as needed:
         return {"previous_response_id": needed.previous_response_id}, []
     except InvalidRequestError as error:
@@ -235,12 +228,11 @@ def answer(
         new.append([item.request_id, item.request.model_dump(include=looked_at), item.delay_ms])
         bare = item.request.model_copy(update={"trace_context": None})
         payloads.append(bare.to_payload().encode())
-    call_told = asdict(prepared.call)
     rates = [asdict(rate) for rate in prepared.rates]
-    told = {"call": call_told, "new": new, "rates": rates, "id": prepared.completion_id}
-    if response is not None:
-        told["response"] = {**asdict(response.call), "echo": ""}
-        payloads += [response.call.echo.encode(), response.input_lines]
+    told = {"call": asdict(prepared.call), "new": new, "rates": rates, "id": prepared.completion_id}
+    if prepared.extra is not None:
+        told["extra"], parts = prepared.extra.pack()
+        payloads += parts
     return told, payloads
 
 
@@ -251,20 +243,19 @@ def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:
 
 
 def _prepared_of(
-    told: Mapping[str, Any], payloads: list[Payload], account: TokenAccount | None
+    reader: Reader, told: Mapping[str, Any], parts: list[Payload], account: TokenAccount | None
 ) -> Prepared:
-    response = None
-    if "response" in told:
-        *payloads, echo, lines = payloads
-        call = ResponseCall(**{**told["response"], "echo": bytes(echo).decode()})
-        response = AskedResponse(call, bytes(lines))
+    payloads, parts = parts[: len(told["new"])], parts[len(told["new"]) :]
     new = [
         NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
         for (request_id, fields, delay_ms), payload in zip(told["new"], payloads, strict=True)
     ]
     rates = [Rate(**rate) for rate in told["rates"]]
-    completion_call = CompletionCall(**told["call"])
-    return Prepared(completion_call, new, rates, told["id"], asked=response)
+    extra = None
+    if "extra" in told:
+        assert reader.unpack is not None
+        extra = reader.unpack(told["extra"], parts)
+    return Prepared(CompletionCall(**told["call"]), new, rates, told["id"], extra)
 
 
 def _looked_at(fields: dict[str, Any]) -> PayloadRequest:

@@ -211,12 +211,19 @@ def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) ->
 
 
 def failure(
-    reason: FinishReason | None, error: ErrorInfo | None, num_tokens: int
+    reason: FinishReason | None,
+    error: ErrorInfo | None,
+    num_tokens: int,
+    names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """The error for a request that ended after so many tokens; None if it has an answer."""
+    """The error for a request that ended after `num_tokens`; None if it has an answer.
+
+    `names` are those of the endpoint; see `in_api_names`.
+    """
     match reason:
         case FinishReason.ERROR:
-            return _failed(error or ErrorInfo(type="internal_error", message="it failed"))
+            error = error or ErrorInfo(type="internal_error", message="it failed")
+            return _failed(error).named(names)
         case FinishReason.CANCELLED:
             return ApiError(409, "the request was cancelled", code="cancelled")
         case FinishReason.EXPIRED if num_tokens == 0:

@@ -113,17 +113,21 @@ class ApiError(Exception):
 
     def named(self, names: Mapping[str, str]) -> ApiError:
         """The error with the name that its field has at an endpoint."""
-        message, param = named_as_asked(names, str(self), self.param)
+        message, param = in_api_names(names, str(self), self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
 
-def named_as_asked(
+def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
     """An error's message, which begins with the path of a payload's field, and that field.
 
-    Both with the names that an endpoint has for the field and for what is inside.
+    Both get the names that an endpoint has. Keys of `names` are names in a payload. Those with a
+    dot may stand inside of a path, and those with a colon are two parts of a message.
     """
+    for inner, outer in names.items():
+        if ": " in inner and message.startswith(f"{inner}:"):
+            return outer + message.removeprefix(inner), outer
     place, separator, reason = message.partition(": ")
     for inside in (name for name in names if "." in name):
         place = place.replace(inside, names[inside], 1)

@@ -8,10 +8,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from promptq.producer.apis.completions.tolerated_fields import (
+    FieldsWithoutEffect,
+    FixedFields,
+    in_our_names,
+)
 from promptq.producer.calls.call import (
     MAX_CHOICES,
-    CallOptions,
     CompletionCall,
+    GeneratingOptions,
+    StreamOptions,
     check_size_of_call,
     prompts_of,
     read_options,
@@ -24,6 +30,19 @@ from promptq.shared.protocol.request import Objects
 
 DEFAULT_MAX_TOKENS = 16
 """The default of /v1/completions, as in the OpenAI API."""
+
+
+class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
+    """Fields that completions and chats take."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}: a last chunk has the usage'
+    )
+
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return in_our_names(given)
 
 
 class CompletionOptions(CallOptions):
@@ -58,12 +77,8 @@ class ChatOptions(CallOptions):
     echo: Literal[False] | None = None
 
 
-def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Raises InvalidRequestError naming the field, or the header, that is wrong."""
-    return _read_chat(body, headers) if is_chat else _read_completion(body, headers)
-
-
-def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = read_options(ChatOptions, body, headers)
     _check_streaming(options, fields)
     if options.max_completion_tokens is not None:
@@ -84,7 +99,8 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
-def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))

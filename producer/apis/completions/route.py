@@ -32,7 +32,7 @@ from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
-from promptq.producer.http.openapi import operation
+from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
 from promptq.producer.http.stream import EventStream
 from promptq.producer.http.submit import begin, read_call, with_headers
@@ -63,7 +63,9 @@ async def create_chat_completion(
 @router.post(
     "/v1/completions",
     openapi_extra=operation(
-        CompletionOptions, descriptions={"max_tokens": f"default: {DEFAULT_MAX_TOKENS}"}
+        CompletionOptions,
+        hidden=TOOL_FIELDS,
+        descriptions={"max_tokens": f"default: {DEFAULT_MAX_TOKENS}"},
     ),
     response_class=Response,
 )

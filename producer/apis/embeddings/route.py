@@ -18,7 +18,7 @@ from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
-from promptq.producer.http.openapi import operation
+from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import PromptqError
@@ -33,7 +33,11 @@ _READ_AT_ONCE = 16
 """How many results of a call are waited for at once: each takes a round trip."""
 
 
-@router.post("/v1/embeddings", openapi_extra=operation(EmbeddingOptions), response_class=Response)
+@router.post(
+    "/v1/embeddings",
+    openapi_extra=operation(EmbeddingOptions, hidden=TOOL_FIELDS),
+    response_class=Response,
+)
 async def create_embeddings(
     request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:

@@ -16,10 +16,20 @@ from promptq.producer.calls.call import (
     with_effort,
 )
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Objects, Texts
 
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".input_schema",
+    "output_prefix": "messages",
+}
+"""Names of fields here, by their names in a payload; see `in_api_names`.
+
+An output's prefix is the last message, if that is the assistant's.
+"""
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that ask for what a message does not have."""
 _UNSUPPORTED = ("thread", "context_management")
@@ -94,6 +104,7 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body),
         form="message",
+        names=NAMES,
     )
 
 
@@ -110,6 +121,7 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body),
         form="count",
+        names=NAMES,
     )
 
 
@@ -118,7 +130,7 @@ def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
 
     Raises InvalidRequestError, ApiError.
     """
-    for name, other in NAMES_OF_MESSAGES.items():
+    for name, other in NAMES.items():
         refuse(name, fields, other)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(

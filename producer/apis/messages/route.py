@@ -8,12 +8,12 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from promptq.producer.apis.messages.read import CountOptions, MessageOptions
+from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import Completion, StreamedCompletion, learned
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES, Prepared
+from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
@@ -26,7 +26,7 @@ from promptq.producer.http.stream import EventStream, Out, sent
 from promptq.producer.http.submit import begin, prompt_tokens, read_call, with_headers
 from promptq.shared.protocol.events import TokenEvent
 
-_HIDDEN = TOOL_FIELDS | {*NAMES_OF_MESSAGES, "logprobs", "prompt_logprobs"}
+_HIDDEN = TOOL_FIELDS | {*NAMES, "logprobs", "prompt_logprobs"}
 
 router = APIRouter(
     tags=["messages"],
@@ -38,7 +38,7 @@ router = APIRouter(
 
 
 @router.post(
-    "/v1/messages", openapi_extra=operation(MessageOptions, _HIDDEN), response_class=Response
+    "/v1/messages", openapi_extra=operation(MessageOptions, hidden=_HIDDEN), response_class=Response
 )
 async def create_message(
     request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
@@ -48,7 +48,7 @@ async def create_message(
         return await respond_message(request, gateway, caller, prepared, hold)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, _HIDDEN))
+@router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, hidden=_HIDDEN))
 async def count_tokens(
     request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> dict[str, int]:

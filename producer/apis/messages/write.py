@@ -8,11 +8,11 @@ from json.encoder import encode_basestring_ascii as quoted
 
 from pydantic_core import from_json, to_json
 
+from promptq.producer.apis.messages.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.output.output_text import Kind, OutputText, Piece
 from promptq.producer.calls.output.tool_calls import call_id
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
@@ -216,8 +216,7 @@ def _input_of(arguments: str) -> str:
 def _failure_of(event: TokenEvent) -> ApiError | None:
     """The error of a request that ended without an answer."""
     num_tokens = event.usage.completion_tokens if event.usage is not None else event.end
-    error = failure(event.finish_reason, event.error, num_tokens)
-    return None if error is None else error.named(NAMES_OF_MESSAGES)
+    return failure(event.finish_reason, event.error, num_tokens, NAMES)
 
 
 def _usage(usage: Usage, num_given: int) -> str:

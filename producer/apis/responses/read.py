@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from promptq.producer.apis.responses.input_items import messages_of, read_items
+from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.calls.call import (
     BodyOptions,
     CompletionCall,
     GeneratingOptions,
+    HistoryNeededError,
     StreamOptions,
     read_options,
     refuse,
+    tools_named,
     with_effort,
 )
 from promptq.producer.calls.output.model_text import needed_of
-from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
-from promptq.producer.calls.response_call import AskedResponse, HistoryNeededError, ResponseCall
-from promptq.producer.calls.tolerated_fields import tools_named
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
 from promptq.shared.queue.spoilt import UNREADABLE
 
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".parameters",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+"""Names of fields here, by their names in a payload; see `in_api_names`."""
 LOGPROBS = "message.output_text.logprobs"
 _OTHER_INCLUDES = (
     "file_search_call.results",
@@ -97,8 +108,8 @@ class ResponseOptions(InputOptions, GeneratingOptions):
 
 def read_response(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
-) -> tuple[CompletionCall, AskedResponse]:
-    """The chat that a call becomes, and what is kept of it.
+) -> CompletionCall:
+    """The chat that a call becomes, with a NewResponse as its `extra`.
 
     `history` has the items of earlier responses, one a line. Raises HistoryNeededError if it is
     None and the call continues one, InvalidRequestError naming the field that is wrong.
@@ -122,6 +133,7 @@ def read_response(
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body) + len(history or b""),
         form="response",
+        names=NAMES,
     )
     call = ResponseCall(
         id=response_id,
@@ -135,7 +147,7 @@ def read_response(
         previous_response_id=options.previous_response_id,
     )
     lines = b"\n".join(to_json(item) for item in own) if options.store else b""
-    return completion, AskedResponse(call, lines)
+    return replace(completion, extra=NewResponse(call, lines))
 
 
 def read_input_count(
@@ -152,6 +164,7 @@ def read_input_count(
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body) + len(history or b""),
         form="input_count",
+        names=NAMES,
     )
 
 
@@ -159,7 +172,7 @@ def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
     """Set the fields of a payload that make up the chat. Returns the call's own items."""
-    for name, other in NAMES_OF_RESPONSES.items():
+    for name, other in NAMES.items():
         refuse(name, fields, other)
     for name in ("embed", "prompt_logprobs", "tokenize"):
         refuse(name, fields)

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from promptq.producer.apis.responses.ended_output import EndedOutput, ending_of
+from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
 from promptq.producer.apis.responses.write import ResponseWriter, error_frame, written
@@ -21,7 +22,6 @@ from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
-from promptq.producer.calls.response_call import ResponseCall
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
@@ -171,15 +171,15 @@ async def _begin(
     gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
     """What was enqueued and where, and the headers that report the caller's rates."""
-    asked = prepared.asked
-    assert asked is not None
+    new = prepared.extra
+    assert isinstance(new, NewResponse)
     served, view = await place_of(gateway, caller, prepared)
-    call = replace(asked.call, model=prepared.call.model or view.model)
+    call = replace(new.call, model=prepared.call.model or view.model)
     bind(request_id=call.id)
     tenant = prepared.new[0].request.tenant or ""
     stored = StoredResponse(call, tenant, served.name) if call.store else None
     if stored is not None:
-        await records.stored.add(replace(asked, call=call), tenant, served.name)
+        await records.stored.add(replace(new, call=call), tenant, served.name)
     try:
         [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
         if enqueued != call.id:  # that of an earlier call with this idempotency key

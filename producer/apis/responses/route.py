@@ -11,13 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from promptq.producer.apis.responses.input_items import id_of
-from promptq.producer.apis.responses.read import InputOptions, ResponseOptions
+from promptq.producer.apis.responses.read import NAMES, InputOptions, ResponseOptions
 from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, respond_response
+from promptq.producer.apis.responses.response_call import is_response_id
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.write import ResponseWriter, frames_of
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
-from promptq.producer.calls.response_call import is_response_id
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described, method_not_allowed
 from promptq.producer.http.limits import COUNTED_READ
@@ -27,7 +26,7 @@ from promptq.producer.http.stream import EventStream, FramesInTurns
 from promptq.producer.http.submit import prompt_tokens, read_call
 from promptq.shared.runtime.logs import bind
 
-_HIDDEN = TOOL_FIELDS | {*NAMES_OF_RESPONSES, "prompt_logprobs"}
+_HIDDEN = TOOL_FIELDS | {*NAMES, "prompt_logprobs"}
 
 router = APIRouter(
     tags=["responses"],
@@ -49,7 +48,7 @@ TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
 
 @router.post(
     "/v1/responses",
-    openapi_extra=operation(ResponseOptions, _HIDDEN),
+    openapi_extra=operation(ResponseOptions, hidden=_HIDDEN),
     response_class=Response,
     responses=described(408, 409, 413, 429, 500),
 )
@@ -69,7 +68,7 @@ async def create_response(
 
 @router.post(
     "/v1/responses/input_tokens",
-    openapi_extra=operation(InputOptions, _HIDDEN),
+    openapi_extra=operation(InputOptions, hidden=_HIDDEN),
     responses=described(408, 409, 413, 429, 500),
 )
 async def count_input_tokens(

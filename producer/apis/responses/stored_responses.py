@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 
 from promptq.producer.apis.responses.ended_output import EndedOutput
 from promptq.producer.apis.responses.input_items import id_of
-from promptq.producer.calls.errors import NOT_AGAIN, ApiError
-from promptq.producer.calls.response_call import (
-    AskedResponse,
+from promptq.producer.apis.responses.response_call import (
+    NewResponse,
     ResponseCall,
     is_response_id,
     not_known,
 )
+from promptq.producer.calls.errors import NOT_AGAIN, ApiError
 from promptq.shared.queue.call import Call, ids_of, texts_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.turns import Turns
@@ -59,9 +59,9 @@ class StoredResponses:
         """Shares the event loop among long work with outputs."""
         self._limits = (seconds * 1000, most, most_bytes)
 
-    async def add(self, asked: AskedResponse, tenant: str, queue: str) -> None:
+    async def add(self, new: NewResponse, tenant: str, queue: str) -> None:
         """Store a new response. Raises ApiError 413 if its tenant may not have more."""
-        call = asked.call
+        call = new.call
         options = asdict(call)
         del options["id"], options["echo"]
         fields: dict[str, str | bytes] = {
@@ -69,7 +69,7 @@ class StoredResponses:
             "queue": queue,
             "call": json.dumps(options),
             "echo": call.echo,
-            "input": asked.input_lines,
+            "input": new.input_lines,
         }
         reply = await self._run("add", tenant, call.id, fields)
         if reply[0] == "full":

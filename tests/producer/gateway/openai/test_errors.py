@@ -18,9 +18,10 @@ import redis.asyncio
 from openai import OpenAI
 
 from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.apis.messages import read as messages
+from promptq.producer.apis.responses import read as responses
 from promptq.producer.batch_store.batch_records import Batches, new_batch
-from promptq.producer.calls.errors import named_as_asked
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES, NAMES_OF_RESPONSES
+from promptq.producer.calls.errors import in_api_names
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
@@ -461,8 +462,8 @@ def test_redis_that_takes_connections_and_says_nothing(redis_url: str) -> None:
     ("names", "schema", "parameters"),
     [
         ({}, "response_format.json_schema.schema", "tools[1].function.parameters"),
-        (NAMES_OF_RESPONSES, "text.format.schema", "tools[1].parameters"),
-        (NAMES_OF_MESSAGES, "output_config.format.schema", "tools[1].input_schema"),
+        (responses.NAMES, "text.format.schema", "tools[1].parameters"),
+        (messages.NAMES, "output_config.format.schema", "tools[1].input_schema"),
     ],
 )
 def test_a_place_in_a_schema_has_the_names_of_the_endpoint(
@@ -472,6 +473,6 @@ def test_a_place_in_a_schema_has_the_names_of_the_endpoint(
         ("response_format", "response_format.json_schema.schema", schema),
         ("tools", "tools[1].function.parameters", parameters),
     ):
-        message, param = named_as_asked(names, f"{sent}.properties.x.not: no", field)
+        message, param = in_api_names(names, f"{sent}.properties.x.not: no", field)
         assert message == f"{named}.properties.x.not: no"
         assert message.startswith(param or "-")
