@@ -12,8 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from promptq.producer.apis.completions.positions import read_event_id
-from promptq.producer.apis.completions.route import check_positions, respond
-from promptq.producer.apis.completions.stream import CompletionStream
+from promptq.producer.apis.completions.route import CompletionStream, check_positions, respond
 from promptq.producer.apis.messages.route import MessageStream
 from promptq.producer.calls.call import HEADERS, read_json
 from promptq.producer.calls.caller import Caller

@@ -44,7 +44,7 @@ async def take_of_queues(
     )
 
 
-def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
+def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
     said = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
@@ -63,7 +63,7 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
     The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
     is charged to the account (`account_of`) while it is generated.
     """
-    rates = _rate_of_requests(caller, len(requests))
+    rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
         tokens = sum(_prompt_tokens(request) for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
@@ -79,7 +79,7 @@ def account_of(caller: Caller, holder: str) -> TokenAccount | None:
     return TokenAccount(holder, limit) if limit else None
 
 
-def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
     limit = caller.requests_per_minute
     return [Rate("requests", amount, limit)] if limit else []
 
