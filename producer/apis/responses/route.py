@@ -87,7 +87,7 @@ async def count_input_tokens(
 
 
 @router.post("/v1/responses/{name}", include_in_schema=False)
-async def refuse_other_calls(request: HttpRequest, name: str) -> None:
+async def refuse_other_calls(request: Request, name: str) -> None:
     """Answer 404 to a name that is no id, such as `compact`: OpenAI has more calls."""
     if is_response_id(name):
         raise method_not_allowed("POST", request.url.path, "GET, DELETE")
