@@ -247,29 +247,6 @@ def _failed(error: ErrorInfo) -> ApiError:
     return ApiError(400, error.message, param=field, code=error.code or error.type)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedCompletion:
-    """What `EventStream` asks of a completion, in whichever form it is streamed."""
-
-    completion: Completion
-
-    @property
-    def id(self) -> str:
-        return self.completion.id
-
-    @property
-    def url(self) -> str:
-        return self.completion.url
-
-    @property
-    def request_ids(self) -> list[str]:
-        return self.completion.request_ids
-
-    @property
-    def detach(self) -> bool:
-        return self.completion.detach
-
-
 async def learned(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:

@@ -59,18 +59,22 @@ class Streamed(Answer, Protocol):
     def url(self) -> str:
         """The path at which it can be read again, or ''."""
 
-    def frames(self, served: ServedQueue, out: Out) -> Frames: ...
-
 
 class EventStream(Response):
-    """Streams an answer. When its client leaves, it is cancelled, unless the client detached.
+    """Streams an answer, as the frames that `begin` returns write it.
 
     The status of a new stream waits some time for the first token, so that it can still report
     an error.
     """
 
     def __init__(
-        self, gateway: Gateway, served: ServedQueue, streamed: Streamed, *, is_new: bool = False
+        self,
+        gateway: Gateway,
+        served: ServedQueue,
+        streamed: Streamed,
+        begin: Callable[[Out], Frames],
+        *,
+        is_new: bool = False,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -86,6 +90,7 @@ class EventStream(Response):
         self._gateway = gateway
         self._served = served
         self._streamed = streamed
+        self._begin = begin
         self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +102,7 @@ class EventStream(Response):
                 self._gateway, receive, self._served, self._streamed
             ) as presence:
                 out.begin_after(self._header_seconds)
-                frames = self._streamed.frames(self._served, out)
+                frames = self._begin(out)
                 try:
                     await self._stream(frames, request_ids)
                 except Exception as error:  # whatever it is, the client must hear of it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -29,7 +28,6 @@ from promptq.producer.calls.call_reader import CallReader, Endpoint
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
-    StreamedCompletion,
     check_completion_id,
     completion_of,
     failure,
@@ -115,8 +113,7 @@ async def respond(
         return await _resume(gateway, call, last_event_id)
     served, completion, rates = await begin(gateway, caller, prepared, hold)
     if call.stream:
-        stream = EventStream(gateway, served, CompletionStream(completion), is_new=True)
-        return with_headers(rates, stream)
+        return with_headers(rates, stream_of(gateway, served, completion, is_new=True))
     async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
         return with_headers(rates, await _whole_answer(gateway, served, completion))
 
@@ -138,7 +135,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
     completion = completion_of(call, completion_id, (await served.watch.look()).model)
     check_positions(completion, have)
-    return EventStream(gateway, served, CompletionStream(completion, have))
+    return stream_of(gateway, served, completion, have)
 
 
 def check_positions(completion: Completion, have: list[Position]) -> None:
@@ -169,18 +166,21 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
     return Response(text, headers=headers, media_type="application/json")
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionStream(StreamedCompletion):
-    """A completion for `EventStream`, from where its client stopped reading."""
+def stream_of(
+    gateway: Gateway,
+    served: ServedQueue,
+    completion: Completion,
+    have: Sequence[Position] = (),
+    *,
+    is_new: bool = False,
+) -> EventStream:
+    """The stream of a completion, from where its client stopped reading."""
+    have = have or [Position()] * completion.num_choices
+    begin = partial(_Frames, served, completion, have)
+    return EventStream(gateway, served, completion, begin, is_new=is_new)
 
-    have: Sequence[Position] = ()
 
-    def frames(self, served: ServedQueue, out: Out) -> CompletionFrames:
-        have = self.have or [Position()] * self.completion.num_choices
-        return CompletionFrames(served, self.completion, have, out)
-
-
-class CompletionFrames:
+class _Frames:
     """The frames of a completion: chunks of all its choices, then its usage and the end."""
 
     def __init__(

@@ -9,17 +9,14 @@ from starlette.responses import Response
 
 from promptq.producer.apis.embeddings.read import EmbeddingOptions
 from promptq.producer.apis.embeddings.write import embeddings_json, failure_of_embedding
-from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import learned
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
-from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
+from promptq.producer.http.state import ThisCallReader, ThisGateway
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Result
@@ -42,15 +39,8 @@ async def create_embeddings(
     request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Turn one text or several into vectors."""
-    async with read_call(request, gateway, caller, call_reader, "embeddings") as read:
-        return await respond_embeddings(request, gateway, caller, *read)
-
-
-async def respond_embeddings(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
-    """Enqueue a call and answer it with its vectors. An error of one input cancels all."""
-    served, completion, rates = await begin(gateway, caller, prepared, hold)
+    async with read_call(request, gateway, caller, call_reader, "embeddings") as (prepared, hold):
+        served, completion, rates = await begin(gateway, caller, prepared, hold)
     async with cancelled_if_client_leaves(
         gateway, request.receive, served, completion, errors=(ApiError,)
     ):

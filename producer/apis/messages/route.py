@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -10,13 +9,10 @@ from starlette.responses import Response
 
 from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
-from promptq.producer.calls.caller import Caller
-from promptq.producer.calls.completion import Completion, StreamedCompletion, learned
+from promptq.producer.calls.completion import Completion, learned
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import MessagesErrorAnswer, described
@@ -45,7 +41,14 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, in one piece or, with `stream`, as it is generated."""
     async with read_call(request, gateway, caller, call_reader, "messages") as (prepared, hold):
-        return await respond_message(request, gateway, caller, prepared, hold)
+        served, completion, rates = await begin(gateway, caller, prepared, hold)
+    headers = {**rates, "Request-Id": completion.id}
+    if prepared.call.stream:
+        return with_headers(headers, message_stream(gateway, served, completion, is_new=True))
+    headers |= {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
+    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
+        whole = await _whole(served, completion)
+    return with_headers(headers, Response(whole, media_type="application/json"))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, hidden=_HIDDEN))
@@ -58,30 +61,15 @@ async def count_tokens(
     return {"input_tokens": result.usage.prompt_tokens}
 
 
-async def respond_message(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
-    """Enqueue a call and answer it."""
-    served, completion, rates = await begin(gateway, caller, prepared, hold)
-    headers = {**rates, "Request-Id": completion.id}
-    if prepared.call.stream:
-        stream = EventStream(gateway, served, MessageStream(completion), is_new=True)
-        return with_headers(headers, stream)
-    headers |= {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
-    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
-        whole = await _whole(served, completion)
-    return with_headers(headers, Response(whole, media_type="application/json"))
+def message_stream(
+    gateway: Gateway, served: ServedQueue, completion: Completion, *, is_new: bool = False
+) -> EventStream:
+    """The stream of a message, from its beginning."""
+    begin = partial(_Frames, served, completion)
+    return EventStream(gateway, served, completion, begin, is_new=is_new)
 
 
-@dataclass(frozen=True, slots=True)
-class MessageStream(StreamedCompletion):
-    """A message for `EventStream`, from its beginning."""
-
-    def frames(self, served: ServedQueue, out: Out) -> MessageFrames:
-        return MessageFrames(served, self.completion, out)
-
-
-class MessageFrames:
+class _Frames:
     """The frames of a message."""
 
     def __init__(self, served: ServedQueue, completion: Completion, out: Out) -> None:

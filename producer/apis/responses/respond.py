@@ -35,7 +35,7 @@ from promptq.shared.runtime.logs import bind
 JSON = "application/json"
 
 
-async def respond_response(
+async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
     """Store and enqueue a call, and answer it."""
@@ -43,7 +43,7 @@ async def respond_response(
     answering, rates = await _begin(gateway, records, caller, prepared, hold)
     call = answering.call
     if prepared.call.stream:
-        stream = EventStream(gateway, answering.served, answering, is_new=not call.background)
+        stream = stream_of(gateway, answering, is_new=not call.background)
         return with_headers(rates, stream)
     headers = {"X-Request-Id": call.id, **({"X-Stream-Url": call.url} if call.url else {})}
     if call.background and answering.stored is not None:
@@ -59,7 +59,7 @@ async def respond_response(
 
 @dataclass(frozen=True, slots=True)
 class AnsweredResponse:
-    """A response for `EventStream`, from after event number `after`.
+    """A response whose client waits for it, from after event number `after`.
 
     `stored` is its record, if it has one. With `at_once`, the first events do not wait for output,
     and an error is an event.
@@ -88,9 +88,6 @@ class AnsweredResponse:
     def detach(self) -> bool:
         return self.call.detach
 
-    def frames(self, served: ServedQueue, out: Out) -> ResponseFrames:
-        return ResponseFrames(self, out)
-
     async def keep(self, output: EndedOutput) -> None:
         """Keep the output. If that fails now, the records do it later."""
         if self.stored is not None:
@@ -105,7 +102,15 @@ class AnsweredResponse:
         raise error
 
 
-class ResponseFrames:
+def stream_of(
+    gateway: Gateway, answering: AnsweredResponse, *, is_new: bool = False
+) -> EventStream:
+    """The stream of a response that is not over yet."""
+    begin = partial(_Frames, answering)
+    return EventStream(gateway, answering.served, answering, begin, is_new=is_new)
+
+
+class _Frames:
     """The frames of a response that is not over yet."""
 
     def __init__(self, answering: AnsweredResponse, out: Out) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from promptq.producer.apis.responses.input_items import id_of
 from promptq.producer.apis.responses.read import NAMES, InputOptions, ResponseOptions
-from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, respond_response
+from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, respond, stream_of
 from promptq.producer.apis.responses.response_call import is_response_id
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.write import ResponseWriter, frames_of
@@ -22,7 +22,7 @@ from promptq.producer.http.errors import described, method_not_allowed
 from promptq.producer.http.limits import COUNTED_READ
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, FramesInTurns
+from promptq.producer.http.stream import FramesInTurns
 from promptq.producer.http.submit import prompt_tokens, read_call
 from promptq.shared.runtime.logs import bind
 
@@ -63,7 +63,7 @@ async def create_response(
     async with read_call(
         request, gateway, caller, call_reader, "responses", history=records.history
     ) as read:
-        return await respond_response(request, gateway, caller, *read)
+        return await respond(request, gateway, caller, *read)
 
 
 @router.post(
@@ -123,7 +123,7 @@ async def retrieve_response(
     served = await records.served(stored)
     call = replace(stored.call, detach=True)  # who only reads it does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
-    return EventStream(gateway, served, answering)
+    return stream_of(gateway, answering)
 
 
 @router.delete("/v1/responses/{response_id}")
