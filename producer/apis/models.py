@@ -39,7 +39,7 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """What is told of each model, by its name. Of several queues, the shortest context counts."""
+    """The object of each model, by its name. Of several queues, the shortest context counts."""
     lengths: dict[str, list[int]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

@@ -48,7 +48,7 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""What a completion with several answers reports, if one of them has this status."""
+"""The status of a completion with several answers is the first of these that one of them has."""
 
 
 class ForkOptions(BaseModel):

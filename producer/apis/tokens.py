@@ -69,7 +69,9 @@ async def tokenize(
             fields[name] = value
     if asked.messages is not None:
         fields["messages"] = asked.messages
-    result, max_model_len = await _told(request, gateway, caller, asked.model, asked.prompt, fields)
+    result, max_model_len = await _tokens_of(
+        request, gateway, caller, asked.model, asked.prompt, fields
+    )
     tokens = result.prompt_token_ids or []
     body = {
         "count": len(tokens),
@@ -89,11 +91,11 @@ async def detokenize(
     caller: ThisCaller,
 ) -> dict[str, object]:
     """The text of tokens, special tokens by their names."""
-    result, _ = await _told(request, gateway, caller, asked.model, asked.tokens, {})
+    result, _ = await _tokens_of(request, gateway, caller, asked.model, asked.tokens, {})
     return {"prompt": "".join(result.prompt_texts or ())}
 
 
-async def _told(
+async def _tokens_of(
     request: Request,
     gateway: Gateway,
     caller: Caller,
@@ -101,7 +103,7 @@ async def _told(
     prompt: str | list[int] | None,
     fields: dict[str, Any],
 ) -> tuple[Result, int | None]:
-    """What a worker tells of a prompt, or of the chat in `fields`; and the model's length."""
+    """Returns the tokens of a prompt or of the chat in `fields`, and the model's context length."""
     await admit_call(gateway, caller)
     is_chat = "messages" in fields
     call = CompletionCall(

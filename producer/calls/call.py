@@ -117,7 +117,7 @@ class CompletionCall:
     """How vectors are written, for a call that asks for them; None: it asks for text."""
     form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the endpoint calls fields of a payload; see `in_api_names`."""
+    """Names of a payload's fields at the endpoint; see `in_api_names`."""
     extra: Extra | None = None
 
     @property

@@ -26,7 +26,7 @@ _MOST_OPENED = 4 * MOST_QUEUES
 _REFUSED_SECONDS = 60.0
 """How long a queue that cannot be read is left alone."""
 _AWAY_SECONDS = 1.0
-"""The same for one whose server does not answer."""
+"""How long a queue is skipped after its server did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ Found = tuple[ServedQueue, QueueView]
 
 @dataclass(slots=True)
 class _Directory:
-    """What all queues of the server share, as it was read last."""
+    """Names of the server's queues and aliases of models, as they were last read."""
 
     names: list[str] = field(default_factory=list)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class ServedQueues:
         *,
         on_unreadable: Callable[[str, str], object] = lambda _name, _why: None,
     ) -> None:
-        """`on_unreadable` is told once of each queue that cannot be read, and why."""
+        """`on_unreadable` is called once for each queue that cannot be read, with the reason."""
         self._open_client = open_client
         self._on_unreadable = on_unreadable
         self._names = [it for it in dict.fromkeys(names) if it != ALL_QUEUES]
@@ -94,7 +94,7 @@ class ServedQueues:
 
     @property
     def opened(self) -> list[ServedQueue]:
-        """Those that were seen so far, also while the server is away."""
+        """Queues that were seen so far, also while the server is away."""
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
@@ -234,7 +234,7 @@ class ServedQueues:
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
         """Do without a queue that cannot be read, unless it is the gateway's own. Raises `error`.
 
-        On a Cluster each queue is on a node of its own, which may be away alone.
+        On a Cluster, queues are on different nodes, and one of these may be away.
         """
         if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
             raise error
@@ -245,7 +245,7 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """What was not found may be in a queue that is away, unless that one was forgotten."""
+        """Raises the error of a queue that is away, since a request may be there."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error

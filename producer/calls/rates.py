@@ -28,19 +28,19 @@ async def take_of_queues(
         return await own.run(take_of_rates(holder, rates))
     tokens = [rate for rate in rates if rate.name == "tokens"]
     requests = [rate for rate in rates if rate.name != "tokens"]
-    told = await serving.run(take_of_rates(holder, tokens))
-    if told.wait_ms != 0:
+    answer = await serving.run(take_of_rates(holder, tokens))
+    if answer.wait_ms != 0:
         requests = [replace(rate, amount=0) for rate in requests]
-    told_of_requests = await own.run(take_of_rates(holder, requests))
-    if told.wait_ms == 0 and told_of_requests.wait_ms != 0:
+    requests_answer = await own.run(take_of_rates(holder, requests))
+    if answer.wait_ms == 0 and requests_answer.wait_ms != 0:
         given_back = [replace(rate, amount=-rate.amount) for rate in tokens]
-        told = replace(
-            await serving.run(take_of_rates(holder, given_back)), wait_ms=told_of_requests.wait_ms
+        answer = replace(
+            await serving.run(take_of_rates(holder, given_back)), wait_ms=requests_answer.wait_ms
         )
     return RateAnswer(
-        told.wait_ms,
-        {**told_of_requests.remaining, **told.remaining},
-        {**told_of_requests.reset_ms, **told.reset_ms},
+        answer.wait_ms,
+        {**requests_answer.remaining, **answer.remaining},
+        {**requests_answer.reset_ms, **answer.reset_ms},
     )
 
 
@@ -58,7 +58,7 @@ def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """What requests take of their caller's rates; `requests` are as for `Client.enqueue_many`.
+    """Returns what `requests`, as for `Client.enqueue_many`, take of their caller's rates.
 
     The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
     is charged to the account (`account_of`) while it is generated.

@@ -35,7 +35,7 @@ _MEANINGS = {
 }
 
 _CLIENT_LEFT = 499
-"""What nginx logs for a client that closed its connection. Nobody is there to read it."""
+"""The status that nginx logs for a client that closed its connection. Nobody reads it."""
 
 _LONGEST_PATH = 100
 _PREFIX = "/v1"

@@ -22,7 +22,7 @@ from promptq.shared.queue.scripts import Rate
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """As `take`, for one request, before the body of a call is read."""
+    """Takes one request from the caller's rate, before the body of a call is read."""
     return await take(gateway, gateway.queues.own, caller, rate_of_requests(caller, 1))
 
 
@@ -42,7 +42,7 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Take from the caller's rates. Gives the headers that report them.
+    """Take from the caller's rates. Returns the headers that report them.
 
     Requests are counted at the gateway's own queue, since a call is counted before its body says
     which model it is for. Tokens are counted at the queue that serves the call: its workers charge

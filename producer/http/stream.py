@@ -185,7 +185,7 @@ class Out:
         self._is_over = False
 
     def begin_after(self, seconds: float) -> None:
-        """Send the status after so many seconds, unless something is written before."""
+        """Send the status after `seconds`, unless something is written before."""
         self._timer = self._loop.call_later(seconds, self._ring)
 
     def write(self, frame: bytes) -> Unfinished:
@@ -197,7 +197,7 @@ class Out:
         return self._send_unsent
 
     async def write_all(self, frame: bytes) -> None:
-        """As `write`, and wait until it is written."""
+        """Write a frame, and wait until it is written."""
         if (finish := self.write(frame)) is not None:
             await finish()
 

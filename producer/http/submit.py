@@ -29,7 +29,7 @@ History = Callable[[str, Caller, Growing], Awaitable[bytes]]
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
-    """The same answer with more headers."""
+    """Returns the answer, with more headers."""
     response.headers.update(headers)
     return response
 
@@ -141,7 +141,7 @@ async def read_call(
 ) -> AsyncIterator[tuple[Prepared, Hold]]:
     """Count a call, and read it. Yields it and the hold on its body, which ends with the block.
 
-    `check` runs before the body is read. `history` gives the items of a response that the call
+    `check` runs before the body is read. `history` returns the items of a response that the call
     continues; its last argument notes their size.
     """
     await admit_call(gateway, caller)

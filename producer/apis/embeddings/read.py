@@ -24,7 +24,7 @@ NAMES = {
 }
 """Names of fields here, by their names in a payload; see `in_api_names`."""
 MAX_INPUTS = 2048
-"""As in the OpenAI API."""
+"""The limit of the OpenAI API."""
 
 
 class EmbeddingOptions(BodyOptions):

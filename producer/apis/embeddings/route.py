@@ -27,7 +27,7 @@ router = APIRouter(
     dependencies=[needs("completions")],
 )
 _READ_AT_ONCE = 16
-"""How many results of a call are waited for at once: each takes a round trip."""
+"""Most results of a call that are read at once: each takes a round trip."""
 
 
 @router.post(

@@ -36,7 +36,7 @@ async def embeddings_json(completion: Completion, results: Sequence[Result]) -> 
 
 
 def embeddings_body(completion: Completion, results: Sequence[Result]) -> dict[str, Any]:
-    """The same as Python values."""
+    """The body of the answer as Python values. Raises ApiError if a result is no vector."""
     data = [_datum(completion, index, result) for index, result in enumerate(results)]
     return {"object": "list", "data": data, "model": completion.model, **_usage(results)}
 

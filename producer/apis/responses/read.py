@@ -47,7 +47,7 @@ _OTHER_INCLUDES = (
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 )
-"""What `include` may name without effect: items of which there are none here."""
+"""Values of `include` that are accepted and ignored: promptq has no such items."""
 
 _UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
 """Members of a tool that an answer repeats as null if the call has none."""

@@ -175,7 +175,7 @@ async def _whole(answering: AnsweredResponse) -> str:
 async def _begin(
     gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
-    """What was enqueued and where, and the headers that report the caller's rates."""
+    """Store and enqueue a call. Returns its answer to be, and headers that report the rates."""
     new = prepared.extra
     assert isinstance(new, NewResponse)
     served, view = await place_of(gateway, caller, prepared)

@@ -46,7 +46,7 @@ class ResponseCall:
 
     @property
     def unique(self) -> str:
-        """What tells its items from those of other responses."""
+        """The part of the id that all ids of its items contain."""
         return self.id.removeprefix(_PREFIX)
 
     @property
@@ -96,7 +96,7 @@ def new_response_id() -> str:
 
 
 def is_response_id(text: str) -> bool:
-    """Whether a text has the form of a response's id."""
+    """Returns whether a text has the form of a response's id."""
     unique = text.removeprefix(_PREFIX)
     return len(text) == len(_PREFIX) + 32 and unique.isalnum() and _is_hex(unique)
 

@@ -1,4 +1,4 @@
-"""What a gateway stores of responses in Redis, under its own queue's keys.
+"""Records of responses in Redis, under the keys of the gateway's own queue.
 
 The state of a response is that of its request in the queue that serves it. A record has what the
 queue does not have, and once the response is over, its output. Records expire by themselves.
@@ -29,7 +29,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.turns import Turns
 
 _OVERHEAD_BYTES = 500
-"""What Redis takes for a record beside its longer fields, about."""
+"""About the memory of a record in Redis beside its longer fields."""
 _FIELDS = ("tenant", "queue", "call", "echo", "result")
 _CALLS = TypeAdapter(ResponseCall)
 
@@ -51,8 +51,8 @@ class StoredResponses:
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Each record is kept for so many seconds. A tenant has at most so many, with so many bytes
-        in all; 0 means no limit."""
+        """Keep each record for `seconds`. A tenant has at most `most` records, with `most_bytes` in
+        all; 0 means no limit."""
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns

@@ -67,7 +67,7 @@ class ResponseWriter:
         return self._number
 
     def learn(self, model: str, style: OutputStyle | None) -> None:
-        """What the queue knows: its model, and how that writes. Before the first `write`."""
+        """Sets the model and its output style. Call it before `write`."""
         self._model = self._call.model or model
         self._text = OutputText(style, self._call.asked)
 
