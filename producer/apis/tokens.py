@@ -110,6 +110,7 @@ async def _tokens_of(
         is_chat=is_chat,
         fields={**fields, "tokenize": True, **({"model": model} if model else {})},
         prompts=[prompt],
+        names={"prompt": "tokens"} if isinstance(prompt, list) else {},
     )
     completion_id = new_completion_id(is_chat)
     prepared = prepare(call, caller, completion_id, await gateway.queues.aliases())

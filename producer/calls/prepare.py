@@ -64,7 +64,7 @@ def composed(
         return compose(requests, account)
     except InvalidRequestError as error:
         message, field = in_api_names(call.names, str(error), error.field)
-        raise InvalidRequestError(message, field=field or "") from None
+        raise InvalidRequestError(message, field or "", error.error_type, error.code) from None
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:

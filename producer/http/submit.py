@@ -121,7 +121,8 @@ async def prompt_tokens(
     served, completion, _ = await begin(gateway, caller, prepared, hold)
     async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
         result = await served.client.result(completion.id, check=False)
-    if (error := failure(result.finish_reason, result.error, num_tokens=0)) is not None:
+    error = failure(result.finish_reason, result.error, num_tokens=0, names=prepared.call.names)
+    if error is not None:
         raise error
     if result.prompt_texts is None:  # a stranger wrote into the queue
         raise ApiError(500, "the queue's record of this request has no tokens")

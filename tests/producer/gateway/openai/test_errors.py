@@ -307,6 +307,43 @@ def test_an_error_of_a_worker(openai_client: OpenAI, own_worker: HandWorker, str
     assert "x-should-retry" not in raised.value.response.headers
 
 
+TURNS = [{"role": "user", "content": "Go"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sent", "named"),
+    [
+        ("/v1/chat/completions", {"messages": TURNS}, "messages", "messages"),
+        ("/v1/embeddings", {"input": "Go"}, "prompt", "input"),
+        ("/v1/embeddings", {"input": "Go"}, "embed: dimensions", "dimensions"),
+        ("/v1/responses", {"input": "Go"}, "messages", "input"),
+        ("/v1/responses/input_tokens", {"input": "Go"}, "messages", "input"),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 9}, "stop", "stop_sequences"),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": TURNS},
+            "tools[0].function.parameters",
+            "tools[0].input_schema",
+        ),
+        ("/detokenize", {"tokens": [1]}, "prompt", "tokens"),
+    ],
+)
+def test_a_worker_that_refuses_a_field_names_it_as_the_endpoint_does(
+    http: httpx2.Client,
+    own_worker: HandWorker,
+    path: str,
+    fields: dict[str, Any],
+    sent: str,
+    named: str,
+) -> None:
+    with failing(own_worker, ErrorInfo(type="invalid_request", message=f"{sent}: no")):
+        answer = http.post(path, json=fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == f"{named}: no"
+    assert "param" not in error or error["param"] == named
+
+
 def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: HandWorker) -> None:
     """The client raises it where the tokens end."""
     with ThreadPoolExecutor() as pool:
