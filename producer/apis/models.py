@@ -33,7 +33,8 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
     """Describe the model of this name; 404 if no queue serves it."""
     found = await _models(gateway)
     if model not in found:
-        raise ModelNotServedError(not_served(model, (it for it in found if _may_use(caller, it))))
+        usable = (name for name in found if _may_use(caller, name))
+        raise ModelNotServedError(not_served(model, usable))
     check_model(caller, str(found[model].get("root", model)))
     return found[model]
 

@@ -204,7 +204,7 @@ async def fork_stream(
             caller,
             aliases,
         )
-        new = [replace(it, forked_from=call.point) for it in prepared.new]
+        new = [replace(each, forked_from=call.point) for each in prepared.new]
         prepared = replace(prepared, new=new)
         response = await respond(request, gateway, caller, prepared, hold)
     response.headers["X-Forked-From"] = str(call.point)

@@ -152,11 +152,11 @@ class CompletionCall:
     def for_answer(self) -> CompletionCall:
         """The call with only what its answer needs. That is little unless it echoes texts."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
-        kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
+        kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
         prompts: list[Prompt | None] = [None] * len(self.prompts)
         if self.echo:
-            prompts = [it if isinstance(it, str) else None for it in self.prompts]
+            prompts = [prompt if isinstance(prompt, str) else None for prompt in self.prompts]
         return replace(self, fields=kept, prompts=prompts, extra=None)
 
     def with_fields(self, **fields: Any) -> CompletionCall:

@@ -84,15 +84,15 @@ class Completion:
         prompts = [
             Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
         ]
-        prompt_tokens = sum(it.prompt_tokens for it in prompts)
-        completion_tokens = 0 if self.echo_only else sum(it.completion_tokens for it in prompts)
+        prompt_tokens = sum(each.prompt_tokens for each in prompts)
+        completion_tokens = 0 if self.echo_only else sum(each.completion_tokens for each in prompts)
         body: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(it.cached_tokens for it in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         }
-        reasoning_tokens = sum_of_known(it.reasoning_tokens for it in prompts)
+        reasoning_tokens = sum_of_known(each.reasoning_tokens for each in prompts)
         if reasoning_tokens is not None:
             body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return body

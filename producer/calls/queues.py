@@ -78,7 +78,7 @@ class ServedQueues:
         """`on_unreadable` is called once for each queue that cannot be read, with the reason."""
         self._open_client = open_client
         self._on_unreadable = on_unreadable
-        self._names = [it for it in dict.fromkeys(names) if it != ALL_QUEUES]
+        self._names = [name for name in dict.fromkeys(names) if name != ALL_QUEUES]
         self._finds_others = ALL_QUEUES in names
         self._opened: dict[str, ServedQueue] = {}
         self._directory = _Directory()
@@ -107,7 +107,7 @@ class ServedQueues:
         if self._finds_others or now:
             names += [name for name in (await self._read(now=now)).names if name not in names]
         if len(self._opened) >= _MOST_OPENED:
-            names = [it for it in names if it in self._opened]
+            names = [name for name in names if name in self._opened]
         return [self._served(name) for name in names if not self._is_refused(name)]
 
     async def named(self, name: str) -> ServedQueue:
@@ -118,7 +118,7 @@ class ServedQueues:
         for served in found:
             if served.name == name:
                 return served
-        names = ", ".join(it.name for it in found)
+        names = ", ".join(queue.name for queue in found)
         raise ApiError(
             404, f"queue: {name[:80]!r} is not served here; served are {names}", param="queue"
         )
@@ -146,8 +146,8 @@ class ServedQueues:
                 self._leave_out(queue, error)
             else:
                 self._away.pop(queue.name, None)
-        readable = [it for it in served if not self._is_refused(it.name)]
-        return [(it, await it.watch.look()) for it in readable]
+        readable = [queue for queue in served if not self._is_refused(queue.name)]
+        return [(queue, await queue.watch.look()) for queue in readable]
 
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
@@ -164,17 +164,17 @@ class ServedQueues:
         if not model or (is_alone and model == own[1].model):
             return own
         views = await self.views()
-        serving = [it for it in views if it[1].model == model]
+        serving = [at for at in views if at[1].model == model]
         if not serving:
             return self._of_model_to_come(model, views)
         if len(serving) == 1:
             return serving[0]
         if known_as is None:
-            return min(serving, key=lambda it: it[1].load(it[0].watch.num_sent))
+            return min(serving, key=lambda at: at[1].load(at[0].watch.num_sent))
         known = await asyncio.gather(*(_has(it, known_as(it.queue.keys)) for it, _ in serving))
         if any(known):
             return serving[known.index(True)]
-        return max(serving, key=lambda it: (it[1].hands_out, _draw(known_as(it[0].queue.keys))))
+        return max(serving, key=lambda at: (at[1].hands_out, _draw(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
         """The only queue while it has no model, since its first worker may serve this one."""
@@ -189,10 +189,10 @@ class ServedQueues:
     async def holding(self, request_id: str) -> ServedQueue:
         """The queue in which a request is known. Raises RequestNotFoundError."""
         served = await self.all()
-        served += [it for it in self.opened if it not in served]
+        served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:
             return self.own
-        asking = [_has(it, it.queue.keys.request(request_id)) for it in served]
+        asking = [_has(queue, queue.queue.keys.request(request_id)) for queue in served]
         known = await asyncio.gather(*asking, return_exceptions=True)
         for queue, is_known in zip(served, known, strict=True):
             if isinstance(is_known, BaseException):

@@ -142,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.waiting_for_100_continue = False  # it would take that for the answer
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
-        self._unanswered = [it for it in self._unanswered if not it.response_complete]
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:

@@ -319,7 +319,7 @@ def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 f"text.format: {name[:80]!r} is not one of type, {', '.join(_SCHEMA)}",
                 field="text.format",
             )
-    return {"type": kind, kind: {it: described[it] for it in _SCHEMA if it in described}}
+    return {"type": kind, kind: {name: described[name] for name in _SCHEMA if name in described}}
 
 
 def _function(tool: Mapping[str, Any]) -> Tool:
@@ -334,7 +334,7 @@ def _function(tool: Mapping[str, Any]) -> Tool:
             'tools: a function must be like {"type": "function", "name": ..., "parameters": {...}}',
             field="tools",
         )
-    function = {it: tool[it] for it in _FUNCTION if tool.get(it) is not None}
+    function = {name: tool[name] for name in _FUNCTION if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
@@ -346,7 +346,7 @@ def _allowed(tools: list[Tool], choice: Mapping[str, Any]) -> list[Tool]:
             "tool_choice: allowed_tools needs a mode, auto or required, and tools",
             field="tool_choice",
         )
-    names = [it.get("name") if isinstance(it, Mapping) else it for it in listed]
+    names = [tool.get("name") if isinstance(tool, Mapping) else tool for tool in listed]
     return tools_named(names, tools)
 
 

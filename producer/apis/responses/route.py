@@ -184,7 +184,7 @@ async def list_input_items(
     page = lines[begin : begin + limit]
     first, last = "null", "null"
     if page:
-        first, last = (quoted(id_of(it).decode()) for it in (page[0], page[-1]))
+        first, last = (quoted(id_of(item).decode()) for item in (page[0], page[-1]))
     has_more = "true" if len(lines) > begin + limit else "false"
     data = b",".join(page).decode()
     return Response(

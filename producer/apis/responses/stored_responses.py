@@ -107,23 +107,23 @@ class StoredResponses:
         key = self._keys.unfinished_responses
         due: list[str | int] = ["ZRANGE", key, "-inf", now - not_since_ms, "BYSCORE"]
         listing: Call[list[str]] = Call("", [*due, "LIMIT", 0, limit], ids_of, list)
-        ids = [it for it in await self._queue.run(listing) if is_response_id(it)]
+        ids = [each for each in await self._queue.run(listing) if is_response_id(each)]
         if not ids:
             return []
-        records = await self._queue.run([self._read(it) for it in ids])
+        records = await self._queue.run([self._read(response_id) for response_id in ids])
         found = [record for record in records if record is not None and record.result is None]
-        gone = {*ids} - {it.call.id for it in found}
+        gone = {*ids} - {record.call.id for record in found}
         calls: list[Call[Any]] = [
-            Call("", ["ZADD", key, "XX", now, it.call.id], int) for it in found
+            Call("", ["ZADD", key, "XX", now, record.call.id], int) for record in found
         ]
-        calls += [Call("", ["ZREM", key, it], int) for it in gone]
+        calls += [Call("", ["ZREM", key, response_id], int) for response_id in gone]
         await self._queue.run(calls)
         return found
 
     async def _run(
         self, what: str, tenant: str, response_id: str, fields: dict[str, str | bytes]
     ) -> list[str]:
-        num_bytes = sum(len(it) for it in fields.values())
+        num_bytes = sum(len(value) for value in fields.values())
         if what == "add":
             num_bytes += _OVERHEAD_BYTES
         args: list[str | bytes | int] = [what, tenant, response_id, num_bytes, *self._limits]

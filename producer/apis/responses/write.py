@@ -286,7 +286,7 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 def error_frame(error: ApiError, number: int) -> str:
     """An event that says why a stream breaks off. OpenAI's client raises it."""
     told: Any = error.body["error"]
-    body = {"type": "error", "sequence_number": number, **{it: told[it] for it in _TOLD}}
+    body = {"type": "error", "sequence_number": number, **{name: told[name] for name in _TOLD}}
     return f"event: error\ndata: {json.dumps({**body, 'error': told})}\n\n"
 
 

@@ -178,12 +178,12 @@ def _types_of(schema: Any) -> frozenset[str]:
     if isinstance(given, str):
         return frozenset({given})
     if isinstance(given, list):
-        return frozenset(it for it in given if isinstance(it, str))
+        return frozenset(name for name in given if isinstance(name, str))
     for either in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(either), list) and branches:
             of_each = [_types_of(branch) for branch in branches]
             return frozenset[str]().union(*of_each) if all(of_each) else frozenset()
     values = schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(it, str) for it in values):
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return frozenset()

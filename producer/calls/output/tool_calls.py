@@ -348,6 +348,6 @@ def _escapes(text: str) -> bool:
 def merged(deltas: list[ToolDelta]) -> list[ToolDelta]:
     """The deltas, joined to one for each call."""
     return [
-        ToolDelta(index, "".join(it.arguments for it in of_one), of_one[0].name)
+        ToolDelta(index, "".join(delta.arguments for delta in of_one), of_one[0].name)
         for index, of_one in ((index, list(group)) for index, group in groupby(deltas, _index))
     ]
