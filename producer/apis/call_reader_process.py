@@ -35,18 +35,18 @@ def main() -> None:
     incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing printed may come between answers
     while length := incoming.read(LENGTH_BYTES):
-        asked = json.loads(incoming.read(int.from_bytes(length, "big")))
+        query = json.loads(incoming.read(int.from_bytes(length, "big")))
         try:
-            _answer_one(asked, [incoming.read(size) for size in asked["sizes"]], outgoing)
+            _answer_one(query, [incoming.read(size) for size in query["sizes"]], outgoing)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
 
 
-def _answer_one(asked: dict[str, Any], parts: list[bytes], outgoing: BinaryIO) -> None:
+def _answer_one(query: dict[str, Any], parts: list[bytes], outgoing: BinaryIO) -> None:
     """Answer a call. SIGPROF ends the process if that takes too much CPU time."""
-    signal.setitimer(signal.ITIMER_PROF, asked["cpu_seconds"])
-    told, payloads = answer(READERS, asked, *parts)
-    outgoing.write(head(told, [len(it) for it in payloads]))
+    signal.setitimer(signal.ITIMER_PROF, query["cpu_seconds"])
+    reply, payloads = answer(READERS, query, *parts)
+    outgoing.write(head(reply, [len(payload) for payload in payloads]))
     outgoing.writelines(payloads)
     outgoing.flush()
     signal.setitimer(signal.ITIMER_PROF, 0)

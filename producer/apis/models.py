@@ -33,13 +33,14 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
     """Describe the model of this name; 404 if no queue serves it."""
     found = await _models(gateway)
     if model not in found:
-        raise ModelNotServedError(not_served(model, (it for it in found if _may_use(caller, it))))
+        usable = (name for name in found if _may_use(caller, name))
+        raise ModelNotServedError(not_served(model, usable))
     check_model(caller, str(found[model].get("root", model)))
     return found[model]
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """What is told of each model, by its name. Of several queues, the shortest context counts."""
+    """The object of each model, by its name. Of several queues, the shortest context counts."""
     lengths: dict[str, list[int]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

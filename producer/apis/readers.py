@@ -1,38 +1,31 @@
-"""The table of endpoints that take calls: how each reads them, and which ids it gives."""
+"""The table of endpoints that take calls: how each reads them, and which ids they get."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from promptq.producer.apis.completions.read import read_call
+from promptq.producer.apis.completions.read import read_chat, read_completion
 from promptq.producer.apis.embeddings.read import read_embedding_call
 from promptq.producer.apis.messages.read import read_count_call, read_message_call
 from promptq.producer.apis.responses.read import read_input_count, read_response
+from promptq.producer.apis.responses.response_call import NewResponse, new_response_id
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_reader import Read, Reader, Readers
 from promptq.producer.calls.completion import new_completion_id, new_embedding_id, new_message_id
-from promptq.producer.calls.response_call import AskedResponse, new_response_id
-
-
-def _read_input_count(
-    body: bytes, headers: Mapping[str, str], new_id: str, history: bytes | None
-) -> tuple[CompletionCall, AskedResponse | None]:
-    return read_input_count(body, headers, new_id, history), None
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    return lambda body, headers, new_id, history: (read(body, headers), None)
+    """Read calls that continue nothing."""
+    return lambda body, headers, new_id, history: read(body, headers)
 
 
 READERS: Readers = {
-    "completions": Reader(
-        _without_history(partial(read_call, False)), partial(new_completion_id, False)
-    ),
-    "chats": Reader(_without_history(partial(read_call, True)), partial(new_completion_id, True)),
+    "completions": Reader(_without_history(read_completion), partial(new_completion_id, False)),
+    "chats": Reader(_without_history(read_chat), partial(new_completion_id, True)),
     "embeddings": Reader(_without_history(read_embedding_call), new_embedding_id),
     "messages": Reader(_without_history(read_message_call), new_message_id),
     "counts": Reader(_without_history(read_count_call), new_message_id),
-    "responses": Reader(read_response, new_response_id),
-    "input_counts": Reader(_read_input_count, new_response_id),
+    "responses": Reader(read_response, new_response_id, NewResponse.unpack),
+    "input_counts": Reader(read_input_count, new_response_id),
 }

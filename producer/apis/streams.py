@@ -12,9 +12,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from promptq.producer.apis.completions.positions import read_event_id
-from promptq.producer.apis.completions.route import check_positions, respond
-from promptq.producer.apis.completions.stream import CompletionStream
-from promptq.producer.apis.messages.route import MessageStream
+from promptq.producer.apis.completions.route import check_positions, respond, stream_of
+from promptq.producer.apis.messages.route import message_stream
 from promptq.producer.calls.call import HEADERS, read_json
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
@@ -32,7 +31,6 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.errors import described
 from promptq.producer.http.limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import ForkPoint, invalid_request
@@ -50,7 +48,7 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""What a completion with several answers reports, if one of them has this status."""
+"""The status of a completion with several answers is the first of these that one of them has."""
 
 
 class ForkOptions(BaseModel):
@@ -151,14 +149,14 @@ async def read_stream(
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if is_message_id(completion_id):
-        return EventStream(gateway, served, MessageStream(completion))  # its events have no ids
+        return message_stream(gateway, served, completion)  # its events have no ids
     if not last_event_id:
-        return EventStream(gateway, served, CompletionStream(completion))
+        return stream_of(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)
     if of_completion != completion_id:
         raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
     check_positions(completion, have)
-    return EventStream(gateway, served, CompletionStream(completion, have))
+    return stream_of(gateway, served, completion, have)
 
 
 @router.post(
@@ -206,7 +204,7 @@ async def fork_stream(
             caller,
             aliases,
         )
-        new = [replace(it, forked_from=call.point) for it in prepared.new]
+        new = [replace(each, forked_from=call.point) for each in prepared.new]
         prepared = replace(prepared, new=new)
         response = await respond(request, gateway, caller, prepared, hold)
     response.headers["X-Forked-From"] = str(call.point)

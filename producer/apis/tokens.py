@@ -20,7 +20,7 @@ from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
 from promptq.producer.http.limits import admit_call
 from promptq.producer.http.state import Gateway, ThisGateway
-from promptq.producer.http.submit import told_tokens
+from promptq.producer.http.submit import prompt_tokens
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import Objects, TokenIds
 from promptq.shared.runtime.large_json import written
@@ -69,7 +69,9 @@ async def tokenize(
             fields[name] = value
     if asked.messages is not None:
         fields["messages"] = asked.messages
-    result, max_model_len = await _told(request, gateway, caller, asked.model, asked.prompt, fields)
+    result, max_model_len = await _tokens_of(
+        request, gateway, caller, asked.model, asked.prompt, fields
+    )
     tokens = result.prompt_token_ids or []
     body = {
         "count": len(tokens),
@@ -89,11 +91,11 @@ async def detokenize(
     caller: ThisCaller,
 ) -> dict[str, object]:
     """The text of tokens, special tokens by their names."""
-    result, _ = await _told(request, gateway, caller, asked.model, asked.tokens, {})
+    result, _ = await _tokens_of(request, gateway, caller, asked.model, asked.tokens, {})
     return {"prompt": "".join(result.prompt_texts or ())}
 
 
-async def _told(
+async def _tokens_of(
     request: Request,
     gateway: Gateway,
     caller: Caller,
@@ -101,14 +103,15 @@ async def _told(
     prompt: str | list[int] | None,
     fields: dict[str, Any],
 ) -> tuple[Result, int | None]:
-    """What a worker tells of a prompt, or of the chat in `fields`; and the model's length."""
+    """Returns the tokens of a prompt or of the chat in `fields`, and the model's context length."""
     await admit_call(gateway, caller)
     is_chat = "messages" in fields
     call = CompletionCall(
         is_chat=is_chat,
         fields={**fields, "tokenize": True, **({"model": model} if model else {})},
         prompts=[prompt],
+        names={"prompt": "tokens"} if isinstance(prompt, list) else {},
     )
     completion_id = new_completion_id(is_chat)
     prepared = prepare(call, caller, completion_id, await gateway.queues.aliases())
-    return await told_tokens(request, gateway, caller, prepared)
+    return await prompt_tokens(request, gateway, caller, prepared)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import redis.asyncio
 
@@ -27,6 +27,7 @@ from promptq.producer.batch_store.input_file import BatchFileError, count_lines,
 from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
 from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
+from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings.jobs import JobsSettings
@@ -34,9 +35,6 @@ from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_async_redis
-
-if TYPE_CHECKING:
-    from promptq.producer.calls.queues import ServedQueues
 
 T = TypeVar("T")
 
@@ -171,9 +169,6 @@ class _BatchJob:
 
     def _queues(self, record: BatchRecord) -> ServedQueues:
         """Those of the gateway that took the batch."""
-        # Imported here, as it imports all of FastAPI.
-        from promptq.producer.calls.queues import ServedQueues, log_unreadable
-
         return ServedQueues(
             lambda name: AsyncClient(self._connection, name),
             [self._settings.queue, *record.queues],

@@ -14,14 +14,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from promptq.producer.batch_store.input_file import BrokenLineError, LineReader, RefusedLineError
 from promptq.producer.batches.batch_journal import Journal
+from promptq.producer.batches.line_requests import LineGateway, LineRequest
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
+from promptq.producer.calls.queues import ServedQueues
 from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError
 from promptq.shared.protocol.events import ErrorInfo, Result, Usage
 from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
@@ -29,12 +31,8 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
-if TYPE_CHECKING:
-    from promptq.producer.batches.line_requests import LineRequest
-    from promptq.producer.calls.queues import ServedQueues
-
-    Asked = tuple[LineRequest, NewRequest]
-    """A line, and one of its requests."""
+Asked = tuple[LineRequest, NewRequest]
+"""A line, and one of its requests."""
 
 T = TypeVar("T")
 
@@ -87,9 +85,6 @@ class BatchRun:
         stopped: asyncio.Event,
         on_progress: Callable[[BatchProgress], object] = lambda _: None,
     ) -> None:
-        # Imported here, as it imports all of FastAPI.
-        from promptq.producer.batches.line_requests import LineGateway
-
         self._gateway = LineGateway(batch_id, queues, options)
         self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
         self._total = total

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from promptq.producer.apis.completions.read import read_call
+from promptq.producer.apis.completions.read import read_chat, read_completion
 from promptq.producer.apis.completions.write import answer
 from promptq.producer.apis.embeddings.read import read_embedding_call
 from promptq.producer.apis.embeddings.write import embeddings_body
@@ -19,10 +19,9 @@ from promptq.producer.calls.call import CompletionCall, request_ids
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import completion_of
 from promptq.producer.calls.errors import ApiError, as_api_error
-from promptq.producer.calls.prepare import as_asked, granted
+from promptq.producer.calls.prepare import composed, granted
 from promptq.producer.calls.queues import ModelIsLoadingError, ServedQueue, ServedQueues
 from promptq.producer.calls.rates import account_of, beyond_rates, rates_of, take_of_queues
-from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest
@@ -79,10 +78,8 @@ class LineGateway:
                 rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
             # A repeated line is known by its id.
-            try:
-                new = compose(call.with_fields(idempotency_key=None).requests(request_id), account)
-            except InvalidRequestError as error:
-                raise as_asked(error) if line.is_embedding else error from None
+            requests = call.with_fields(idempotency_key=None).requests(request_id)
+            new = composed(call, requests, account)
         return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
@@ -140,7 +137,7 @@ def _call_of(line: BatchLine) -> CompletionCall:
     body = json.dumps(line.body).encode()
     if line.is_embedding:
         return read_embedding_call(body, {})
-    call = read_call(line.is_chat, body, {})
+    call = (read_chat if line.is_chat else read_completion)(body, {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
     return call

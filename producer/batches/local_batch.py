@@ -19,6 +19,7 @@ from promptq.producer.batch_store.input_file import (
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
+from promptq.producer.calls.queues import ServedQueues
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import explained, server_url, without_server
 from promptq.producer.settings.gateway import read_gateway_settings
@@ -81,9 +82,6 @@ def run_batch(
         except RedisUnavailableError as error:
             raise without_server(error) from error
         async with connection:
-            # Imported here, as it imports all of FastAPI.
-            from promptq.producer.calls.queues import ServedQueues
-
             queues = ServedQueues(lambda name: AsyncClient(connection, name), served)
             batch_id = _run_id(source, output, errors, mark)
             with Journal(batch_id, output, errors) as journal:

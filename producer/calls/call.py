@@ -10,20 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from promptq.producer.calls.output.model_text import needed_of
-from promptq.producer.calls.tolerated_fields import (
-    FieldsWithoutEffect,
-    FixedFields,
-    in_our_words,
-    warn_of,
-)
 from promptq.producer.clients.request_builder import Prompt
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
@@ -45,7 +39,6 @@ HEADERS = {
 
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
-_WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -65,9 +58,13 @@ def _known_options(given: Any) -> Any:
 _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 
+IGNORED = "accepted without effect"
+ONLY_VALUE = "accepted with this value only"
+"""Descriptions of fields."""
+
 
 class BodyOptions(BaseModel):
-    """What all endpoints that enqueue take beside a payload's fields."""
+    """Fields that all endpoints that enqueue take beside a payload's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -75,9 +72,14 @@ class BodyOptions(BaseModel):
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
 
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body under our names. Raises InvalidRequestError."""
+        return given
+
 
 class GeneratingOptions(BodyOptions):
-    """What the endpoints that generate take, too."""
+    """Fields that the endpoints that generate take, too."""
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
@@ -85,13 +87,13 @@ class GeneratingOptions(BodyOptions):
     )
 
 
-class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
-    """What completions and chats take, too."""
+class Extra(Protocol):
+    """The part of an API's call that its answer needs, and that no request holds."""
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
-    stream_options: StreamOptions | None = Field(
-        None, description='{"include_usage": true}: a last chunk has the usage'
-    )
+    @property
+    def num_bytes(self) -> int: ...
+    def pack(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Returns a header for JSON, and parts that may be large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ class CompletionCall:
     encoding_format: Literal["float", "base64"] | None = None
     """How vectors are written, for a call that asks for them; None: it asks for text."""
     form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a payload's fields at the endpoint; see `in_api_names`."""
+    extra: Extra | None = None
 
     @property
     def num_choices(self) -> int:
@@ -151,12 +156,12 @@ class CompletionCall:
     def for_answer(self) -> CompletionCall:
         """The call with only what its answer needs. That is little unless it echoes texts."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
-        kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
+        kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
         prompts: list[Prompt | None] = [None] * len(self.prompts)
         if self.echo:
-            prompts = [it if isinstance(it, str) else None for it in self.prompts]
-        return replace(self, fields=kept, prompts=prompts)
+            prompts = [prompt if isinstance(prompt, str) else None for prompt in self.prompts]
+        return replace(self, fields=kept, prompts=prompts, extra=None)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
         """The call with these fields of its payload set."""
@@ -212,15 +217,10 @@ def read_options(
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in _from_headers(headers).items():
         given.setdefault(name, value)
-    if issubclass(kind, CallOptions):
-        given = in_our_words(given)
     try:
-        options = kind.model_validate(given)
+        options = kind.model_validate(kind.renamed(given))
     except ValidationError as error:
         raise invalid_request(error) from None
-    if isinstance(options, FieldsWithoutEffect):
-        for name in options.model_fields_set & _WITHOUT_EFFECT:
-            warn_of(name)
     fields = dict(options.model_extra or {})
     if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
         fields["model"] = options.model
@@ -256,11 +256,38 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
     return list(prompt)
 
 
+def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
+    """The tools of these names, which a choice allows. Raises InvalidRequestError for another."""
+    known = [name_of_tool(tool) for tool in tools]
+    for name in names:
+        if name is None or name not in known:
+            raise InvalidRequestError(
+                f"tool_choice: allows {str(name)[:80]!r}, which is not among the tools",
+                field="tool_choice",
+            )
+    return [tool for name, tool in zip(known, tools, strict=True) if name in names]
+
+
+def name_of_tool(tool: Any) -> str | None:
+    """The name of a function tool in a chat's form, if it has one."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def refuse(name: str, fields: Mapping[str, Any], instead: str = "") -> None:
     """Raises InvalidRequestError for a field of a payload that an endpoint does not have."""
     if name in fields:
         advice = f"; use {instead}" if instead else ""
         raise InvalidRequestError(f"{name}: is not a field of this endpoint{advice}", field=name)
+
+
+class HistoryNeededError(Exception):
+    """The call continues an earlier response, whose conversation must be read first."""
+
+    def __init__(self, previous_response_id: str) -> None:
+        super().__init__(previous_response_id)
+        self.previous_response_id = previous_response_id
 
 
 def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:

@@ -20,16 +20,11 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
-from promptq.producer.calls.call import HEADERS, CompletionCall
+from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryNeededError
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import Prepared, prepare
 from promptq.producer.calls.rates import account_of
-from promptq.producer.calls.response_call import (
-    AskedResponse,
-    HistoryNeededError,
-    ResponseCall,
-)
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
 from promptq.shared.protocol.request import Request as PayloadRequest
@@ -60,12 +55,10 @@ Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
 
 Parts = list[list[bytes]]
-"""What a process reads of a call, each part in pieces: the body, and perhaps the history."""
+"""The parts of a call that a process reads, each in pieces: the body, and perhaps the history."""
 
 
-Read = Callable[
-    [bytes, Mapping[str, str], str, bytes | None], tuple[CompletionCall, AskedResponse | None]
-]
+Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
 """Takes a body, headers, the id of the call and perhaps the history.
 
 Raises InvalidRequestError, HistoryNeededError.
@@ -77,6 +70,8 @@ class Reader(NamedTuple):
 
     read: Read
     new_id: Callable[[], str]
+    unpack: Callable[[dict[str, Any], Sequence[Payload]], Extra] | None = None
+    """Returns the `extra` of a call that another process has read and packed."""
 
 
 Readers = Mapping[Endpoint, Reader]
@@ -93,9 +88,7 @@ class _Reading:
     new_id: str
     aliases: Mapping[str, str]
 
-    def call(
-        self, body: bytes, history: bytes | None
-    ) -> tuple[CompletionCall, AskedResponse | None]:
+    def call(self, body: bytes, history: bytes | None) -> CompletionCall:
         """Raises InvalidRequestError, HistoryNeededError."""
         return self.reader.read(body, self.headers, self.new_id, history)
 
@@ -125,7 +118,7 @@ class CallReader:
     ) -> Prepared:
         """Read a call whose body is given in pieces. `aliases` are those of models.
 
-        `history_of` gives the items of a response and of those before it, one a line. Raises
+        `history_of` returns the items of a response and of those before it, one a line. Raises
         InvalidRequestError, ApiError, and what `history_of` raises.
         """
         reader = self._readers[endpoint]
@@ -144,9 +137,9 @@ class CallReader:
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
         """Raises HistoryNeededError if `history` is None and the call needs it."""
         if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
-            call, asked = reading.call(b"".join(body), history)
+            call = reading.call(b"".join(body), history)
             if call.num_bytes <= _SMALL_BYTES:
-                return prepare(call, reading.caller, reading.new_id, reading.aliases, asked)
+                return prepare(call, reading.caller, reading.new_id, reading.aliases)
         own_turn = self._turns_of_tenants.setdefault(reading.caller.party, asyncio.Lock())
         async with own_turn, self._turns:
             return await self._read_elsewhere(reading, body, history)
@@ -155,10 +148,10 @@ class CallReader:
         self, reading: _Reading, body: list[bytes], history: bytes | None
     ) -> Prepared:
         caller = reading.caller
-        asked = {
+        query = {
             "endpoint": reading.endpoint,
             "headers": {
-                it: reading.headers[it] for it in HEADERS.values() if it in reading.headers
+                name: reading.headers[name] for name in HEADERS.values() if name in reading.headers
             },
             "caller": caller.model_dump(mode="json"),
             "new_id": reading.new_id,
@@ -168,32 +161,32 @@ class CallReader:
         parts = [body] if history is None else [body, [history]]
         try:
             async with asyncio.timeout(_MOST_SECONDS):
-                told, payloads = await self._ask_one_or_another(asked, parts)
+                reply, payloads = await self._ask_one_or_another(query, parts)
         except (EOFError, OSError, TimeoutError):
             raise _not_read() from None
-        if "error" in told:
-            raise _error_of(told["error"])
-        if "previous_response_id" in told:
-            raise HistoryNeededError(told["previous_response_id"])
-        return _prepared_of(told, payloads, account_of(caller, caller.name))
+        if "error" in reply:
+            raise _error_of(reply["error"])
+        if "previous_response_id" in reply:
+            raise HistoryNeededError(reply["previous_response_id"])
+        return _prepared_of(reading.reader, reply, payloads, account_of(caller, caller.name))
 
     async def _ask_one_or_another(
-        self, asked: Mapping[str, Any], parts: Parts
+        self, query: Mapping[str, Any], parts: Parts
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises as `_ask_one`; EOFError and OSError only if a new process ended, too."""
         try:
-            return await self._ask_one(asked, parts)
+            return await self._ask_one(query, parts)
         except (EOFError, OSError):
-            return await self._ask_one(asked, parts, is_new=True)
+            return await self._ask_one(query, parts, is_new=True)
 
     async def _ask_one(
-        self, asked: Mapping[str, Any], parts: Parts, *, is_new: bool = False
+        self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises ApiError 400 if the process ended at its bounds, else EOFError and OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
-            answered = await _ask(process, asked, parts)
+            answered = await _ask(process, query, parts)
         except (EOFError, OSError):  # the process has ended, or is about to
             if await process.wait() in _TOO_MUCH_CODES:
                 raise _too_much() from None
@@ -207,64 +200,67 @@ class CallReader:
 
 
 def answer(
-    readers: Readers, asked: Mapping[str, Any], body: bytes, history: bytes | None = None
+    readers: Readers, query: Mapping[str, Any], body: bytes, history: bytes | None = None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """What a process gives back: a header that is JSON, and payloads behind it.
+    """Read a call in another process. Returns the reply's header, and its payloads.
 
-    Behind the payload of a response come its echo and its input.
+    Behind the payloads come the parts of the call's `extra`.
     """
-    caller = Caller.model_validate(asked["caller"])
-    endpoint: Endpoint = asked["endpoint"]
+    caller = Caller.model_validate(query["caller"])
+    endpoint: Endpoint = query["endpoint"]
     reading = _Reading(
-        endpoint, readers[endpoint], asked["headers"], caller, asked["new_id"], asked["aliases"]
+        endpoint, readers[endpoint], query["headers"], caller, query["new_id"], query["aliases"]
     )
     try:
-        call, response = reading.call(body, history)
-        prepared = prepare(call, caller, reading.new_id, reading.aliases, response)
+        call = reading.call(body, history)
+        prepared = prepare(call, caller, reading.new_id, reading.aliases)
     except HistoryNeededError as needed:
         return {"previous_response_id": needed.previous_response_id}, []
     except InvalidRequestError as error:
         return {"error": {"message": str(error), "field": error.field}}, []
     except ApiError as error:
-        told: dict[str, Any] = {"message": str(error), "status": error.status}
-        told |= {"param": error.param, "code": error.code, "unsupported": error.unsupported}
-        return {"error": told}, []
+        details: dict[str, Any] = {"message": str(error), "status": error.status}
+        details |= {"param": error.param, "code": error.code, "unsupported": error.unsupported}
+        return {"error": details}, []
     new, payloads = [], []
     for item in prepared.new:
         looked_at = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
         new.append([item.request_id, item.request.model_dump(include=looked_at), item.delay_ms])
         bare = item.request.model_copy(update={"trace_context": None})
         payloads.append(bare.to_payload().encode())
-    call_told = asdict(prepared.call)
     rates = [asdict(rate) for rate in prepared.rates]
-    told = {"call": call_told, "new": new, "rates": rates, "id": prepared.completion_id}
-    if response is not None:
-        told["response"] = {**asdict(response.call), "echo": ""}
-        payloads += [response.call.echo.encode(), response.input_lines]
-    return told, payloads
+    reply = {
+        "call": asdict(prepared.call),
+        "new": new,
+        "rates": rates,
+        "id": prepared.completion_id,
+    }
+    if prepared.extra is not None:
+        reply["extra"], parts = prepared.extra.pack()
+        payloads += parts
+    return reply, payloads
 
 
-def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:
-    """What goes through a pipe before payloads: the length of a header, and the header."""
-    header = json.dumps({**told, "sizes": sizes}).encode()
+def head(fields: Mapping[str, Any], sizes: list[int]) -> bytes:
+    """Returns the bytes before payloads in a pipe: the length of a header, and the header."""
+    header = json.dumps({**fields, "sizes": sizes}).encode()
     return len(header).to_bytes(LENGTH_BYTES, "big") + header
 
 
 def _prepared_of(
-    told: Mapping[str, Any], payloads: list[Payload], account: TokenAccount | None
+    reader: Reader, reply: Mapping[str, Any], parts: list[Payload], account: TokenAccount | None
 ) -> Prepared:
-    response = None
-    if "response" in told:
-        *payloads, echo, lines = payloads
-        call = ResponseCall(**{**told["response"], "echo": bytes(echo).decode()})
-        response = AskedResponse(call, bytes(lines))
+    payloads, parts = parts[: len(reply["new"])], parts[len(reply["new"]) :]
     new = [
         NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
-        for (request_id, fields, delay_ms), payload in zip(told["new"], payloads, strict=True)
+        for (request_id, fields, delay_ms), payload in zip(reply["new"], payloads, strict=True)
     ]
-    rates = [Rate(**rate) for rate in told["rates"]]
-    completion_call = CompletionCall(**told["call"])
-    return Prepared(completion_call, new, rates, told["id"], asked=response)
+    rates = [Rate(**rate) for rate in reply["rates"]]
+    extra = None
+    if "extra" in reply:
+        assert reader.unpack is not None
+        extra = reader.unpack(reply["extra"], parts)
+    return Prepared(CompletionCall(**reply["call"]), new, rates, reply["id"], extra)
 
 
 def _looked_at(fields: dict[str, Any]) -> PayloadRequest:
@@ -274,11 +270,11 @@ def _looked_at(fields: dict[str, Any]) -> PayloadRequest:
     return PayloadRequest.model_construct(**fields, trace_context=context)
 
 
-def _error_of(told: dict[str, Any]) -> Exception:
-    if "field" in told:
-        return InvalidRequestError(told["message"], field=told["field"])
-    message, status = told.pop("message"), told.pop("status")
-    return ApiError(status, message, **told)
+def _error_of(details: dict[str, Any]) -> Exception:
+    if "field" in details:
+        return InvalidRequestError(details["message"], field=details["field"])
+    message, status = details.pop("message"), details.pop("status")
+    return ApiError(status, message, **details)
 
 
 def _too_much() -> ApiError:
@@ -314,18 +310,18 @@ async def _start(arguments: Sequence[str]) -> Process:
 
 
 async def _ask(
-    process: Process, asked: Mapping[str, Any], parts: Parts
+    process: Process, query: Mapping[str, Any], parts: Parts
 ) -> tuple[dict[str, Any], list[Payload]]:
     """Raises EOFError and OSError if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(head(asked, [sum(map(len, part)) for part in parts]))
+    process.stdin.write(head(query, [sum(map(len, part)) for part in parts]))
     for piece in chain.from_iterable(parts):
         process.stdin.write(piece)
         await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
-    told = json.loads(await process.stdout.readexactly(length))
-    return told, [await _read(process.stdout, size) for size in told.pop("sizes")]
+    reply = json.loads(await process.stdout.readexactly(length))
+    return reply, [await _read(process.stdout, size) for size in reply.pop("sizes")]
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:

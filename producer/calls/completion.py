@@ -84,15 +84,15 @@ class Completion:
         prompts = [
             Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
         ]
-        prompt_tokens = sum(it.prompt_tokens for it in prompts)
-        completion_tokens = 0 if self.echo_only else sum(it.completion_tokens for it in prompts)
+        prompt_tokens = sum(each.prompt_tokens for each in prompts)
+        completion_tokens = 0 if self.echo_only else sum(each.completion_tokens for each in prompts)
         body: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(it.cached_tokens for it in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         }
-        reasoning_tokens = sum_of_known(it.reasoning_tokens for it in prompts)
+        reasoning_tokens = sum_of_known(each.reasoning_tokens for each in prompts)
         if reasoning_tokens is not None:
             body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return body
@@ -211,12 +211,19 @@ def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) ->
 
 
 def failure(
-    reason: FinishReason | None, error: ErrorInfo | None, num_tokens: int
+    reason: FinishReason | None,
+    error: ErrorInfo | None,
+    num_tokens: int,
+    names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """The error for a request that ended after so many tokens; None if it has an answer."""
+    """The error for a request that ended after `num_tokens`; None if it has an answer.
+
+    `names` are those of the endpoint; see `in_api_names`.
+    """
     match reason:
         case FinishReason.ERROR:
-            return _failed(error or ErrorInfo(type="internal_error", message="it failed"))
+            error = error or ErrorInfo(type="internal_error", message="it failed")
+            return _failed(error).named(names)
         case FinishReason.CANCELLED:
             return ApiError(409, "the request was cancelled", code="cancelled")
         case FinishReason.EXPIRED if num_tokens == 0:
@@ -238,29 +245,6 @@ def _failed(error: ErrorInfo) -> ApiError:
     if field == "model":
         return ApiError(404, error.message, param=field, code="model_not_found")
     return ApiError(400, error.message, param=field, code=error.code or error.type)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedCompletion:
-    """What `EventStream` asks of a completion, in whichever form it is streamed."""
-
-    completion: Completion
-
-    @property
-    def id(self) -> str:
-        return self.completion.id
-
-    @property
-    def url(self) -> str:
-        return self.completion.url
-
-    @property
-    def request_ids(self) -> list[str]:
-        return self.completion.request_ids
-
-    @property
-    def detach(self) -> bool:
-        return self.completion.detach
 
 
 async def learned(

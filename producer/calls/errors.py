@@ -113,17 +113,21 @@ class ApiError(Exception):
 
     def named(self, names: Mapping[str, str]) -> ApiError:
         """The error with the name that its field has at an endpoint."""
-        message, param = named_as_asked(names, str(self), self.param)
+        message, param = in_api_names(names, str(self), self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
 
-def named_as_asked(
+def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
     """An error's message, which begins with the path of a payload's field, and that field.
 
-    Both with the names that an endpoint has for the field and for what is inside.
+    Both get the names that an endpoint has. Keys of `names` are names in a payload. Those with a
+    dot may stand inside of a path, and those with a colon are two parts of a message.
     """
+    for inner, outer in names.items():
+        if ": " in inner and message.startswith(f"{inner}:"):
+            return outer + message.removeprefix(inner), outer
     place, separator, reason = message.partition(": ")
     for inside in (name for name in names if "." in name):
         place = place.replace(inside, names[inside], 1)
@@ -187,14 +191,14 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """What redis-py raised, as an error of ours, for the log."""
+    """Returns an error of redis-py as an error of ours, for the log."""
     try:
         with explained(url):
             raise error
-    except RedisAuthError as told:
-        return RedisAuthError(f"the user {user!r}: {told}")
-    except RedisSideError as told:
-        return told
+    except RedisAuthError as ours:
+        return RedisAuthError(f"the user {user!r}: {ours}")
+    except RedisSideError as ours:
+        return ours
     except RedisError:
         return RedisSideError(str(error))
 
@@ -208,16 +212,16 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 
 
 @lru_cache(maxsize=16)
-def _log_refusal(told: str) -> None:
+def _log_refusal(message: str) -> None:
     """Log each message of the server once: it would repeat it for every call."""
     get_logger().error(
         "the Redis server refuses what a gateway does; give the gateway the URL of the user"
         " 'gateway' (promptq acl)",
-        error=told,
+        error=message,
     )
 
 
 @lru_cache(maxsize=16)
-def _log_absence(told: str, turn: int) -> None:
+def _log_absence(message: str, turn: int) -> None:
     """Log a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
-    get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=told)
+    get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

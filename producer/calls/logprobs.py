@@ -38,7 +38,7 @@ def tokens_of_prompt(told: TokenEvent | Result) -> list[FirstToken | TokenLogpro
     if not told.prompt_texts:
         return []
     first = FirstToken(told.prompt_texts[0])
-    return [first, *(it for it in told.prompt_logprobs or () if it is not None)]
+    return [first, *(token for token in told.prompt_logprobs or () if token is not None)]
 
 
 def completion_logprobs(

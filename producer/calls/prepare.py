@@ -4,62 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call import CompletionCall, Extra
 from promptq.producer.calls.caller import Caller, check_priority, check_tenant
-from promptq.producer.calls.errors import named_as_asked
+from promptq.producer.calls.errors import in_api_names
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.calls.rates import account_of, rates_of
-from promptq.producer.calls.response_call import AskedResponse
 from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
-from promptq.shared.protocol.request import NewRequest
+from promptq.shared.protocol.request import NewRequest, TokenAccount
 from promptq.shared.queue.call import Call, text_of
 from promptq.shared.queue.scripts import Rate
-
-NAMES_OF_MESSAGES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    ".json_schema.schema": ".schema",
-    ".function.parameters": ".input_schema",
-    "output_prefix": "messages",
-}
-"""Keys are names in a payload. An output's prefix is the last message, if it is the assistant's.
-Names with a dot are inside of fields."""
-
-NAMES_OF_RESPONSES = {
-    "messages": "input",
-    "prompt": "input",
-    "response_format": "text.format",
-    ".json_schema.schema": ".schema",
-    ".function.parameters": ".parameters",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-}
-"""Keys are names in a payload. Names with a dot are inside of fields."""
-
-_RENAMED = (("embed: dimensions:", "dimensions:"), ("embed: pooling:", "pooling:"))
-
-_NAMES = {
-    "response": NAMES_OF_RESPONSES,
-    "input_count": NAMES_OF_RESPONSES,
-    "message": NAMES_OF_MESSAGES,
-    "count": NAMES_OF_MESSAGES,
-}
-"""What fields of a payload are called, by the form of a call."""
-
-
-def as_asked(error: InvalidRequestError) -> InvalidRequestError:
-    """The error with the names of fields that this endpoint has."""
-    message = in_words_of_embeddings(str(error))
-    return InvalidRequestError(message, field=message.partition(":")[0])
-
-
-def in_words_of_embeddings(message: str) -> str:
-    for inner, outer in (*_RENAMED, ("prompt:", "input:")):
-        if message.startswith(inner):
-            return outer + message.removeprefix(inner)
-    return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +29,17 @@ class Prepared:
     new: list[NewRequest]
     rates: list[Rate]
     completion_id: str
-    asked: AskedResponse | None = None
-    """Of a call of /v1/responses."""
+    extra: Extra | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are held for the call until it is in the queue."""
         num_bytes = sum(len(item.payload or b"") for item in self.new)
-        if self.asked is not None:
-            num_bytes += len(self.asked.call.echo) + len(self.asked.input_lines)
-        return num_bytes
+        return num_bytes + (0 if self.extra is None else self.extra.num_bytes)
 
 
 def prepare(
-    call: CompletionCall,
-    caller: Caller,
-    completion_id: str,
-    aliases: Mapping[str, str],
-    asked: AskedResponse | None = None,
+    call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
 ) -> Prepared:
     """Compose a call's requests, as far as its caller may make them. Slow for a large body.
 
@@ -103,14 +52,19 @@ def prepare(
         tenant = ""  # as in earlier releases, whose gateways may have taken the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
+    new = composed(call, requests, account_of(caller, caller.name))
+    return Prepared(call.for_answer(), new, rates, completion_id, call.extra)
+
+
+def composed(
+    call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
+) -> list[NewRequest]:
+    """Compose the requests of a call. Raises InvalidRequestError with its endpoint's names."""
     try:
-        new = compose(requests, account_of(caller, caller.name))
+        return compose(requests, account)
     except InvalidRequestError as error:
-        if names := _NAMES.get(call.form):
-            message, field = named_as_asked(names, str(error), error.field)
-            raise InvalidRequestError(message, field=field or "") from None
-        raise as_asked(error) if call.form == "embeddings" else error from None
-    return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)
+        message, field = in_api_names(call.names, str(error), error.field)
+        raise InvalidRequestError(message, field or "", error.error_type, error.code) from None
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:

@@ -26,7 +26,7 @@ _MOST_OPENED = 4 * MOST_QUEUES
 _REFUSED_SECONDS = 60.0
 """How long a queue that cannot be read is left alone."""
 _AWAY_SECONDS = 1.0
-"""The same for one whose server does not answer."""
+"""How long a queue is skipped after its server did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ Found = tuple[ServedQueue, QueueView]
 
 @dataclass(slots=True)
 class _Directory:
-    """What all queues of the server share, as it was read last."""
+    """Names of the server's queues and aliases of models, as they were last read."""
 
     names: list[str] = field(default_factory=list)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -75,10 +75,10 @@ class ServedQueues:
         *,
         on_unreadable: Callable[[str, str], object] = lambda _name, _why: None,
     ) -> None:
-        """`on_unreadable` is told once of each queue that cannot be read, and why."""
+        """`on_unreadable` is called once for each queue that cannot be read, with the reason."""
         self._open_client = open_client
         self._on_unreadable = on_unreadable
-        self._names = [it for it in dict.fromkeys(names) if it != ALL_QUEUES]
+        self._names = [name for name in dict.fromkeys(names) if name != ALL_QUEUES]
         self._finds_others = ALL_QUEUES in names
         self._opened: dict[str, ServedQueue] = {}
         self._directory = _Directory()
@@ -94,7 +94,7 @@ class ServedQueues:
 
     @property
     def opened(self) -> list[ServedQueue]:
-        """Those that were seen so far, also while the server is away."""
+        """Queues that were seen so far, also while the server is away."""
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class ServedQueues:
         if self._finds_others or now:
             names += [name for name in (await self._read(now=now)).names if name not in names]
         if len(self._opened) >= _MOST_OPENED:
-            names = [it for it in names if it in self._opened]
+            names = [name for name in names if name in self._opened]
         return [self._served(name) for name in names if not self._is_refused(name)]
 
     async def named(self, name: str) -> ServedQueue:
@@ -118,7 +118,7 @@ class ServedQueues:
         for served in found:
             if served.name == name:
                 return served
-        names = ", ".join(it.name for it in found)
+        names = ", ".join(queue.name for queue in found)
         raise ApiError(
             404, f"queue: {name[:80]!r} is not served here; served are {names}", param="queue"
         )
@@ -146,8 +146,8 @@ class ServedQueues:
                 self._leave_out(queue, error)
             else:
                 self._away.pop(queue.name, None)
-        readable = [it for it in served if not self._is_refused(it.name)]
-        return [(it, await it.watch.look()) for it in readable]
+        readable = [queue for queue in served if not self._is_refused(queue.name)]
+        return [(queue, await queue.watch.look()) for queue in readable]
 
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
@@ -164,17 +164,17 @@ class ServedQueues:
         if not model or (is_alone and model == own[1].model):
             return own
         views = await self.views()
-        serving = [it for it in views if it[1].model == model]
+        serving = [at for at in views if at[1].model == model]
         if not serving:
             return self._of_model_to_come(model, views)
         if len(serving) == 1:
             return serving[0]
         if known_as is None:
-            return min(serving, key=lambda it: it[1].load(it[0].watch.num_sent))
+            return min(serving, key=lambda at: at[1].load(at[0].watch.num_sent))
         known = await asyncio.gather(*(_has(it, known_as(it.queue.keys)) for it, _ in serving))
         if any(known):
             return serving[known.index(True)]
-        return max(serving, key=lambda it: (it[1].hands_out, _draw(known_as(it[0].queue.keys))))
+        return max(serving, key=lambda at: (at[1].hands_out, _draw(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
         """The only queue while it has no model, since its first worker may serve this one."""
@@ -189,10 +189,10 @@ class ServedQueues:
     async def holding(self, request_id: str) -> ServedQueue:
         """The queue in which a request is known. Raises RequestNotFoundError."""
         served = await self.all()
-        served += [it for it in self.opened if it not in served]
+        served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:
             return self.own
-        asking = [_has(it, it.queue.keys.request(request_id)) for it in served]
+        asking = [_has(queue, queue.queue.keys.request(request_id)) for queue in served]
         known = await asyncio.gather(*asking, return_exceptions=True)
         for queue, is_known in zip(served, known, strict=True):
             if isinstance(is_known, BaseException):
@@ -234,7 +234,7 @@ class ServedQueues:
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
         """Do without a queue that cannot be read, unless it is the gateway's own. Raises `error`.
 
-        On a Cluster each queue is on a node of its own, which may be away alone.
+        On a Cluster, queues are on different nodes, and one of these may be away.
         """
         if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
             raise error
@@ -245,7 +245,7 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """What was not found may be in a queue that is away, unless that one was forgotten."""
+        """Raises the error of a queue that is away, since a request may be there."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error

@@ -28,23 +28,23 @@ async def take_of_queues(
         return await own.run(take_of_rates(holder, rates))
     tokens = [rate for rate in rates if rate.name == "tokens"]
     requests = [rate for rate in rates if rate.name != "tokens"]
-    told = await serving.run(take_of_rates(holder, tokens))
-    if told.wait_ms != 0:
+    answer = await serving.run(take_of_rates(holder, tokens))
+    if answer.wait_ms != 0:
         requests = [replace(rate, amount=0) for rate in requests]
-    told_of_requests = await own.run(take_of_rates(holder, requests))
-    if told.wait_ms == 0 and told_of_requests.wait_ms != 0:
+    requests_answer = await own.run(take_of_rates(holder, requests))
+    if answer.wait_ms == 0 and requests_answer.wait_ms != 0:
         given_back = [replace(rate, amount=-rate.amount) for rate in tokens]
-        told = replace(
-            await serving.run(take_of_rates(holder, given_back)), wait_ms=told_of_requests.wait_ms
+        answer = replace(
+            await serving.run(take_of_rates(holder, given_back)), wait_ms=requests_answer.wait_ms
         )
     return RateAnswer(
-        told.wait_ms,
-        {**told_of_requests.remaining, **told.remaining},
-        {**told_of_requests.reset_ms, **told.reset_ms},
+        answer.wait_ms,
+        {**requests_answer.remaining, **answer.remaining},
+        {**requests_answer.reset_ms, **answer.reset_ms},
     )
 
 
-def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
+def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
     said = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
@@ -58,12 +58,12 @@ def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) 
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """What requests take of their caller's rates; `requests` are as for `Client.enqueue_many`.
+    """Returns what `requests`, as for `Client.enqueue_many`, take of their caller's rates.
 
     The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
     is charged to the account (`account_of`) while it is generated.
     """
-    rates = _rate_of_requests(caller, len(requests))
+    rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
         tokens = sum(_prompt_tokens(request) for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
@@ -79,7 +79,7 @@ def account_of(caller: Caller, holder: str) -> TokenAccount | None:
     return TokenAccount(holder, limit) if limit else None
 
 
-def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
     limit = caller.requests_per_minute
     return [Rate("requests", amount, limit)] if limit else []
 

@@ -32,7 +32,7 @@ _OWN_PAGES = ("same-origin", "none")
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
-    """What the key of a call allows. While no key exists, this machine may do everything.
+    """Returns the caller, by the key of the call. While no key exists, this machine is an admin.
 
     Raises ApiError 401.
     """

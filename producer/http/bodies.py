@@ -78,7 +78,7 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """What is taken of the budget inside the `with` block is given back at its end."""
+        """Yields a hold on the budget, which the end of the `with` block releases."""
         hold = Hold(self, tenant)
         try:
             yield hold
@@ -123,11 +123,11 @@ class Hold:
         self._num_taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """Hold so many more bytes. Raises ApiError as `BodyBudget.take`."""
+        """Hold `num_bytes` more. Raises ApiError as `BodyBudget.take`."""
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """Hold at least so many bytes in all. Raises ApiError as `BodyBudget.take`."""
+        """Hold at least `num_bytes` in all. Raises ApiError as `BodyBudget.take`."""
         more = max(0, num_bytes - FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)
@@ -135,7 +135,7 @@ class Hold:
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Give all of it back when the bytes are not needed any more. May be called again."""
+        """Give all of it back when nobody needs the bytes any longer. May be called again."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0

@@ -36,12 +36,13 @@ _WINDOW_SECONDS = 15.0
 """The time in which a body must bring `_WINDOW_BYTES` more, or end. It begins anew with each such
 progress: an allowance that grew with the bytes could be saved up, and then spent in silence."""
 _WINDOW_BYTES = 65_536
-"""The first so many bytes may take `_SILENCE_SECONDS`. A small body has no more than these."""
+"""The first bytes, up to this number, may take `_SILENCE_SECONDS`. A small body has no more."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
-"""How long the body of an answered request is dropped. Most clients send all of a body before they
-read the answer. If the connection is closed before, it is reset, and the answer may be lost."""
+"""The longest time for which the body of an answered request is dropped. Most clients send all of a
+body before they read the answer. If the connection is closed before, it is reset, and the answer
+may be lost."""
 _UNREAD_SECONDS = 600.0
 """How long a client may read nothing of an answer. A slow one reads a little now and then."""
 _MOST_SMALL_PIECES = 4096
@@ -141,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.waiting_for_100_continue = False  # it would take that for the answer
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
-        self._unanswered = [it for it in self._unanswered if not it.response_complete]
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:

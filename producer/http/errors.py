@@ -35,7 +35,7 @@ _MEANINGS = {
 }
 
 _CLIENT_LEFT = 499
-"""What nginx logs for a client that closed its connection. Nobody is there to read it."""
+"""The status that nginx logs for a client that closed its connection. Nobody reads it."""
 
 _LONGEST_PATH = 100
 _PREFIX = "/v1"
@@ -150,10 +150,10 @@ def unknown_path(app: FastAPI, method: str, path: str) -> str:
     """Names the path that was probably meant, and the calls that there are."""
     served = [*app.openapi()["paths"]]
     # Often the base URL of a client has no /v1, or has it twice.
-    meant = [it for it in (_PREFIX + path, path.removeprefix(_PREFIX)) if it in served]
+    meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]
     meant += get_close_matches(path[:_LONGEST_PATH], served, n=1)
     hint = f"; do you mean {meant[0]}?" if meant else ""
-    paths = ", ".join(it for it in served if it.startswith(_PREFIX))
+    paths = ", ".join(each for each in served if each.startswith(_PREFIX))
     return (
         f"{method} {path[:_LONGEST_PATH]} is not served{hint} (there are {paths}; /docs describes"
         " all)"

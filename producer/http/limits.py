@@ -11,10 +11,10 @@ from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.calls.rates import (
-    _rate_of_requests,
-    _too_little_left,
     beyond_rates,
+    rate_of_requests,
     take_of_queues,
+    too_little_left,
 )
 from promptq.producer.http.auth import ThisCaller
 from promptq.producer.http.state import Gateway, ThisGateway
@@ -22,8 +22,8 @@ from promptq.shared.queue.scripts import Rate
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """As `take`, for one request, before the body of a call is read."""
-    return await take(gateway, gateway.queues.own, caller, _rate_of_requests(caller, 1))
+    """Takes one request from the caller's rate, before the body of a call is read."""
+    return await take(gateway, gateway.queues.own, caller, rate_of_requests(caller, 1))
 
 
 async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
@@ -42,7 +42,7 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Take from the caller's rates. Gives the headers that report them.
+    """Take from the caller's rates. Returns the headers that report them.
 
     Requests are counted at the gateway's own queue, since a call is counted before its body says
     which model it is for. Tokens are counted at the queue that serves the call: its workers charge
@@ -62,7 +62,7 @@ async def take(
         return headers
     if answer.wait_ms is None:
         raise beyond_rates(caller, rates, headers)
-    message = _too_little_left(caller, rates, answer)
+    message = too_little_left(caller, rates, answer)
     wait_ms = answer.wait_ms
     if is_last_try:
         wait_ms = await gateway.refusals.refuse(caller.name, wait_ms)

@@ -14,7 +14,8 @@ _HIDDEN = {"messages", "prompt", "trace_context", "embed", "tokenize"}
 
 def operation(
     kind: type[BodyOptions],
-    hidden: Set[str] = TOOL_FIELDS,
+    *,
+    hidden: Set[str],
     descriptions: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """The headers and the body of an endpoint, for FastAPI's `openapi_extra`.

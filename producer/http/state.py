@@ -58,13 +58,13 @@ class KeyUses:
 
 
 class Refusals:
-    """When each key that is beyond its rate may come again, for one gateway."""
+    """Keys that are beyond their rate at one gateway, and when each of them may come again."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Wait if this key was told to come later. Gives what is left of `wait_ms`."""
+        """Wait if this key comes back too early. Returns what is left of `wait_ms`."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000

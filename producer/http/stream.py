@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from promptq.producer.calls.errors import ApiError, as_api_error
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.connection_limits import PIECES, Unfinished
+from promptq.producer.http.disconnects import Answer, cancelled_if_client_leaves
 from promptq.producer.http.errors import ClientLeftError
 from promptq.producer.http.state import Gateway
 from promptq.shared.errors import PromptqError
@@ -50,7 +50,7 @@ class Frames(Protocol):
         """The last frame of an answer that breaks off."""
 
 
-class Streamed(Protocol):
+class Streamed(Answer, Protocol):
     """An answer that can be streamed."""
 
     @property
@@ -59,24 +59,22 @@ class Streamed(Protocol):
     def url(self) -> str:
         """The path at which it can be read again, or ''."""
 
-    @property
-    def request_ids(self) -> list[str]: ...
-    @property
-    def detach(self) -> bool:
-        """Whether it goes on when its client leaves."""
-
-    def frames(self, served: ServedQueue, out: Out) -> Frames: ...
-
 
 class EventStream(Response):
-    """Streams an answer. When its client leaves, it is cancelled, unless the client detached.
+    """Streams an answer, as the frames that `begin` returns write it.
 
     The status of a new stream waits some time for the first token, so that it can still report
     an error.
     """
 
     def __init__(
-        self, gateway: Gateway, served: ServedQueue, streamed: Streamed, *, is_new: bool = False
+        self,
+        gateway: Gateway,
+        served: ServedQueue,
+        streamed: Streamed,
+        begin: Callable[[Out], Frames],
+        *,
+        is_new: bool = False,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -92,6 +90,7 @@ class EventStream(Response):
         self._gateway = gateway
         self._served = served
         self._streamed = streamed
+        self._begin = begin
         self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,13 +98,13 @@ class EventStream(Response):
         write_piece = scope.get("extensions", {}).get(PIECES, {}).get("write")
         out = Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
         try:
-            async with while_present(receive) as presence:
+            async with cancelled_if_client_leaves(
+                self._gateway, receive, self._served, self._streamed
+            ) as presence:
                 out.begin_after(self._header_seconds)
-                frames = self._streamed.frames(self._served, out)
+                frames = self._begin(out)
                 try:
                     await self._stream(frames, request_ids)
-                except ClientLeftError:
-                    raise
                 except Exception as error:  # whatever it is, the client must hear of it
                     if not isinstance(error, ApiError | PromptqError | RedisError):
                         get_logger().exception("a stream failed", request_ids=request_ids)
@@ -113,22 +112,17 @@ class EventStream(Response):
                     # If one answer failed, nobody reads the others. But if the gateway failed, such
                     # as with a server that is away, the client may come back for all of them.
                     if told is error and len(request_ids) > 1:
-                        self._cancel(request_ids)
+                        self._gateway.cancels.cancel(self._served.client, request_ids)
                     if not out.has_begun:
                         raise told from None
                     await out.write_all(frames.error(told))
                 presence.is_over = True
                 await out.end()
         except ClientLeftError:
-            if not self._streamed.detach:
-                self._cancel(request_ids)
             if not out.has_begun:
                 raise  # so that it is counted as a client that left
         finally:
             out.close()
-
-    def _cancel(self, request_ids: Sequence[str]) -> None:
-        self._gateway.cancels.cancel(self._served.client, request_ids)
 
     async def _stream(self, frames: Frames, request_ids: list[str]) -> None:
         await frames.begin()
@@ -191,7 +185,7 @@ class Out:
         self._is_over = False
 
     def begin_after(self, seconds: float) -> None:
-        """Send the status after so many seconds, unless something is written before."""
+        """Send the status after `seconds`, unless something is written before."""
         self._timer = self._loop.call_later(seconds, self._ring)
 
     def write(self, frame: bytes) -> Unfinished:
@@ -203,7 +197,7 @@ class Out:
         return self._send_unsent
 
     async def write_all(self, frame: bytes) -> None:
-        """As `write`, and wait until it is written."""
+        """Write a frame, and wait until it is written."""
         if (finish := self.write(frame)) is not None:
             await finish()
 
@@ -239,37 +233,3 @@ class Out:
     async def _keep_alive(self) -> None:
         if not self._is_over:
             await self.write_all(self.keepalive)
-
-
-class Presence:
-    """Set `is_over` when all is sent: a client that leaves later interrupts nothing."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-
-
-@asynccontextmanager
-async def while_present(receive: Receive) -> AsyncIterator[Presence]:
-    """Interrupt the `with` block when the client leaves, and raise ClientLeftError."""
-    presence, has_left = Presence(), False
-    working = asyncio.current_task()
-    assert working is not None
-
-    async def watch() -> None:
-        nonlocal has_left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not presence.is_over:
-            has_left = True
-            working.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield presence
-    except asyncio.CancelledError:
-        if has_left and working.uncancel() == 0:
-            raise ClientLeftError from None
-        raise
-    finally:
-        presence.is_over = True
-        watching.cancel()

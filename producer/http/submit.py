@@ -1,4 +1,4 @@
-"""Enqueues a call: at which queue, with what of the caller's rates."""
+"""From the body of a call to its requests in the queue that serves its model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import Found, ServedQueue
 from promptq.producer.http.bodies import Hold, body_pieces
-from promptq.producer.http.errors import ClientLeftError
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.limits import admit_call, take
 from promptq.producer.http.state import Gateway
-from promptq.producer.http.stream import while_present
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest
@@ -30,18 +29,18 @@ History = Callable[[str, Caller, Growing], Awaitable[bytes]]
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
-    """The same answer with more headers."""
+    """Returns the answer, with more headers."""
     response.headers.update(headers)
     return response
 
 
 async def begin(
-    gateway: Gateway, caller: Caller, prepared: Prepared
+    gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold | None = None
 ) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-    """Enqueue a call. Gives where, its answer to be, and headers that report the caller's rates."""
+    """Enqueue a call as `enqueue`. Returns the queue, the completion, and headers on the rates."""
     call = prepared.call
     served, view = await place_of(gateway, caller, prepared)
-    enqueued, rates = await enqueue(gateway, served, caller, prepared)
+    enqueued, rates = await enqueue(gateway, served, caller, prepared, hold)
     # If the idempotency key was known, these are the ids of the first call with that key.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
     bind(request_id=completion_id)
@@ -72,15 +71,24 @@ def _known_as(new: NewRequest) -> Callable[[Keys], str] | None:
 
 
 async def enqueue(
-    gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
+    gateway: Gateway,
+    served: ServedQueue,
+    caller: Caller,
+    prepared: Prepared,
+    hold: Hold | None = None,
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Enqueue what was prepared. Gives the ids, and headers that report the caller's rates.
+    """Enqueue a call. Returns the ids, and headers that report the caller's rates.
 
-    Raises ApiError 429, and what the client raises.
+    Frees the payloads, and releases the hold on them. Raises ApiError 429, and what the client
+    raises.
     """
     rates = await _take_rest(gateway, served, caller, prepared)
     served.watch.num_sent += len(prepared.new)
-    return await served.client.enqueue_composed(prepared.new), rates
+    request_ids = await served.client.enqueue_composed(prepared.new)
+    prepared.new.clear()
+    if hold is not None:
+        hold.release()
+    return request_ids, rates
 
 
 async def _take_rest(
@@ -99,29 +107,22 @@ async def _take_rest(
     return await take(gateway, served, caller, prepared.rates)
 
 
-async def told_tokens(
+async def prompt_tokens(
     request: Request,
     gateway: Gateway,
     caller: Caller,
     prepared: Prepared,
     hold: Hold | None = None,
 ) -> tuple[Result, int | None]:
-    """What a worker tells of the prompt, and the model's length.
+    """Returns the prompt's tokens, as a worker reads it, and the model's context length.
 
-    Releases the hold on the body once the call is in the queue. Raises ApiError, PromptqError. If
-    the client leaves, the request is cancelled.
+    Raises ApiError, PromptqError.
     """
-    served, completion, _ = await begin(gateway, caller, prepared)
-    prepared.new.clear()
-    if hold is not None:
-        hold.release()
-    try:
-        async with while_present(request.receive):
-            result = await served.client.result(completion.id, check=False)
-    except ClientLeftError:
-        gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
-    if (error := failure(result.finish_reason, result.error, num_tokens=0)) is not None:
+    served, completion, _ = await begin(gateway, caller, prepared, hold)
+    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
+        result = await served.client.result(completion.id, check=False)
+    error = failure(result.finish_reason, result.error, num_tokens=0, names=prepared.call.names)
+    if error is not None:
         raise error
     if result.prompt_texts is None:  # a stranger wrote into the queue
         raise ApiError(500, "the queue's record of this request has no tokens")
@@ -141,7 +142,7 @@ async def read_call(
 ) -> AsyncIterator[tuple[Prepared, Hold]]:
     """Count a call, and read it. Yields it and the hold on its body, which ends with the block.
 
-    `check` runs before the body is read. `history` gives the items of a response that the call
+    `check` runs before the body is read. `history` returns the items of a response that the call
     continues; its last argument notes their size.
     """
     await admit_call(gateway, caller)

@@ -1,4 +1,4 @@
-"""How far a client has read, as the id of an event of its stream.
+"""A client's position in a stream, as the id of an event.
 
 `chatcmpl-ID/12-57` says that 12 tokens and 57 characters of the one choice were read. An `e` after
 that says that its end was read, too. Further choices follow, separated by dots. A number of tokens
@@ -19,7 +19,7 @@ _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a client has of a choice: how many tokens and characters, and whether its end."""
+    """The tokens and characters of a choice that a client has, and whether it has the end."""
 
     tokens: int = 0
     chars: int = 0
@@ -47,5 +47,5 @@ def read_event_id(text: str) -> tuple[str, list[Position]]:
             f"Last-Event-ID: {text[:200]!r} is not the id of an event of a stream",
             field="Last-Event-ID",
         )
-    positions = [Position(int(it[1]), int(it[2]), bool(it[3])) for it in found if it]
+    positions = [Position(int(match[1]), int(match[2]), bool(match[3])) for match in found if match]
     return completion_id, positions

@@ -8,23 +8,43 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from promptq.producer.apis.completions.tolerated_fields import (
+    FieldsWithoutEffect,
+    FixedFields,
+    in_our_names,
+)
 from promptq.producer.calls.call import (
+    IGNORED,
     MAX_CHOICES,
-    CallOptions,
+    ONLY_VALUE,
     CompletionCall,
+    GeneratingOptions,
+    StreamOptions,
     check_size_of_call,
     prompts_of,
     read_options,
     refuse,
     with_effort,
 )
-from promptq.producer.calls.tolerated_fields import IGNORED, ONLY_VALUE
 from promptq.producer.clients.request_builder import Prompt
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Objects
 
 DEFAULT_MAX_TOKENS = 16
 """The default of /v1/completions, as in the OpenAI API."""
+
+
+class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
+    """Fields that completions and chats take."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}: a last chunk has the usage'
+    )
+
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return in_our_names(given)
 
 
 class CompletionOptions(CallOptions):
@@ -59,12 +79,8 @@ class ChatOptions(CallOptions):
     echo: Literal[False] | None = Field(None, description=ONLY_VALUE)
 
 
-def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Raises InvalidRequestError naming the field, or the header, that is wrong."""
-    return _read_chat(body, headers) if is_chat else _read_completion(body, headers)
-
-
-def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = read_options(ChatOptions, body, headers)
     _check_streaming(options, fields)
     if options.max_completion_tokens is not None:
@@ -85,7 +101,8 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
-def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from promptq.producer.apis.completions.positions import Position, read_event_id
+from promptq.producer.apis.completions.positions import Position, event_id, read_event_id
 from promptq.producer.apis.completions.read import (
     DEFAULT_MAX_TOKENS,
     ChatOptions,
     CompletionOptions,
 )
-from promptq.producer.apis.completions.stream import CompletionStream
-from promptq.producer.apis.completions.write import answer
+from promptq.producer.apis.completions.write import (
+    ChoiceWriter,
+    answer,
+    is_large,
+    role_chunks,
+    usage_chunk,
+)
 from promptq.producer.calls.call import CompletionCall, request_ids
 from promptq.producer.calls.call_reader import CallReader, Endpoint
 from promptq.producer.calls.caller import Caller
@@ -25,20 +33,25 @@ from promptq.producer.calls.completion import (
     failure,
     learned,
 )
+from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import freed
 from promptq.producer.calls.prepare import Prepared, payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
-from promptq.producer.http.errors import ClientLeftError, described
-from promptq.producer.http.openapi import operation
+from promptq.producer.http.connection_limits import Unfinished
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
+from promptq.producer.http.errors import described
+from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, while_present
+from promptq.producer.http.stream import EventStream, Out
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
+
+_DONE = b"data: [DONE]\n\n"
 
 router = APIRouter(
     tags=["completions"],
@@ -62,7 +75,9 @@ async def create_chat_completion(
 @router.post(
     "/v1/completions",
     openapi_extra=operation(
-        CompletionOptions, descriptions={"max_tokens": f"default: {DEFAULT_MAX_TOKENS}"}
+        CompletionOptions,
+        hidden=TOOL_FIELDS,
+        descriptions={"max_tokens": f"default: {DEFAULT_MAX_TOKENS}"},
     ),
     response_class=Response,
 )
@@ -89,29 +104,18 @@ async def _create(
 async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueue a call and answer it, or resume a stream that was interrupted.
-
-    Releases the hold on the body once its requests are in the queue.
-    """
+    """Enqueue a call and answer it, or resume a stream that was interrupted."""
     call = prepared.call
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         if not call.stream:
             raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
         return await _resume(gateway, call, last_event_id)
-    served, completion, rates = await begin(gateway, caller, prepared)
-    prepared.new.clear()
-    hold.release()
+    served, completion, rates = await begin(gateway, caller, prepared, hold)
     if call.stream:
-        stream = EventStream(gateway, served, CompletionStream(completion), is_new=True)
-        return with_headers(rates, stream)
-    try:
-        async with while_present(request.receive):
-            return with_headers(rates, await _whole_answer(gateway, served, completion))
-    except ClientLeftError:
-        if not completion.detach:
-            gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
+        return with_headers(rates, stream_of(gateway, served, completion, is_new=True))
+    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
+        return with_headers(rates, await _whole_answer(gateway, served, completion))
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
@@ -131,7 +135,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
     completion = completion_of(call, completion_id, (await served.watch.look()).model)
     check_positions(completion, have)
-    return EventStream(gateway, served, CompletionStream(completion, have))
+    return stream_of(gateway, served, completion, have)
 
 
 def check_positions(completion: Completion, have: list[Position]) -> None:
@@ -160,3 +164,89 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
     for result in results:
         await turns.run(freed(result))
     return Response(text, headers=headers, media_type="application/json")
+
+
+def stream_of(
+    gateway: Gateway,
+    served: ServedQueue,
+    completion: Completion,
+    have: Sequence[Position] = (),
+    *,
+    is_new: bool = False,
+) -> EventStream:
+    """The stream of a completion, from where its client stopped reading."""
+    have = have or [Position()] * completion.num_choices
+    begin = partial(_Frames, served, completion, have)
+    return EventStream(gateway, served, completion, begin, is_new=is_new)
+
+
+class _Frames:
+    """The frames of a completion: chunks of all its choices, then its usage and the end."""
+
+    def __init__(
+        self, served: ServedQueue, completion: Completion, have: Sequence[Position], out: Out
+    ) -> None:
+        self._served = served
+        self._completion = completion
+        self._have = have
+        self._out = out
+        self._learning = asyncio.Lock()
+        self._writers: list[ChoiceWriter] = []
+        self._positions: list[str] = []
+        self._num_tokens = 0
+
+    async def begin(self) -> None:
+        """Nothing comes before the first token."""
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        """Write an event of the choice at `place`."""
+        if event.finish_reason is not None:
+            so_far = self._num_tokens + event.end
+            if (error := failure(event.finish_reason, event.error, so_far)) is not None:
+                raise error
+        self._num_tokens += len(event.token_ids)
+        if not self._writers:
+            return partial(self._learn_and_write, place, event)
+        if is_large(event):
+            return partial(self._write_in_turns, place, event)
+        return self._write_chunk(place, self._writers[place].chunk(event))
+
+    async def finish(self) -> None:
+        if self._completion.include_usage:
+            usages = [writer.usage or Usage() for writer in self._writers]
+            chunk = usage_chunk(self._completion, usages)
+            await self._out.write_all(f"data: {chunk}\n\n".encode("ascii"))
+        await self._out.write_all(_DONE)
+
+    def error(self, error: ApiError) -> bytes:
+        return f"data: {json.dumps(error.body)}\n\n".encode("ascii")
+
+    async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
+        turns = self._served.client.turns
+        chunk = await turns.run(self._writers[place].chunk_in_parts(event))
+        await turns.run(freed(event))
+        if (finish := self._write_chunk(place, chunk)) is not None:
+            await finish()
+
+    def _write_chunk(self, place: int, chunk: str | None) -> Unfinished:
+        if chunk is None:
+            return None
+        self._positions[place] = self._writers[place].position
+        last_id = event_id(self._completion.id, self._positions)
+        return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
+
+    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
+        async with self._learning:
+            if not self._writers:
+                self._completion, style = await learned(self._served, self._completion)
+                self._writers = [
+                    ChoiceWriter(self._completion, index, have, style)
+                    for index, have in enumerate(self._have)
+                ]
+                self._positions = [writer.position for writer in self._writers]
+                if roles := role_chunks(self._completion, self._have):
+                    # They have no ids: a client that has read nothing else begins anew. They go
+                    # out together, as nothing may come between them.
+                    frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
+                    await self._out.write_all(frames.encode("ascii"))
+        await self._write_in_turns(place, event)

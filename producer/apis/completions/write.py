@@ -96,7 +96,7 @@ def _choice(
 
 
 class ChoiceWriter:
-    """Writes the chunks of one choice, from all of its events, that its client does not have."""
+    """Writes one choice as chunks, from all of its events; skips what the client already has."""
 
     def __init__(
         self, completion: Completion, index: int, have: Position, style: OutputStyle | None
@@ -215,7 +215,7 @@ class ChoiceWriter:
 
 
 def is_large(event: TokenEvent) -> bool:
-    """Whether it brings the log-probabilities of many tokens."""
+    """Returns whether the event has the log-probabilities of many tokens."""
     return len(event.logprobs or ()) + len(event.prompt_logprobs or ()) > _FEW
 
 
@@ -224,7 +224,7 @@ def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
 
     OpenAI's client (`chat.completions.stream`) finds a choice by the number of choices before it.
     """
-    if not (_tells_roles_first(completion) and all(it.is_start for it in have)):
+    if not (_tells_roles_first(completion) and all(position.is_start for position in have)):
         return []
     before, after = _frame_of(completion)
     rest = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'

@@ -17,8 +17,14 @@ from promptq.producer.calls.call import (
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Pooling, SamplingParams
 
+NAMES = {
+    "prompt": "input",
+    "embed: dimensions": "dimensions",
+    "embed: pooling": "pooling",
+}
+"""Names of fields here, by their names in a payload; see `in_api_names`."""
 MAX_INPUTS = 2048
-"""As in the OpenAI API."""
+"""The limit of the OpenAI API."""
 
 
 class EmbeddingOptions(BodyOptions):
@@ -74,4 +80,5 @@ def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCa
         body_bytes=len(body),
         encoding_format=options.encoding_format,
         form="embeddings",
+        names=NAMES,
     )

@@ -9,17 +9,14 @@ from starlette.responses import Response
 
 from promptq.producer.apis.embeddings.read import EmbeddingOptions
 from promptq.producer.apis.embeddings.write import embeddings_json, failure_of_embedding
-from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import learned
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold
-from promptq.producer.http.errors import ClientLeftError, described
-from promptq.producer.http.openapi import operation
-from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import while_present
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
+from promptq.producer.http.errors import described
+from promptq.producer.http.openapi import TOOL_FIELDS, operation
+from promptq.producer.http.state import ThisCallReader, ThisGateway
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Result
@@ -30,36 +27,26 @@ router = APIRouter(
     dependencies=[needs("completions")],
 )
 _READ_AT_ONCE = 16
-"""How many results of a call are waited for at once: each takes a round trip."""
+"""Most results of a call that are read at once: each takes a round trip."""
 
 
-@router.post("/v1/embeddings", openapi_extra=operation(EmbeddingOptions), response_class=Response)
+@router.post(
+    "/v1/embeddings",
+    openapi_extra=operation(EmbeddingOptions, hidden=TOOL_FIELDS),
+    response_class=Response,
+)
 async def create_embeddings(
     request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Turn one text or several into vectors."""
-    async with read_call(request, gateway, caller, call_reader, "embeddings") as read:
-        return await respond_embeddings(request, gateway, caller, *read)
-
-
-async def respond_embeddings(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
-    """Enqueue a call and answer it with its vectors. If the client leaves, it is cancelled.
-
-    Releases the hold on the body once its requests are in the queue.
-    """
-    served, completion, rates = await begin(gateway, caller, prepared)
-    prepared.new.clear()
-    hold.release()
-    try:
-        async with while_present(request.receive):
-            results = await _results(served, completion.request_ids)
-            completion, _ = await learned(served, completion)
-            body = await embeddings_json(completion, results)
-    except (ClientLeftError, ApiError):
-        gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
+    async with read_call(request, gateway, caller, call_reader, "embeddings") as (prepared, hold):
+        served, completion, rates = await begin(gateway, caller, prepared, hold)
+    async with cancelled_if_client_leaves(
+        gateway, request.receive, served, completion, errors=(ApiError,)
+    ):
+        results = await _results(served, completion.request_ids)
+        completion, _ = await learned(served, completion)
+        body = await embeddings_json(completion, results)
     headers = {**rates, "X-Request-Id": completion.id}
     return with_headers(headers, Response(body, media_type="application/json"))
 

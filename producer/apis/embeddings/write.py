@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from promptq.producer.apis.embeddings.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import in_words_of_embeddings
 from promptq.shared.protocol.events import ErrorInfo, Result
 from promptq.shared.protocol.request import FinishReason
 
@@ -17,11 +17,9 @@ from promptq.shared.protocol.request import FinishReason
 def failure_of_embedding(result: Result) -> ApiError | None:
     """The error for a request without a vector; None if it has one."""
     reason, error = result.finish_reason, result.error
-    if error is not None:
-        error = error.model_copy(update={"message": in_words_of_embeddings(error.message)})
-    elif reason is FinishReason.STOP and result.embedding is None:
+    if error is None and reason is FinishReason.STOP and result.embedding is None:
         reason, error = FinishReason.ERROR, ErrorInfo(type="internal_error", message="no vector")
-    return failure(reason, error, num_tokens=0)
+    return failure(reason, error, num_tokens=0, names=NAMES)
 
 
 async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
@@ -38,7 +36,7 @@ async def embeddings_json(completion: Completion, results: Sequence[Result]) -> 
 
 
 def embeddings_body(completion: Completion, results: Sequence[Result]) -> dict[str, Any]:
-    """The same as Python values."""
+    """The body of the answer as Python values. Raises ApiError if a result is no vector."""
     data = [_datum(completion, index, result) for index, result in enumerate(results)]
     return {"object": "list", "data": data, "model": completion.model, **_usage(results)}
 

@@ -16,10 +16,20 @@ from promptq.producer.calls.call import (
     with_effort,
 )
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Objects, Texts
 
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".input_schema",
+    "output_prefix": "messages",
+}
+"""Names of fields here, by their names in a payload; see `in_api_names`.
+
+An output's prefix is the last message, if that is the assistant's.
+"""
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that ask for what a message does not have."""
 _UNSUPPORTED = ("thread", "context_management")
@@ -94,11 +104,12 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body),
         form="message",
+        names=NAMES,
     )
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """As `read_message_call`, for a call that is told how many tokens the conversation has."""
+    """The call that counts the tokens of a conversation. Raises as `read_message_call` does."""
     options, fields = read_options(CountOptions, body, headers)
     _format_of(options.output_config or {})
     if prefill := _set_chat(options, fields):
@@ -110,6 +121,7 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body),
         form="count",
+        names=NAMES,
     )
 
 
@@ -118,7 +130,7 @@ def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
 
     Raises InvalidRequestError, ApiError.
     """
-    for name, other in NAMES_OF_MESSAGES.items():
+    for name, other in NAMES.items():
         refuse(name, fields, other)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
@@ -224,7 +236,7 @@ def chat_of(
 
 
 def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-    """Each result of a tool is a message of its own."""
+    """Add a user's message. Each result of a tool becomes a separate message."""
     texts: list[str] = []
     for block in blocks:
         if block["type"] == "text":
@@ -243,22 +255,22 @@ def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any
 
 
 def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
-    message = _plain("assistant", [it for it in blocks if it["type"] == "text"])
-    thinking = [it.get("thinking") for it in blocks if it["type"] == "thinking"]
-    if not all(isinstance(it, str) for it in thinking):
+    message = _plain("assistant", [block for block in blocks if block["type"] == "text"])
+    thinking = [block.get("thinking") for block in blocks if block["type"] == "thinking"]
+    if not all(isinstance(text, str) for text in thinking):
         raise _invalid(f"{where}: a block of type 'thinking' needs thinking, a text")
     if reasoning := "".join(map(str, thinking)):
         message["reasoning_content"] = reasoning
-    calls = [_call(where, it) for it in blocks if it["type"] == "tool_use"]
+    calls = [_call(where, block) for block in blocks if block["type"] == "tool_use"]
     return message | ({"tool_calls": calls} if calls else {})
 
 
 def _plain(role: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
-    return {"role": role, "content": "".join(it["text"] for it in blocks)}
+    return {"role": role, "content": "".join(block["text"] for block in blocks)}
 
 
 def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    call_id, name, arguments = (block.get(it) for it in ("id", "name", "input"))
+    call_id, name, arguments = (block.get(member) for member in ("id", "name", "input"))
     arguments = {} if arguments is None else arguments
     if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
         raise _invalid(f"{where}: a tool_use needs id and name, texts, and input, an object")
@@ -271,7 +283,7 @@ def _add(chat: list[Message], message: Message) -> None:
         chat.append(message)
         return
     last = chat[-1]
-    texts = [it for it in (last["content"], message["content"]) if it]
+    texts = [text for text in (last["content"], message["content"]) if text]
     last["content"] = _BETWEEN_TURNS.join(texts)
     for name in ("reasoning_content", "tool_calls"):
         if name in message:
@@ -279,7 +291,7 @@ def _add(chat: list[Message], message: Message) -> None:
 
 
 def _text_of(where: str, content: Any) -> str:
-    return "".join(it["text"] for it in _blocks_of(where, content, ("text",)))
+    return "".join(block["text"] for block in _blocks_of(where, content, ("text",)))
 
 
 def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -337,6 +349,6 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     if not (isinstance(tool.get("name"), str) and isinstance(tool.get("input_schema"), dict)):
         raise _invalid('tools: a tool must be like {"name": ..., "input_schema": {...}}')
     function = {
-        it: tool[it] for it in ("name", "description", "strict") if tool.get(it) is not None
+        name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None
     }
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request
-from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.apis.messages.read import CountOptions, MessageOptions
+from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
-from promptq.producer.calls.caller import Caller
-from promptq.producer.calls.completion import Completion, StreamedCompletion, learned
+from promptq.producer.calls.completion import Completion, learned
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES, Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
-from promptq.producer.http.errors import ClientLeftError, MessagesErrorAnswer, described
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
+from promptq.producer.http.errors import MessagesErrorAnswer, described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, Out, sent, while_present
-from promptq.producer.http.submit import begin, read_call, told_tokens, with_headers
+from promptq.producer.http.stream import EventStream, Out, sent
+from promptq.producer.http.submit import begin, prompt_tokens, read_call, with_headers
 from promptq.shared.protocol.events import TokenEvent
 
-_HIDDEN = TOOL_FIELDS | {*NAMES_OF_MESSAGES, "logprobs", "prompt_logprobs"}
+_HIDDEN = TOOL_FIELDS | {*NAMES, "logprobs", "prompt_logprobs"}
 
 router = APIRouter(
     tags=["messages"],
@@ -38,57 +34,42 @@ router = APIRouter(
 
 
 @router.post(
-    "/v1/messages", openapi_extra=operation(MessageOptions, _HIDDEN), response_class=Response
+    "/v1/messages", openapi_extra=operation(MessageOptions, hidden=_HIDDEN), response_class=Response
 )
 async def create_message(
-    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Answer a conversation, in one piece or, with `stream`, as it is generated."""
     async with read_call(request, gateway, caller, call_reader, "messages") as (prepared, hold):
-        return await respond_message(request, gateway, caller, prepared, hold)
-
-
-@router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, _HIDDEN))
-async def count_tokens(
-    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
-) -> dict[str, int]:
-    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
-    async with read_call(request, gateway, caller, call_reader, "counts") as (prepared, hold):
-        result, _ = await told_tokens(request, gateway, caller, prepared, hold)
-    return {"input_tokens": result.usage.prompt_tokens}
-
-
-async def respond_message(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
-    """Enqueue a call and answer it. Releases the hold on the body once it is in the queue."""
-    served, completion, rates = await begin(gateway, caller, prepared)
-    prepared.new.clear()
-    hold.release()
+        served, completion, rates = await begin(gateway, caller, prepared, hold)
     headers = {**rates, "Request-Id": completion.id}
     if prepared.call.stream:
-        stream = EventStream(gateway, served, MessageStream(completion), is_new=True)
-        return with_headers(headers, stream)
+        return with_headers(headers, message_stream(gateway, served, completion, is_new=True))
     headers |= {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
-    try:
-        async with while_present(request.receive):
-            whole = await _whole(served, completion)
-    except ClientLeftError:
-        if not completion.detach:
-            gateway.cancels.cancel(served.client, completion.request_ids)
-        raise
+    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
+        whole = await _whole(served, completion)
     return with_headers(headers, Response(whole, media_type="application/json"))
 
 
-@dataclass(frozen=True, slots=True)
-class MessageStream(StreamedCompletion):
-    """A message for `EventStream`, from its beginning."""
+@router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, hidden=_HIDDEN))
+async def count_tokens(
+    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+) -> dict[str, int]:
+    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
+    async with read_call(request, gateway, caller, call_reader, "counts") as (prepared, hold):
+        result, _ = await prompt_tokens(request, gateway, caller, prepared, hold)
+    return {"input_tokens": result.usage.prompt_tokens}
 
-    def frames(self, served: ServedQueue, out: Out) -> MessageFrames:
-        return MessageFrames(served, self.completion, out)
+
+def message_stream(
+    gateway: Gateway, served: ServedQueue, completion: Completion, *, is_new: bool = False
+) -> EventStream:
+    """The stream of a message, from its beginning."""
+    begin = partial(_Frames, served, completion)
+    return EventStream(gateway, served, completion, begin, is_new=is_new)
 
 
-class MessageFrames:
+class _Frames:
     """The frames of a message."""
 
     def __init__(self, served: ServedQueue, completion: Completion, out: Out) -> None:

@@ -8,11 +8,11 @@ from json.encoder import encode_basestring_ascii as quoted
 
 from pydantic_core import from_json, to_json
 
+from promptq.producer.apis.messages.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.output.output_text import Kind, OutputText, Piece
 from promptq.producer.calls.output.tool_calls import call_id
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
@@ -65,7 +65,7 @@ class MessageWriter:
             if given and not text:
                 self._num_given = event.end
             # A call is only of use as a whole, so that one belongs to the answer.
-            self._write([it for it in self._text.feed(given) if it.kind == "call"])
+            self._write([piece for piece in self._text.feed(given) if piece.kind == "call"])
         self._write(self._own(self._text.feed(text)))
         if event.finish_reason is not None:
             self._write(self._own(self._text.finish()))
@@ -145,7 +145,7 @@ class _Given:
         self._alone = OutputText(style, completion.asked)
         self._mark = "" if style is None else style.reasoning_before
         self._held: Piece | None = None
-        """What of it may still be given as output, since it might have become a mark."""
+        """Its end, which may still come as output, since it might have become a mark."""
 
     def split(self, event: TokenEvent) -> tuple[str, str]:
         """The text of the first event: what was given, and what follows it.
@@ -216,12 +216,11 @@ def _input_of(arguments: str) -> str:
 def _failure_of(event: TokenEvent) -> ApiError | None:
     """The error of a request that ended without an answer."""
     num_tokens = event.usage.completion_tokens if event.usage is not None else event.end
-    error = failure(event.finish_reason, event.error, num_tokens)
-    return None if error is None else error.named(NAMES_OF_MESSAGES)
+    return failure(event.finish_reason, event.error, num_tokens, NAMES)
 
 
 def _usage(usage: Usage, num_given: int) -> str:
-    """As Anthropic counts: cached tokens apart, and what the call gave of the output as input."""
+    """The usage as Anthropic counts it: cached tokens apart, and the given output as input."""
     details = "null"
     if usage.reasoning_tokens is not None:
         details = f'{{"thinking_tokens":{usage.reasoning_tokens}}}'

@@ -91,7 +91,7 @@ def _pieces_of(event: TokenEvent) -> Iterator[Piece]:
 
 
 def ending_of(event: TokenEvent) -> Ending:
-    """What the last event of a request says."""
+    """Returns the ending that the last event of a request reports."""
     if event.finish_reason is None:
         raise ValueError("the event is not the last one")
     stats = event.stats or Stats()
@@ -105,7 +105,7 @@ def ending_of(event: TokenEvent) -> Ending:
 
 
 def not_kept() -> EndedOutput:
-    """The output of a response whose request the queue does not know any more."""
+    """The output of a response whose request the queue no longer knows."""
     return _none("not_kept", "the queue forgot the output before a gateway could keep it")
 
 

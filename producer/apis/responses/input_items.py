@@ -16,7 +16,7 @@ _PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-"""How the ids of items begin, by the types that are served."""
+"""Prefixes of the ids of items, by the types that are served."""
 
 
 def read_items(given: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from promptq.producer.apis.responses.input_items import messages_of, read_items
+from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.calls.call import (
+    IGNORED,
     BodyOptions,
     CompletionCall,
     GeneratingOptions,
+    HistoryNeededError,
     StreamOptions,
     read_options,
     refuse,
+    tools_named,
     with_effort,
 )
 from promptq.producer.calls.output.model_text import needed_of
-from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
-from promptq.producer.calls.response_call import AskedResponse, HistoryNeededError, ResponseCall
-from promptq.producer.calls.tolerated_fields import IGNORED, tools_named
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
 from promptq.shared.queue.spoilt import UNREADABLE
 
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+    ".json_schema.schema": ".schema",
+    ".function.parameters": ".parameters",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+"""Names of fields here, by their names in a payload; see `in_api_names`."""
 LOGPROBS = "message.output_text.logprobs"
 _OTHER_INCLUDES = (
     "file_search_call.results",
@@ -36,7 +48,7 @@ _OTHER_INCLUDES = (
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 )
-"""What `include` may name without effect: items of which there are none here."""
+"""Values of `include` that are accepted and ignored: promptq has no such items."""
 
 _UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
 """Members of a tool that an answer repeats as null if the call has none."""
@@ -95,8 +107,8 @@ class ResponseOptions(InputOptions, GeneratingOptions):
 
 def read_response(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
-) -> tuple[CompletionCall, AskedResponse]:
-    """The chat that a call becomes, and what is kept of it.
+) -> CompletionCall:
+    """The chat that a call becomes, with a NewResponse as its `extra`.
 
     `history` has the items of earlier responses, one a line. Raises HistoryNeededError if it is
     None and the call continues one, InvalidRequestError naming the field that is wrong.
@@ -120,6 +132,7 @@ def read_response(
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body) + len(history or b""),
         form="response",
+        names=NAMES,
     )
     call = ResponseCall(
         id=response_id,
@@ -133,7 +146,7 @@ def read_response(
         previous_response_id=options.previous_response_id,
     )
     lines = b"\n".join(to_json(item) for item in own) if options.store else b""
-    return completion, AskedResponse(call, lines)
+    return replace(completion, extra=NewResponse(call, lines))
 
 
 def read_input_count(
@@ -150,6 +163,7 @@ def read_input_count(
         wait_for_worker=options.wait_for_worker,
         body_bytes=len(body) + len(history or b""),
         form="input_count",
+        names=NAMES,
     )
 
 
@@ -157,7 +171,7 @@ def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
     """Set the fields of a payload that make up the chat. Returns the call's own items."""
-    for name, other in NAMES_OF_RESPONSES.items():
+    for name, other in NAMES.items():
         refuse(name, fields, other)
     for name in ("embed", "prompt_logprobs", "tokenize"):
         refuse(name, fields)
@@ -304,7 +318,7 @@ def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 f"text.format: {name[:80]!r} is not one of type, {', '.join(_SCHEMA)}",
                 field="text.format",
             )
-    return {"type": kind, kind: {it: described[it] for it in _SCHEMA if it in described}}
+    return {"type": kind, kind: {name: described[name] for name in _SCHEMA if name in described}}
 
 
 def _function(tool: Mapping[str, Any]) -> Tool:
@@ -319,7 +333,7 @@ def _function(tool: Mapping[str, Any]) -> Tool:
             'tools: a function must be like {"type": "function", "name": ..., "parameters": {...}}',
             field="tools",
         )
-    function = {it: tool[it] for it in _FUNCTION if tool.get(it) is not None}
+    function = {name: tool[name] for name in _FUNCTION if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
@@ -331,7 +345,7 @@ def _allowed(tools: list[Tool], choice: Mapping[str, Any]) -> list[Tool]:
             "tool_choice: allowed_tools needs a mode, auto or required, and tools",
             field="tool_choice",
         )
-    names = [it.get("name") if isinstance(it, Mapping) else it for it in listed]
+    names = [tool.get("name") if isinstance(tool, Mapping) else tool for tool in listed]
     return tools_named(names, tools)
 
 

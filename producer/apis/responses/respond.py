@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from promptq.producer.apis.responses.ended_output import EndedOutput, ending_of
+from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
 from promptq.producer.apis.responses.write import ResponseWriter, error_frame, written
@@ -21,12 +22,11 @@ from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import ServedQueue
-from promptq.producer.calls.response_call import ResponseCall
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
-from promptq.producer.http.errors import ClientLeftError
+from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.state import Gateway
-from promptq.producer.http.stream import EventStream, Out, sent, while_present
+from promptq.producer.http.stream import EventStream, Out, sent
 from promptq.producer.http.submit import enqueue, place_of, with_headers
 from promptq.shared.errors import PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
@@ -35,39 +35,31 @@ from promptq.shared.runtime.logs import bind
 JSON = "application/json"
 
 
-async def respond_response(
+async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Store and enqueue a call, and answer it.
-
-    Releases the hold on the body once its request is in the queue.
-    """
+    """Store and enqueue a call, and answer it."""
     records = ResponseRecords(gateway)
-    answering, rates = await _begin(gateway, records, caller, prepared)
-    prepared.new.clear()
-    hold.release()
+    answering, rates = await _begin(gateway, records, caller, prepared, hold)
     call = answering.call
     if prepared.call.stream:
-        stream = EventStream(gateway, answering.served, answering, is_new=not call.background)
+        stream = stream_of(gateway, answering, is_new=not call.background)
         return with_headers(rates, stream)
     headers = {"X-Request-Id": call.id, **({"X-Stream-Url": call.url} if call.url else {})}
     if call.background and answering.stored is not None:
         is_new = call.id == prepared.completion_id
         whole = call.object("queued") if is_new else await records.current(answering.stored)
     else:
-        try:
-            async with while_present(request.receive):
-                whole = await _whole(answering)
-        except ClientLeftError:
-            if not call.detach:
-                gateway.cancels.cancel(answering.served.client, [call.id])
-            raise
+        async with cancelled_if_client_leaves(
+            gateway, request.receive, answering.served, answering
+        ):
+            whole = await _whole(answering)
     return with_headers({**rates, **headers}, Response(whole, media_type=JSON))
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredResponse:
-    """A response for `EventStream`, from after event number `after`.
+    """A response whose client waits for it, from after event number `after`.
 
     `stored` is its record, if it has one. With `at_once`, the first events do not wait for output,
     and an error is an event.
@@ -96,9 +88,6 @@ class AnsweredResponse:
     def detach(self) -> bool:
         return self.call.detach
 
-    def frames(self, served: ServedQueue, out: Out) -> ResponseFrames:
-        return ResponseFrames(self, out)
-
     async def keep(self, output: EndedOutput) -> None:
         """Keep the output. If that fails now, the records do it later."""
         if self.stored is not None:
@@ -113,7 +102,15 @@ class AnsweredResponse:
         raise error
 
 
-class ResponseFrames:
+def stream_of(
+    gateway: Gateway, answering: AnsweredResponse, *, is_new: bool = False
+) -> EventStream:
+    """The stream of a response that is not over yet."""
+    begin = partial(_Frames, answering)
+    return EventStream(gateway, answering.served, answering, begin, is_new=is_new)
+
+
+class _Frames:
     """The frames of a response that is not over yet."""
 
     def __init__(self, answering: AnsweredResponse, out: Out) -> None:
@@ -176,20 +173,20 @@ async def _whole(answering: AnsweredResponse) -> str:
 
 
 async def _begin(
-    gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared
+    gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
-    """What was enqueued and where, and the headers that report the caller's rates."""
-    asked = prepared.asked
-    assert asked is not None
+    """Store and enqueue a call. Returns its answer to be, and headers that report the rates."""
+    new = prepared.extra
+    assert isinstance(new, NewResponse)
     served, view = await place_of(gateway, caller, prepared)
-    call = replace(asked.call, model=prepared.call.model or view.model)
+    call = replace(new.call, model=prepared.call.model or view.model)
     bind(request_id=call.id)
     tenant = prepared.new[0].request.tenant or ""
     stored = StoredResponse(call, tenant, served.name) if call.store else None
     if stored is not None:
-        await records.stored.add(replace(asked, call=call), tenant, served.name)
+        await records.stored.add(replace(new, call=call), tenant, served.name)
     try:
-        [enqueued], rates = await enqueue(gateway, served, caller, prepared)
+        [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
         if enqueued != call.id:  # that of an earlier call with this idempotency key
             bind(request_id=enqueued)
             call = replace(call, id=enqueued)

@@ -15,13 +15,13 @@ from redis.exceptions import RedisError
 
 from promptq.producer.apis.responses.ended_output import EndedOutput, not_kept, spoilt
 from promptq.producer.apis.responses.read import check_history
+from promptq.producer.apis.responses.response_call import Status, not_known
 from promptq.producer.apis.responses.stored_responses import StoredResponse, StoredResponses
 from promptq.producer.apis.responses.write import written
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
-from promptq.producer.calls.response_call import Status, not_known
 from promptq.producer.clients.connecting import explained
 from promptq.producer.http.state import Gateway
 from promptq.shared.errors import RedisSideError, RequestNotFoundError, SpoiltRecordError

@@ -6,29 +6,27 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
-from fastapi import Request as HttpRequest
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from promptq.producer.apis.responses.input_items import id_of
-from promptq.producer.apis.responses.read import InputOptions, ResponseOptions
-from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, respond_response
+from promptq.producer.apis.responses.read import NAMES, InputOptions, ResponseOptions
+from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, respond, stream_of
+from promptq.producer.apis.responses.response_call import is_response_id
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.write import ResponseWriter, frames_of
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
-from promptq.producer.calls.response_call import is_response_id
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described, method_not_allowed
 from promptq.producer.http.limits import COUNTED_READ
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, FramesInTurns
-from promptq.producer.http.submit import read_call, told_tokens
+from promptq.producer.http.stream import FramesInTurns
+from promptq.producer.http.submit import prompt_tokens, read_call
 from promptq.shared.runtime.logs import bind
 
-_HIDDEN = TOOL_FIELDS | {*NAMES_OF_RESPONSES, "prompt_logprobs"}
+_HIDDEN = TOOL_FIELDS | {*NAMES, "prompt_logprobs"}
 
 router = APIRouter(
     tags=["responses"],
@@ -50,12 +48,12 @@ TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
 
 @router.post(
     "/v1/responses",
-    openapi_extra=operation(ResponseOptions, _HIDDEN),
+    openapi_extra=operation(ResponseOptions, hidden=_HIDDEN),
     response_class=Response,
     responses=described(408, 409, 413, 429, 500),
 )
 async def create_response(
-    request: HttpRequest,
+    request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
     call_reader: ThisCallReader,
@@ -65,16 +63,16 @@ async def create_response(
     async with read_call(
         request, gateway, caller, call_reader, "responses", history=records.history
     ) as read:
-        return await respond_response(request, gateway, caller, *read)
+        return await respond(request, gateway, caller, *read)
 
 
 @router.post(
     "/v1/responses/input_tokens",
-    openapi_extra=operation(InputOptions, _HIDDEN),
+    openapi_extra=operation(InputOptions, hidden=_HIDDEN),
     responses=described(408, 409, 413, 429, 500),
 )
 async def count_input_tokens(
-    request: HttpRequest,
+    request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
     call_reader: ThisCallReader,
@@ -84,12 +82,12 @@ async def count_input_tokens(
     async with read_call(
         request, gateway, caller, call_reader, "input_counts", history=records.history
     ) as read:
-        result, _ = await told_tokens(request, gateway, caller, *read)
+        result, _ = await prompt_tokens(request, gateway, caller, *read)
     return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
 
 
 @router.post("/v1/responses/{name}", include_in_schema=False)
-async def refuse_other_calls(request: HttpRequest, name: str) -> None:
+async def refuse_other_calls(request: Request, name: str) -> None:
     """Answer 404 to a name that is no id, such as `compact`: OpenAI has more calls."""
     if is_response_id(name):
         raise method_not_allowed("POST", request.url.path, "GET, DELETE")
@@ -125,7 +123,7 @@ async def retrieve_response(
     served = await records.served(stored)
     call = replace(stored.call, detach=True)  # who only reads it does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
-    return EventStream(gateway, served, answering)
+    return stream_of(gateway, answering)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -186,7 +184,7 @@ async def list_input_items(
     page = lines[begin : begin + limit]
     first, last = "null", "null"
     if page:
-        first, last = (quoted(id_of(it).decode()) for it in (page[0], page[-1]))
+        first, last = (quoted(id_of(item).decode()) for item in (page[0], page[-1]))
     has_more = "true" if len(lines) > begin + limit else "false"
     data = b",".join(page).decode()
     return Response(

@@ -1,4 +1,4 @@
-"""What a gateway stores of responses in Redis, under its own queue's keys.
+"""Records of responses in Redis, under the keys of the gateway's own queue.
 
 The state of a response is that of its request in the queue that serves it. A record has what the
 queue does not have, and once the response is over, its output. Records expire by themselves.
@@ -17,19 +17,19 @@ from pydantic import TypeAdapter
 
 from promptq.producer.apis.responses.ended_output import EndedOutput
 from promptq.producer.apis.responses.input_items import id_of
-from promptq.producer.calls.errors import NOT_AGAIN, ApiError
-from promptq.producer.calls.response_call import (
-    AskedResponse,
+from promptq.producer.apis.responses.response_call import (
+    NewResponse,
     ResponseCall,
     is_response_id,
     not_known,
 )
+from promptq.producer.calls.errors import NOT_AGAIN, ApiError
 from promptq.shared.queue.call import Call, ids_of, texts_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.turns import Turns
 
 _OVERHEAD_BYTES = 500
-"""What Redis takes for a record beside its longer fields, about."""
+"""About the memory of a record in Redis beside its longer fields."""
 _FIELDS = ("tenant", "queue", "call", "echo", "result")
 _CALLS = TypeAdapter(ResponseCall)
 
@@ -51,17 +51,17 @@ class StoredResponses:
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Each record is kept for so many seconds. A tenant has at most so many, with so many bytes
-        in all; 0 means no limit."""
+        """Keep each record for `seconds`. A tenant has at most `most` records, with `most_bytes` in
+        all; 0 means no limit."""
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
         """Shares the event loop among long work with outputs."""
         self._limits = (seconds * 1000, most, most_bytes)
 
-    async def add(self, asked: AskedResponse, tenant: str, queue: str) -> None:
+    async def add(self, new: NewResponse, tenant: str, queue: str) -> None:
         """Store a new response. Raises ApiError 413 if its tenant may not have more."""
-        call = asked.call
+        call = new.call
         options = asdict(call)
         del options["id"], options["echo"]
         fields: dict[str, str | bytes] = {
@@ -69,7 +69,7 @@ class StoredResponses:
             "queue": queue,
             "call": json.dumps(options),
             "echo": call.echo,
-            "input": asked.input_lines,
+            "input": new.input_lines,
         }
         reply = await self._run("add", tenant, call.id, fields)
         if reply[0] == "full":
@@ -107,23 +107,23 @@ class StoredResponses:
         key = self._keys.unfinished_responses
         due: list[str | int] = ["ZRANGE", key, "-inf", now - not_since_ms, "BYSCORE"]
         listing: Call[list[str]] = Call("", [*due, "LIMIT", 0, limit], ids_of, list)
-        ids = [it for it in await self._queue.run(listing) if is_response_id(it)]
+        ids = [each for each in await self._queue.run(listing) if is_response_id(each)]
         if not ids:
             return []
-        records = await self._queue.run([self._read(it) for it in ids])
+        records = await self._queue.run([self._read(response_id) for response_id in ids])
         found = [record for record in records if record is not None and record.result is None]
-        gone = {*ids} - {it.call.id for it in found}
+        gone = {*ids} - {record.call.id for record in found}
         calls: list[Call[Any]] = [
-            Call("", ["ZADD", key, "XX", now, it.call.id], int) for it in found
+            Call("", ["ZADD", key, "XX", now, record.call.id], int) for record in found
         ]
-        calls += [Call("", ["ZREM", key, it], int) for it in gone]
+        calls += [Call("", ["ZREM", key, response_id], int) for response_id in gone]
         await self._queue.run(calls)
         return found
 
     async def _run(
         self, what: str, tenant: str, response_id: str, fields: dict[str, str | bytes]
     ) -> list[str]:
-        num_bytes = sum(len(it) for it in fields.values())
+        num_bytes = sum(len(value) for value in fields.values())
         if what == "add":
             num_bytes += _OVERHEAD_BYTES
         args: list[str | bytes | int] = [what, tenant, response_id, num_bytes, *self._limits]

@@ -14,6 +14,8 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from promptq.producer.apis.responses.ended_output import EndedOutput, Ending
+from promptq.producer.apis.responses.read import NAMES
+from promptq.producer.apis.responses.response_call import ResponseCall, Status
 from promptq.producer.calls.completion import failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import chat_logprob
@@ -21,8 +23,6 @@ from promptq.producer.calls.output.model_text import Asked
 from promptq.producer.calls.output.output_text import Kind, OutputText
 from promptq.producer.calls.output.output_text import Piece as TextPiece
 from promptq.producer.calls.output.tool_calls import call_id
-from promptq.producer.calls.prepare import NAMES_OF_RESPONSES
-from promptq.producer.calls.response_call import ResponseCall, Status
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
@@ -67,7 +67,7 @@ class ResponseWriter:
         return self._number
 
     def learn(self, model: str, style: OutputStyle | None) -> None:
-        """What the queue knows: its model, and how that writes. Before the first `write`."""
+        """Sets the model and its output style. Call it before `write`."""
         self._model = self._call.model or model
         self._text = OutputText(style, self._call.asked)
 
@@ -122,8 +122,7 @@ class ResponseWriter:
     def failure_of(self, ending: Ending) -> ApiError | None:
         """The error of a request that ended without an answer."""
         num_tokens = ending.usage.completion_tokens
-        error = failure(ending.finish_reason, ending.error, num_tokens)
-        return None if error is None else error.named(NAMES_OF_RESPONSES)
+        return failure(ending.finish_reason, ending.error, num_tokens, NAMES)
 
     def _object(self, status: Status) -> str:
         return self._call.object(status, model=self._model)
@@ -287,7 +286,7 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 def error_frame(error: ApiError, number: int) -> str:
     """An event that says why a stream breaks off. OpenAI's client raises it."""
     told: Any = error.body["error"]
-    body = {"type": "error", "sequence_number": number, **{it: told[it] for it in _TOLD}}
+    body = {"type": "error", "sequence_number": number, **{name: told[name] for name in _TOLD}}
     return f"event: error\ndata: {json.dumps({**body, 'error': told})}\n\n"
 
 

@@ -23,7 +23,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a chat asked for, as far as it says how its answer is to be read."""
+    """The parts of a chat's call that say how to read its answer."""
 
     with_tools: bool = False
     """Whether the model was shown tools."""
@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What has become certain."""
+    """Text whose kind has become certain."""
 
     reasoning: str = ""
     content: str = ""
@@ -99,7 +99,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """What was held back when the text ended."""
+        """Returns what was held back when the text ended."""
         reasoning, text = "", ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
@@ -107,7 +107,7 @@ class ModelText:
         return piece if self._tools is None else piece + Piece("", *self._tools.finish())
 
     def _answer(self, reasoning: str, text: str) -> Piece:
-        """What follows the reasoning may have calls."""
+        """Reads the text behind the reasoning, which may have calls."""
         if self._tools is None:
             return Piece(reasoning, text)
         return Piece(reasoning, *self._tools.feed(text))
@@ -178,12 +178,12 @@ def _types_of(schema: Any) -> frozenset[str]:
     if isinstance(given, str):
         return frozenset({given})
     if isinstance(given, list):
-        return frozenset(it for it in given if isinstance(it, str))
+        return frozenset(name for name in given if isinstance(name, str))
     for either in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(either), list) and branches:
             of_each = [_types_of(branch) for branch in branches]
             return frozenset[str]().union(*of_each) if all(of_each) else frozenset()
     values = schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(it, str) for it in values):
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return frozenset()

@@ -28,7 +28,7 @@ class OutputText:
         self._reader = ModelText(style, asked)
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Returns the pieces whose kind is certain now."""
         if self._reader.is_plain:
             return [Piece("content", text)] if text else []
         pieces: list[Piece] = []
@@ -37,7 +37,7 @@ class OutputText:
         return _joined(pieces)
 
     def finish(self) -> list[Piece]:
-        """What was held back when the text ended."""
+        """Returns what was held back when the text ended."""
         return _joined(_in_order(self._reader.finish()))
 
 

@@ -23,7 +23,7 @@ class ReasoningText:
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back when the text ended."""
+        """Returns what was held back when the text ended."""
         held, self._held = self._held, ""
         return (held.rstrip(), "") if self._state == self._inside else ("", held)
 

@@ -92,7 +92,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """What was held back when the text ended."""
+        """Returns what was held back when the text ended."""
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
                 self._begin_call("")
@@ -127,7 +127,10 @@ class ToolText:
             self._held = self._held[1:]
 
     def _mark_begun(self) -> str:
-        """What is held, if it may begin a mark. Only after a call, white space before it counts."""
+        """Returns the held text if it may begin a mark.
+
+        White space before the mark counts only after a call.
+        """
         return "" if self._held[0].isspace() and not self.num_calls else _squeezed(self._held)
 
     def _in_plain(self, letter: str) -> None:
@@ -343,8 +346,8 @@ def _escapes(text: str) -> bool:
 
 
 def merged(deltas: list[ToolDelta]) -> list[ToolDelta]:
-    """The same with one delta for each call."""
+    """The deltas, joined to one for each call."""
     return [
-        ToolDelta(index, "".join(it.arguments for it in of_one), of_one[0].name)
+        ToolDelta(index, "".join(delta.arguments for delta in of_one), of_one[0].name)
         for index, of_one in ((index, list(group)) for index, group in groupby(deltas, _index))
     ]

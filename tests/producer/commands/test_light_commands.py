@@ -14,10 +14,13 @@ module, sys.argv = sys.argv[1], ["promptq", *sys.argv[2:]]
 try:
     runpy.run_module(module, run_name="__main__")
 except SystemExit:
-    print()
-    print(json.dumps(sorted(sys.modules)))
+    pass
+print()
+print(json.dumps(sorted(sys.modules)))
 """
 CLI, WORKER = "promptq.producer.cli", "promptq.worker"
+CALL_READER = "promptq.producer.apis.call_reader_process"
+HTTP = {"fastapi", "starlette", "uvicorn", "promptq.producer.http"}
 OTHERS = {  # of other commands, or of none
     "opentelemetry.sdk.metrics",
     *("aiohttp", "fastapi", "httpx", "jinja2", "numpy", "prometheus_client", "rq"),
@@ -33,6 +36,13 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
         (CLI, ["--version"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
         (CLI, ["stats", "--redis", "unix:///nowhere"], {"redis"}, {*OTHERS, "rich.markdown"}),
         (CLI, ["keys", "list", "--redis", "unix:///nowhere"], {"redis"}, OTHERS),
+        (
+            CLI,
+            ["batch", "run", "/nowhere", "-o", "/nowhere.out"],
+            {"promptq.producer.apis.completions.write", "promptq.producer.calls.queues"},
+            HTTP,
+        ),
+        (CALL_READER, ["info", "text"], {"promptq.producer.apis.responses.read"}, HTTP),
         (CLI, ["--help"], {"promptq.producer.gateway.server"}, {"fastapi", "httpx", "rq", "torch"}),
         (
             WORKER,
@@ -46,7 +56,14 @@ def test_what_a_command_loads(
     module: str, arguments: list[str], needed: set[str], unneeded: set[str]
 ) -> None:
     command = [sys.executable, "-P", "-c", RUN, module, *arguments]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # the reader of calls prints nothing else to its output
+        text=True,
+        check=True,
+    ).stdout
     loaded = set(json.loads(said.splitlines()[-1]))
     assert needed <= loaded
     assert not unneeded & loaded

@@ -18,9 +18,10 @@ import redis.asyncio
 from openai import OpenAI
 
 from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.apis.messages import read as messages
+from promptq.producer.apis.responses import read as responses
 from promptq.producer.batch_store.batch_records import Batches, new_batch
-from promptq.producer.calls.errors import named_as_asked
-from promptq.producer.calls.prepare import NAMES_OF_MESSAGES, NAMES_OF_RESPONSES
+from promptq.producer.calls.errors import in_api_names
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
@@ -306,6 +307,43 @@ def test_an_error_of_a_worker(openai_client: OpenAI, own_worker: HandWorker, str
     assert "x-should-retry" not in raised.value.response.headers
 
 
+TURNS = [{"role": "user", "content": "Go"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sent", "named"),
+    [
+        ("/v1/chat/completions", {"messages": TURNS}, "messages", "messages"),
+        ("/v1/embeddings", {"input": "Go"}, "prompt", "input"),
+        ("/v1/embeddings", {"input": "Go"}, "embed: dimensions", "dimensions"),
+        ("/v1/responses", {"input": "Go"}, "messages", "input"),
+        ("/v1/responses/input_tokens", {"input": "Go"}, "messages", "input"),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 9}, "stop", "stop_sequences"),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": TURNS},
+            "tools[0].function.parameters",
+            "tools[0].input_schema",
+        ),
+        ("/detokenize", {"tokens": [1]}, "prompt", "tokens"),
+    ],
+)
+def test_a_worker_that_refuses_a_field_names_it_as_the_endpoint_does(
+    http: httpx2.Client,
+    own_worker: HandWorker,
+    path: str,
+    fields: dict[str, Any],
+    sent: str,
+    named: str,
+) -> None:
+    with failing(own_worker, ErrorInfo(type="invalid_request", message=f"{sent}: no")):
+        answer = http.post(path, json=fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == f"{named}: no"
+    assert "param" not in error or error["param"] == named
+
+
 def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: HandWorker) -> None:
     """The client raises it where the tokens end."""
     with ThreadPoolExecutor() as pool:
@@ -461,8 +499,8 @@ def test_redis_that_takes_connections_and_says_nothing(redis_url: str) -> None:
     ("names", "schema", "parameters"),
     [
         ({}, "response_format.json_schema.schema", "tools[1].function.parameters"),
-        (NAMES_OF_RESPONSES, "text.format.schema", "tools[1].parameters"),
-        (NAMES_OF_MESSAGES, "output_config.format.schema", "tools[1].input_schema"),
+        (responses.NAMES, "text.format.schema", "tools[1].parameters"),
+        (messages.NAMES, "output_config.format.schema", "tools[1].input_schema"),
     ],
 )
 def test_a_place_in_a_schema_has_the_names_of_the_endpoint(
@@ -472,6 +510,6 @@ def test_a_place_in_a_schema_has_the_names_of_the_endpoint(
         ("response_format", "response_format.json_schema.schema", schema),
         ("tools", "tools[1].function.parameters", parameters),
     ):
-        message, param = named_as_asked(names, f"{sent}.properties.x.not: no", field)
+        message, param = in_api_names(names, f"{sent}.properties.x.not: no", field)
         assert message == f"{named}.properties.x.not: no"
         assert message.startswith(param or "-")

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
-from promptq.producer.calls.tolerated_fields import FieldsWithoutEffect, warn_of
+from promptq.producer.apis.completions.tolerated_fields import FieldsWithoutEffect, warn_of
 from tests.model_free_worker import text_of
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway

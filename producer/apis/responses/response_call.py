@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal
 from uuid import UUID
 
 from pydantic_core import to_json
 
+from promptq.producer.calls.call_reader import Payload
 from promptq.producer.calls.output.model_text import Asked
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.events import Usage
@@ -45,7 +46,7 @@ class ResponseCall:
 
     @property
     def unique(self) -> str:
-        """What tells its items from those of other responses."""
+        """The part of the id that all ids of its items contain."""
         return self.id.removeprefix(_PREFIX)
 
     @property
@@ -95,7 +96,7 @@ def new_response_id() -> str:
 
 
 def is_response_id(text: str) -> bool:
-    """Whether a text has the form of a response's id."""
+    """Returns whether a text has the form of a response's id."""
     unique = text.removeprefix(_PREFIX)
     return len(text) == len(_PREFIX) + 32 and unique.isalnum() and _is_hex(unique)
 
@@ -124,20 +125,23 @@ def _usage(usage: Usage | None) -> str:
     )
 
 
-class HistoryNeededError(Exception):
-    """The call continues an earlier response, whose conversation is to be read first."""
-
-    def __init__(self, previous_response_id: str) -> None:
-        super().__init__(previous_response_id)
-        self.previous_response_id = previous_response_id
-
-
 @dataclass(frozen=True, slots=True)
-class AskedResponse:
-    """What the payload of a response does not have: the response, and its own input.
-
-    `input_lines` are its items as JSON, one a line.
-    """
+class NewResponse:
+    """A response that begins, and its own input: items as JSON, one a line."""
 
     call: ResponseCall
     input_lines: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.call.echo) + len(self.input_lines)
+
+    def pack(self) -> tuple[dict[str, Any], list[bytes]]:
+        header = {**asdict(self.call), "echo": ""}
+        return header, [self.call.echo.encode(), self.input_lines]
+
+    @classmethod
+    def unpack(cls, header: dict[str, Any], parts: Sequence[Payload]) -> NewResponse:
+        """Returns the response that was packed."""
+        echo, lines = map(bytes, parts)
+        return cls(ResponseCall(**{**header, "echo": echo.decode()}), lines)

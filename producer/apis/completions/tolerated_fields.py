@@ -6,19 +6,17 @@ written for them need not be changed. A value that asks for what is not served i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
+from promptq.producer.calls.call import IGNORED, ONLY_VALUE, name_of_tool, tools_named
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
 from promptq.shared.runtime.logs import get_logger
-
-IGNORED = "accepted without effect"
-ONLY_VALUE = "accepted with this value only"
 
 
 class FieldsWithoutEffect(BaseModel):
@@ -39,6 +37,13 @@ class FieldsWithoutEffect(BaseModel):
     length_penalty: float | None = Field(None, description=IGNORED)
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
 
+    def model_post_init(self, context: Any, /) -> None:
+        for name in self.model_fields_set & _WITHOUT_EFFECT:
+            warn_of(name)
+
+
+_WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
+
 
 class FixedFields(BaseModel):
     """Accepted with the only value that is served, which needs no word."""
@@ -58,7 +63,7 @@ def warn_of(field: str) -> None:
     get_logger().warning("a field of a call has no effect", field=field)
 
 
-def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
+def in_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body, with those that have other names elsewhere under ours.
 
     Raises InvalidRequestError for what is not served.
@@ -154,22 +159,4 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
         check_tools(tools)  # also those that are not shown
     except ValueError as error:
         raise InvalidRequestError(str(error), field="tools") from None
-    return tools_named([_name_of(tool) for tool in listed], tools), mode
-
-
-def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """The tools of these names, which a choice allows. Raises InvalidRequestError for another."""
-    known = [_name_of(tool) for tool in tools]
-    for name in names:
-        if name is None or name not in known:
-            raise InvalidRequestError(
-                f"tool_choice: allows {str(name)[:80]!r}, which is not among the tools",
-                field="tool_choice",
-            )
-    return [tool for name, tool in zip(known, tools, strict=True) if name in names]
-
-
-def _name_of(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
+    return tools_named([name_of_tool(tool) for tool in listed], tools), mode
