@@ -15,7 +15,7 @@ from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000

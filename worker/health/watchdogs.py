@@ -19,9 +19,9 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prefetcher import Prefetcher
-from promptq.worker.leases.publisher import Publisher
 
 _LOOKS_PER_LIMIT = 8
 _MAX_WATCH_SECONDS = 1.0
@@ -71,10 +71,10 @@ class LeaseTimer:
     """Renews all leases several times within a lease, as long as there is progress."""
 
     def __init__(
-        self, leases: Leases, publisher: Publisher, watchdog: EngineWatchdog, lease_ms: int
+        self, leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
     ) -> None:
         self._leases = leases
-        self._publisher = publisher
+        self._exchange = exchange
         self._watchdog = watchdog
         self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
 
@@ -87,7 +87,7 @@ class LeaseTimer:
                 if self._watchdog.reason:
                     log.error("no progress; leases are left to run out", held=len(self._leases))
                 elif held := list(self._leases):
-                    await self._publisher.renew(held)
+                    await self._exchange.renew(held)
             except (RedisError, OSError) as error:
                 log.warning("leases not renewed", error=str(error))
 

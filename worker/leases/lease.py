@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from promptq.shared.protocol.claims import Claim, Held
 from promptq.shared.protocol.rows import Row
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 
 class LeaseState(Enum):

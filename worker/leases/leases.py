@@ -18,8 +18,8 @@ from promptq.shared.protocol.rows import RowStatus
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.ready import ReadyQueue, WakeUp
+from promptq.worker.leases.rows import PreparedRequest
 
 _PREPARING, _READY, _RUNNING, _ENDING, _RETURNING, _GONE = LeaseState
 _NEXT = {
@@ -70,7 +70,7 @@ class Leases:
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
-        """Set when a lease is to be given back. `GiveBack` clears it."""
+        """Set when a lease is to be given back. `Exchange.give_back` clears it."""
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}

@@ -10,7 +10,7 @@ from promptq.shared.queue.statistics import Contribution
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Histogram, Spec
 from promptq.worker.engine.api.messages import StepOutput
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 _MAX_TIMES = 2048
 """How many first tokens between two heartbeats report their times. Further ones are only

@@ -21,14 +21,13 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
-from promptq.worker.leases.exchange import GiveBack
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.preparation import Preparation, TakesLongError
-from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.publisher import Publisher
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.leases.slow_lane import SlowLane
 
 _JITTER_SECONDS = 0.001
@@ -59,8 +58,7 @@ class Prefetcher:
         preparation: Preparation,
         policy: ClaimPolicy,
         publisher: Publisher,
-        give_back: GiveBack,
-        departures: Departures,
+        exchange: Exchange,
         meter: Meter,
         stuck_seconds: float = math.inf,
     ) -> None:
@@ -73,8 +71,7 @@ class Prefetcher:
         self._preparation = preparation
         self._policy = policy
         self._publisher = publisher
-        self._give_back = give_back
-        self._departures = departures
+        self._exchange = exchange
         self._meter = meter
         self._stuck_seconds = stuck_seconds
         self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, and when it began
@@ -105,7 +102,7 @@ class Prefetcher:
         for lease in self._leases:
             if lease.state in (LeaseState.PREPARING, LeaseState.READY):
                 self._leases.returning(lease, crashed=lease is to_blame)
-        await self._give_back.run_once()
+        await self._exchange.give_back()
         if self._queue.has_unanswered_claim:  # this call gives back what the lost reply had
             with suppress(RedisError, OSError):
                 await self._queue.take_batch(Room(max_count=0, token_budget=0))
@@ -182,12 +179,11 @@ class Prefetcher:
         self._meter.num_claimed += len(claims)
         for claim in claims:
             if (earlier := self._leases.by_request(claim.request_id)) is not None:
-                outcome = self._leases.answered(earlier, RowStatus.FENCED)
-                self._departures.note(earlier, outcome)
+                self._exchange.take_answer(earlier, RowStatus.FENCED)
         leases = self._leases.claimed(claims)
         await self._take(leases, await asyncio.to_thread(self._prepare, leases))
         if self._leases.some_return.is_set():  # before the next claim, which needs their room
-            await self._give_back.run_once()
+            await self._exchange.give_back()
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
@@ -247,7 +243,7 @@ class Prefetcher:
         ready = (it for it in self._leases if it.state is LeaseState.READY)
         if untold := [it for it in ready if it.has_untold_length]:
             with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
-                await self._publisher.renew(untold)
+                await self._exchange.renew(untold)
 
     def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
         """Runs in a thread."""
