@@ -1,4 +1,4 @@
-"""Renews leases while the worker makes progress, and notices when it makes none.
+"""Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that keeps the lock of the interpreter (a regular expression that never ends, a C extension)
 stops every thread, also the one that renews leases and watches the engine. `faulthandler` watches
@@ -33,8 +33,8 @@ _SIGNS_OF_LIFE = 8
 
 
 class EngineStuckError(PromptqError):
-    """The engine, or the preparation of a request, has made no progress for so long that the
-    worker gives everything back and ends."""
+    """The engine, or the preparation of a request, makes no progress. The worker gives everything
+    back and ends."""
 
 
 class EngineWatchdog:

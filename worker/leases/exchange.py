@@ -60,7 +60,7 @@ class Exchange:
     ) -> None:
         """Act on the server's answers about leases, which it knows now as they were `sent`."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
-            lease.told(held)
+            lease.reported(held)
             self.take_answer(lease, status)
 
     def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Sends what the engine made, all of it in one round trip, and acts on the answers."""
+"""Sends the engine's outputs, all that are due in one round trip, and acts on the answers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _Sent = tuple[Lease, Row]
 class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
-    The coalescer decides what is sent at once. Rows that the server does not take are sent again
-    for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
+    The coalescer decides which tokens are sent at once. Rows that the server does not take are sent
+    again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Publisher:
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
-        """Send what still waits, at the end of a worker.
+        """Send the outputs that still wait, at the end of a worker.
 
-        It is tried once, since these tokens are generated again if that fails. Raises the error of
+        There is one try, since these tokens are generated again if that fails. Raises the error of
         the server.
         """
         self._coalescer.hurry()
@@ -83,7 +83,7 @@ class Publisher:
     async def _fetch(self) -> list[StepOutput]:
         """The steps since the last call; none if output of earlier steps is due first.
 
-        Raises the exception of an engine that failed, once nothing waits any more.
+        Raises the exception of an engine that failed, once nothing waits any longer.
         """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
@@ -95,7 +95,7 @@ class Publisher:
             return []
 
     async def _publish(self, steps: Sequence[StepOutput]) -> None:
-        """Send what is due. What the engine gives back goes to the queue afterwards."""
+        """Send the rows that are due, and then give back the requests that the engine returned."""
         rows: list[_Sent] = []
         given_back: list[tuple[Lease, GivenBack]] = []
         for output in self._due(steps):
@@ -148,8 +148,8 @@ class Publisher:
         Raises the last error of the server if it has taken nothing for `retry_seconds`.
         """
         rows = [(lease, each) for lease, row in rows for each in lease.with_unsent(row)]
-        untold = list(dict.fromkeys(lease for lease, _ in rows if lease.has_untold_length))
-        lengths = [lease.as_held() for lease in untold]
+        unreported = list(dict.fromkeys(lease for lease, _ in rows if lease.has_unreported_length))
+        lengths = [lease.as_held() for lease in unreported]
         started = time.monotonic()
         published = await keep_trying(
             lambda: self._queue.publish([row for _, row in rows], lengths), self._retry_seconds
@@ -165,7 +165,7 @@ class Publisher:
             if status in (RowStatus.GAP, RowStatus.ERROR) and lease.is_held:
                 self._log.error("row refused", request_id=row.request_id, status=status)
             self._exchange.take_answer(lease, status, row.finish_reason)
-        self._exchange.take_answers(untold, lengths, published.held)
+        self._exchange.take_answers(unreported, lengths, published.held)
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
         """Send all rows before `row` again, byte for byte, and then the row.

@@ -41,7 +41,7 @@ from promptq.worker.text.output_marks import ReasoningTokens
 from promptq.worker.text.tokenizer import Tokenizer
 
 _SHORTEST = 1e-12
-"""A vector that is shorter is not made longer, as in torch's `normalize`."""
+"""A shorter vector is not made longer, as in torch's `normalize`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +60,8 @@ class PreparedRequest:
     texts: list[str]
     logprobs: list[TokenLogprob]
     prompt_json: str = ""
-    """What the first event tells of the prompt's tokens, as JSON; empty if they are not wanted, and
-    until they are known."""
+    """The report on the prompt's tokens in the first event, as JSON; empty if the request does not
+    want one, and until it is known."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """The stop strings that are tokens."""
     reasoning: ReasoningTokens | None = None
@@ -78,8 +78,8 @@ class PreparedRequest:
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt in order. They are sent again if the server loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """Of these rows, the one with what the request itself gave of its output. It goes with the next
-    row, as a request that waits here has not begun."""
+    """The row with the part of the output that the request itself gave. It goes with the next row,
+    since a request that waits here has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -103,8 +103,7 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """How many KV tokens it is counted with: what was expected, or what it has if that is
-        more."""
+        """How many KV tokens it counts for: the expected number, or its tokens if they are more."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
@@ -124,15 +123,15 @@ class PreparedRequest:
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """The row, behind those that were to go with it."""
+        """Returns the row, behind the rows that have to go before it."""
         unsent, self.unsent = self.unsent, []
         return [*unsent, row]
 
     def rows_until(self, row: Row) -> list[Row]:
-        """All rows of the log up to this one, with those of earlier attempts."""
+        """Returns all rows of the log up to this one, with those of earlier attempts."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
-        return [*earlier, *(it for it in self.rows if it.start < row.start), row]
+        return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
 
     def next_row(
         self,
@@ -143,7 +142,7 @@ class PreparedRequest:
         error: ErrorInfo | None = None,
         embedding: str | None = None,
     ) -> Row:
-        """The row that sends these tokens, and ends the request if there is a finish reason.
+        """Returns the row with these tokens, which ends the request if there is a finish reason.
 
         Nothing is noted of a row that cannot be made.
         """
@@ -166,16 +165,16 @@ class PreparedRequest:
                 reasoning_tokens=self.reasoning.count(all_ids, whole) if self.reasoning else None,
             )
             self.stats, self.error = self._stats(num_emitted), error
-            told, stats = usage.to_json(), self.stats.to_json()
+            used, stats = usage.to_json(), self.stats.to_json()
             failure = None if error is None else error.to_json()
-            more += f',"usage":{told},"stats":{stats}'
+            more += f',"usage":{used},"stats":{stats}'
             if failure is not None:
                 more += f',"error":{failure}'
-            own = embedding_json(embedding)
+            last_part = embedding_json(embedding)
             if finish_reason is FinishReason.STOP:
                 last = self.stop_tokens.get(all_ids[-1]) if all_ids else None
-                own += stop_reason_json(self.text.stop_string or last)
-            more += own
+                last_part += stop_reason_json(self.text.stop_string or last)
+            more += last_part
             event_json = token_event_json(
                 index,
                 token_ids,
@@ -190,10 +189,10 @@ class PreparedRequest:
                 all_ids,
                 [*self.logprobs, *(logprobs or ())] or None,
                 finish_reason,
-                told,
+                used,
                 stats,
                 failure or "null",
-                self.prompt_json + own,
+                self.prompt_json + last_part,
             )
             row = Row(
                 claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result
@@ -323,11 +322,13 @@ class RowBuilder:
 def _prompt_logprobs(
     token_ids: Sequence[int], pieces: Sequence[PromptLogprobs]
 ) -> Iterator[TokenLogprob]:
-    """The report of each token of a prompt but the first one."""
+    """Yields the report on each token of a prompt but the first one."""
     following = iter(token_ids[1:])
     for piece in pieces:
         columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
-        for logprob, rank, top_ids, top in zip(*(it.tolist() for it in columns), strict=True):
+        for logprob, rank, top_ids, top in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             likeliest = [
                 TopLogprob(token_id=token_id, logprob=each)
                 for token_id, each in zip(top_ids, top, strict=True)
@@ -338,8 +339,8 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token of a prompt, special tokens by their names. Together they are the
-    prompt: a character of several tokens is in the text of the last one."""
+    """Returns the text of each token of a prompt, special tokens by their names. Together the texts
+    are the prompt: a character of several tokens is in the text of the last one."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
         if is_part:
@@ -352,7 +353,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def encoded(vector: npt.NDArray[np.float32], asked: Embed) -> str:
-    """Base64 of little-endian float32: the first `dimensions` numbers, at length 1 if asked for."""
+    """Returns the vector as base64 of little-endian float32: the first `dimensions` numbers, at
+    length 1 if `asked.normalize`."""
     numbers = vector[: asked.dimensions].astype(np.float64)
     if asked.normalize:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)

@@ -51,11 +51,11 @@ _NOTE_SECONDS = 5.0
 
 
 class Worker:
-    """Serves one queue with one engine until it is told to stop.
+    """Serves one queue with one engine until it is stopped.
 
     It makes the parts of a worker and runs them. The intake claims and prepares requests, and the
-    publisher sends what the engine makes of them. All parts report what happens to a held request
-    to the leases, and the leases feed the engine. `start_up_seconds` says how long each stage of
+    publisher sends their outputs. All parts report events of a held request to the leases, and the
+    leases feed the engine. `start_up_seconds` says how long each stage of
     loading took; the heartbeat shows it.
     """
 
@@ -150,7 +150,9 @@ class Worker:
             kv_bytes_per_token=limits.bytes_per_token,
             untold=" ".join(sorted(self.engine.abilities.untold)),
             start_up_seconds=sum(start_up_seconds.values()),
-            start_up_stages=" ".join(f"{it.replace(' ', '_')}={took:.3f}" for it, took in stages),
+            start_up_stages=" ".join(
+                f"{stage.replace(' ', '_')}={took:.3f}" for stage, took in stages
+            ),
         )
 
     async def start(self) -> None:
@@ -171,7 +173,7 @@ class Worker:
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
         self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
         if (seconds := watchdog_seconds()) is not None:
-            self._spawn(self._every(seconds, self._tell_service_manager))
+            self._spawn(self._every(seconds, self._notify_service_manager))
         await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
@@ -180,11 +182,11 @@ class Worker:
         self._has_started = True
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, or until a drain is asked for on the control channel.
+        """Work until `stop` is set, or until a drain is requested on the control channel.
 
         Raises the exception of a part of the worker that failed.
         """
-        stopping = {asyncio.create_task(it.wait()) for it in (stop, self._drain_requested)}
+        stopping = {asyncio.create_task(event.wait()) for event in (stop, self._drain_requested)}
         parts = [*self._tasks, self.intake.task]
         try:
             done, _ = await asyncio.wait([*stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +248,7 @@ class Worker:
         return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
-        """Have gateways of several queues find this one, also after the server lost its data."""
+        """Let gateways of several queues find this one, also after the server lost its data."""
         try:
             await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:
@@ -278,8 +280,8 @@ class Worker:
                 )
                 return
 
-    async def _tell_service_manager(self) -> None:
-        """Tell systemd that the worker lives, as long as no part of it hangs."""
+    async def _notify_service_manager(self) -> None:
+        """Notify systemd that the worker lives, as long as no part of it hangs."""
         if not self._watchdog.reason:
             notify("WATCHDOG=1")
 
