@@ -20,7 +20,7 @@ from promptq.shared.settings.model_queues import queues_of_models
 from promptq.shared.settings.secrets import forget_secrets
 from promptq.worker.engine.checkpoints.location import is_gguf
 from promptq.worker.serve.build import NATIVE
-from promptq.worker.serve.process import serve_until_told
+from promptq.worker.serve.process import serve_until_stopped
 from promptq.worker.swapping.taking_turns import take_turns
 
 _ARGUMENTS = "engine_arguments"
@@ -98,7 +98,7 @@ def _run(settings: Sequence[Settings], redis_url: str) -> None:
     if len(settings) > 1:
         asyncio.run(take_turns(settings, redis_url))
     else:
-        serve_until_told(settings[0], redis_url)
+        serve_until_stopped(settings[0], redis_url)
 
 
 def command() -> click.Command:

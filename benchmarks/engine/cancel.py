@@ -23,7 +23,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.common import Settings, read_settings
 from promptq.worker.leases.lease import LeaseState
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served, build
 from promptq.worker.serve.worker import Worker
 

@@ -24,7 +24,7 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.text.detokenizer import TextStream
 
 ROWS, STEPS, ROUNDS = 64, 2000, 5

@@ -37,11 +37,11 @@ TOLD_AGAIN_AT_THE_END = """
 import os, signal, sys
 from promptq.worker import command
 from promptq.worker.__main__ import main
-serve = command.serve_until_told
+serve = command.serve_until_stopped
 def told_again(*args):
     serve(*args)
     os.kill(os.getpid(), signal.SIGTERM)
-command.serve_until_told = told_again
+command.serve_until_stopped = told_again
 main()
 """
 

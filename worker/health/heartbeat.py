@@ -15,11 +15,13 @@ from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
-_AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
+_AS_THE_ENGINE_SAYS = {
+    field.name for field in fields(EngineStats)
+} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
 """A snapshot comes after the running step. If that takes longer, a later heartbeat shows it."""
 
@@ -44,8 +46,8 @@ class Heartbeat:
         self._leases = leases
         self._meter = meter
         self._asked: asyncio.Task[EngineSnapshot] | None = None
-        self._told: EngineStats = engine.stats
-        self._told_at = time.monotonic()
+        self._reported: EngineStats = engine.stats
+        self._reported_at = time.monotonic()
 
     async def beat(self) -> int:
         """Publish a heartbeat. Returns how many workers the queue has. Raises RedisError,
@@ -93,12 +95,12 @@ class Heartbeat:
 
     def slots(self) -> list[SlotStats]:
         """The batch at the last snapshot, without sequences that have left since."""
-        found = []
+        slots = []
         for sequence in self._snapshot.sequences:
             held = self._leases.by_sequence(sequence.sequence_id)
             if held is not None:
-                found.append(_slot_of(held, sequence))
-        return found
+                slots.append(_slot_of(held, sequence))
+        return slots
 
     async def _look(self) -> None:
         if self._asked is None:
@@ -109,13 +111,13 @@ class Heartbeat:
                 self._asked = None
 
     def _part(self) -> statistics.Contribution:
-        """What was done since the last heartbeat."""
+        """Returns the work since the last heartbeat, for the statistics of the queue."""
         part, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
-        part.generated_tokens = stats.generation_tokens - self._told.generation_tokens
-        part.prompt_tokens = stats.prompt_tokens - self._told.prompt_tokens
-        seconds = now - self._told_at
+        part.generated_tokens = stats.generation_tokens - self._reported.generation_tokens
+        part.prompt_tokens = stats.prompt_tokens - self._reported.prompt_tokens
+        seconds = now - self._reported_at
         self._tokens_per_second = part.generated_tokens / seconds if seconds > 0 else 0.0
-        self._told, self._told_at = stats, now
+        self._reported, self._reported_at = stats, now
         return part
 
 

@@ -1,4 +1,4 @@
-"""Answers probes over HTTP, as Kubernetes sends them: has it started, does it live, is it ready?"""
+"""Answers the HTTP probes of Kubernetes: has the worker started, does it live, is it ready?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from promptq.shared.errors import ConfigurationError
 
 PATHS = ("/startupz", "/livez", "/readyz")
 _MOST_SECONDS = 5.0
-"""Who sends no request for so long is cut off."""
+"""A client that sends nothing for this long is disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a worker tells of itself. `hangs` names a part that makes no progress, if one does."""
+    """A worker's health. `hangs` names a part that makes no progress, if there is one."""
 
     has_started: bool = False
     is_claiming: bool = False
@@ -27,7 +27,7 @@ class Health:
 
 
 class HealthServer:
-    """Serves probes of a worker, in threads of its own, from before its model is loaded.
+    """Serves probes of a worker in separate threads, from before its model is loaded.
 
     Each path replies 200 or 503, with `status` in JSON. Port 0 takes a free one. Raises
     ConfigurationError if the port is taken.
@@ -40,9 +40,9 @@ class HealthServer:
             timeout = _MOST_SECONDS
 
             def do_GET(self) -> None:
-                found = _replies(health()).get(self.path.partition("?")[0])
-                status, told = found or (404, f"no such path; there are {', '.join(PATHS)}")
-                body = json.dumps({"status": told}).encode() + b"\n"
+                reply = _replies(health()).get(self.path.partition("?")[0])
+                status, text = reply or (404, f"no such path; there are {', '.join(PATHS)}")
+                body = json.dumps({"status": text}).encode() + b"\n"
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -79,14 +79,14 @@ class HealthServer:
 
 
 def url_of(address: Any) -> str:
-    """The URL of a server that listens at a socket's address."""
+    """Returns the URL of a server that listens at a socket's address."""
     host, port = address[:2]
     name = host.decode() if isinstance(host, bytes) else host
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 
 def _replies(health: Health) -> dict[str, tuple[int, str]]:
-    """Status and words for each path."""
+    """Returns the status and the text for each path."""
     started = (200, "started") if health.has_started else (503, "loading the model")
     alive = (503, f"{health.hangs} makes no progress") if health.hangs else (200, "alive")
     ready = (200, "ready") if health.is_claiming else (503, "takes no requests")

@@ -1,4 +1,4 @@
-"""Tells systemd how the worker is: started, alive, stopping. See sd_notify(3)."""
+"""Notifies systemd that the worker has started, lives or stops. See sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def notify(state: str) -> None:
 
 
 def watchdog_seconds() -> float | None:
-    """How often WATCHDOG=1 is to be sent; None if nobody waits for it."""
+    """Returns how often to send WATCHDOG=1, in seconds; None if nobody waits for it."""
     microseconds = os.environ.get(_WATCHDOG, "")
     if not microseconds.isdigit() or not os.environ.get(_ADDRESS):
         return None

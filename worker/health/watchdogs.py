@@ -1,4 +1,4 @@
-"""Renews leases while the worker makes progress, and notices when it makes none.
+"""Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that keeps the lock of the interpreter (a regular expression that never ends, a C extension)
 stops every thread, also the one that renews leases and watches the engine. `faulthandler` watches
@@ -19,9 +19,9 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prefetcher import Prefetcher
-from promptq.worker.leases.publisher import Publisher
 
 _LOOKS_PER_LIMIT = 8
 _MAX_WATCH_SECONDS = 1.0
@@ -33,8 +33,8 @@ _SIGNS_OF_LIFE = 8
 
 
 class EngineStuckError(PromptqError):
-    """The engine, or the preparation of a request, has made no progress for so long that the
-    worker gives everything back and ends."""
+    """The engine, or the preparation of a request, makes no progress. The worker gives everything
+    back and ends."""
 
 
 class EngineWatchdog:
@@ -71,10 +71,10 @@ class LeaseTimer:
     """Renews all leases several times within a lease, as long as there is progress."""
 
     def __init__(
-        self, leases: Leases, publisher: Publisher, watchdog: EngineWatchdog, lease_ms: int
+        self, leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
     ) -> None:
         self._leases = leases
-        self._publisher = publisher
+        self._exchange = exchange
         self._watchdog = watchdog
         self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
 
@@ -87,7 +87,7 @@ class LeaseTimer:
                 if self._watchdog.reason:
                     log.error("no progress; leases are left to run out", held=len(self._leases))
                 elif held := list(self._leases):
-                    await self._publisher.renew(held)
+                    await self._exchange.renew(held)
             except (RedisError, OSError) as error:
                 log.warning("leases not renewed", error=str(error))
 

@@ -1,8 +1,8 @@
 """Joins tokens of several steps when they come faster than events should be sent.
 
 An event costs the worker, the server and the subscriber the same whether it has one token or three.
-Where they share cores with the engine, that time is lost for the engine. So there is a limit on the
-rate of events, as network cards have one for interrupts. Up to that rate every token is sent by
+Where they share cores with the engine, the engine loses that time. So there is a limit on the rate
+of events, as network cards have one for interrupts. Up to that rate every token is sent by
 itself; above it, some tokens of a stream are sent together. With an infinite rate every token is
 sent by itself.
 """
@@ -23,7 +23,7 @@ LONGEST_SECONDS = 0.1
 
 
 def default_rate() -> float:
-    """The default rate of events a second on this machine."""
+    """Returns the default rate of events a second on this machine."""
     return float(_EVENTS_PER_CORE * (os.cpu_count() or 1))
 
 
@@ -31,7 +31,7 @@ class Coalescer:
     """Holds outputs on their way from the engine to the server; `clock` gives seconds.
 
     Outputs that somebody waits for pass at once, and do not count: a first token, the first token
-    after a preemption, an end, and what the caller wants at once.
+    after a preemption, an end, and an output that the caller wants at once.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """The outputs to be sent now that this one has come: none, or all there are of its
-        sequence."""
+        """Returns the outputs to send now that this one has come: none, or all of its sequence."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids
@@ -57,7 +56,7 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """All outputs that wait, if they have waited long enough since the last time."""
+        """Returns all outputs that wait, if they have waited long enough since the last time."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []

@@ -1,4 +1,8 @@
-"""Cancels requests that this worker holds, and gives requests back to the queue."""
+"""The calls to the queue about held requests: renew, cancel and give back.
+
+Rows are sent by the publisher, but the answers to rows come here too. Each answer changes its
+lease, and is noted if the request leaves the worker.
+"""
 
 from __future__ import annotations
 
@@ -8,72 +12,112 @@ from functools import partial
 
 from redis.exceptions import RedisError
 
+from promptq.shared.errors import SpoiltRecordError
+from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.keys import is_request_id
+from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.retry import keep_trying
 from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
-from promptq.worker.leases.publisher import Publisher
 
 _RETRY_SECONDS = 0.2
 
 
-class Cancellation:
-    """Carries out cancels. The flag in the request decides; a message only says where to look."""
+class Exchange:
+    """Renews leases, carries out cancels, and gives requests back to the queue.
 
-    def __init__(self, queue: AsyncRequestQueue, leases: Leases, publisher: Publisher) -> None:
-        self._queue = queue
-        self._leases = leases
-        self._publisher = publisher
-        self._ids: set[str] = set()
-        self._arrived = asyncio.Event()
-
-    def add(self, request_id: str) -> None:
-        """Note a cancel. Anybody may have sent it, so what cannot be an id is ignored."""
-        if is_request_id(request_id):
-            self._ids.add(request_id)
-            self._arrived.set()
-
-    async def run_once(self) -> None:
-        """Wait for cancels and carry them out.
-
-        If that fails, the next renewal of the leases notices them anyway.
-        """
-        await self._arrived.wait()
-        self._arrived.clear()
-        ids, self._ids = self._ids, set()
-        held = [item for item in map(self._leases.by_request, ids) if item is not None]
-        if held:
-            await self._publisher.renew(held)
-        if others := sorted(ids - {item.request_id for item in held}):
-            await self._queue.run(scripts.cancel(others, "flagged"))
-
-
-class GiveBack:
-    """Gives back the leases that are due. Those that the server does not take stay held, are
-    renewed, and are tried again."""
+    `run_cancels` and `run_returns` run beside each other, so that neither waits for the other.
+    """
 
     def __init__(self, queue: AsyncRequestQueue, leases: Leases, departures: Departures) -> None:
         self._queue = queue
         self._leases = leases
         self._departures = departures
+        self._cancelled_ids: set[str] = set()
+        self._some_cancelled = asyncio.Event()
         self._turn = asyncio.Lock()  # so that no lease is given back twice
         self._log = get_logger(worker_id=queue.worker_id)
 
-    async def run(self) -> None:
-        """Run until cancelled."""
+    # ------------------------------------------------------------ renew
+
+    async def renew(self, leases: Sequence[Lease]) -> None:
+        """Renew leases, and let go of requests that are cancelled, expired or lost.
+
+        The call also reports the exact lengths of prompts. Raises RedisError, OSError.
+        """
+        held = [lease.as_held() for lease in leases]
+        published = await self._queue.publish([], held)
+        self.take_answers(leases, held, published.held)
+        self._leases.feed()
+
+    def take_answers(
+        self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
+    ) -> None:
+        """Act on the server's answers about leases, which it knows now as they were `sent`."""
+        for lease, held, status in zip(leases, sent, statuses, strict=True):
+            lease.reported(held)
+            self.take_answer(lease, status)
+
+    def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:
+        """Act on one answer. `reason` is the finish reason of a row; see `Leases.answered`."""
+        self._departures.note(lease, self._leases.answered(lease, status, reason))
+
+    # ------------------------------------------------------------ cancel
+
+    def cancel(self, request_id: str) -> None:
+        """Have `run_cancels` look whether this request is cancelled.
+
+        The flag in the request decides; the message that leads here only says where to look.
+        Anybody may have sent the message, so a text that cannot be an id is ignored.
+        """
+        if is_request_id(request_id):
+            self._cancelled_ids.add(request_id)
+            self._some_cancelled.set()
+
+    async def run_cancels(self) -> None:
+        """Carry out cancels until this task is cancelled.
+
+        If that fails, the next renewal of the leases notices the cancels anyway.
+        """
+        while True:
+            await self._some_cancelled.wait()
+            self._some_cancelled.clear()
+            ids, self._cancelled_ids = self._cancelled_ids, set()
+            try:
+                await self._carry_out(ids)
+            except (RedisError, OSError) as error:
+                self._log.warning("cancels not carried out", error=str(error))
+            except SpoiltRecordError as error:
+                note(error)
+
+    async def _carry_out(self, ids: set[str]) -> None:
+        held = [lease for lease in map(self._leases.by_request, ids) if lease is not None]
+        if held:
+            await self.renew(held)
+        if others := sorted(ids - {lease.request_id for lease in held}):
+            await self._queue.run(scripts.cancel(others, "flagged"))
+
+    # ------------------------------------------------------------ give back
+
+    async def run_returns(self) -> None:
+        """Give back the leases that are due, until cancelled.
+
+        Leases that the server does not take stay held, are renewed, and are tried again.
+        """
         while True:
             await self._leases.some_return.wait()
             try:
-                await self.run_once()
+                await self.give_back()
             except (RedisError, OSError) as error:
                 self._log.warning("requests not given back, trying again", error=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def run_once(self, seconds: float = 0.0) -> None:
+    async def give_back(self, seconds: float = 0.0) -> None:
         """Give back all leases that are due.
 
         Raises RedisError, OSError: the last error of the server, if it has taken nothing for
@@ -82,9 +126,9 @@ class GiveBack:
         async with self._turn:
             due = self._leases.due_back
             for part in (
-                [it for it in due if it.is_blamed],
-                [it for it in due if not it.is_blamed and it.delay_ms is None],
-                [it for it in due if not it.is_blamed and it.delay_ms is not None],
+                [lease for lease in due if lease.is_blamed],
+                [lease for lease in due if not lease.is_blamed and lease.delay_ms is None],
+                [lease for lease in due if not lease.is_blamed and lease.delay_ms is not None],
             ):
                 if part:
                     await keep_trying(partial(self._release, part), seconds)

@@ -14,7 +14,7 @@ from promptq.shared.runtime.tracing import Tracing
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Departure, Outcome
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 _NS_A_MS = 1_000_000
 

@@ -7,11 +7,11 @@ from enum import Enum, auto
 
 from promptq.shared.protocol.claims import Claim, Held
 from promptq.shared.protocol.rows import Row
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 
 class LeaseState(Enum):
-    """The life of a lease, from its claim until this worker has nothing to do with it any more."""
+    """The life of a lease, from its claim until this worker has no more to do with it."""
 
     PREPARING = auto()
     READY = auto()
@@ -32,13 +32,13 @@ class Lease:
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
     is_aside: bool = False
-    """Whether it takes no room until it is prepared."""
+    """Whether the request takes no room until it is prepared."""
     is_blamed: bool = False
-    """Whether giving it back counts as a crash of the request."""
+    """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
-    """How long nobody can claim it after it was given back."""
-    is_length_told: bool = False
-    """Whether the server knows the exact length of its prompt."""
+    """How long nobody can claim the request after it was given back."""
+    is_length_reported: bool = False
+    """Whether the server knows the exact length of the prompt."""
     prepared_or_none: PreparedRequest | None = None
 
     @property
@@ -47,44 +47,45 @@ class Lease:
 
     @property
     def prepared(self) -> PreparedRequest:
-        """The prepared request. Raises RuntimeError while it is being prepared."""
+        """The prepared request. Raises RuntimeError before preparation is done."""
         if self.prepared_or_none is None:
             raise RuntimeError(f"{self.request_id} is not prepared")
         return self.prepared_or_none
 
     @property
     def is_held(self) -> bool:
-        """Whether this worker still holds it, as far as is known here."""
+        """Whether this worker still holds the request, as far as it knows."""
         return self.state is not LeaseState.GONE
 
     @property
     def counts(self) -> bool:
-        """Whether it takes a place and KV."""
+        """Whether the request takes a place and KV memory."""
         return not (self.is_aside and self.state is LeaseState.PREPARING)
 
     @property
     def kv_need(self) -> int:
-        """How many KV tokens it is counted with."""
+        """How many KV tokens the request counts for."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none
         return self.claim.cost if prepared is None else prepared.kv_need
 
     @property
-    def has_untold_length(self) -> bool:
+    def has_unreported_length(self) -> bool:
         """Whether this worker knows the exact prompt length and the server does not yet."""
-        return self.prepared_or_none is not None and not self.is_length_told
+        return self.prepared_or_none is not None and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """A row, behind those that were to go with it."""
+        """Returns a row, behind the rows that have to go before it."""
         prepared = self.prepared_or_none
         return [row] if prepared is None else prepared.with_unsent(row)
 
     def as_held(self) -> Held:
-        """The form that renews it or gives it back. It has the prompt length if that is untold."""
-        length = self.prepared.num_prompt_tokens if self.has_untold_length else None
+        """Returns the form that renews or gives back the lease. It has the prompt length if the
+        server does not know that yet."""
+        length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 
-    def told(self, held: Held) -> None:
-        """The server has received `held`."""
-        self.is_length_told = self.is_length_told or held.prompt_tokens is not None
+    def reported(self, held: Held) -> None:
+        """Note that the server has received `held`."""
+        self.is_length_reported = self.is_length_reported or held.prompt_tokens is not None

@@ -18,8 +18,8 @@ from promptq.shared.protocol.rows import RowStatus
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.ready import ReadyQueue, WakeUp
+from promptq.worker.leases.rows import PreparedRequest
 
 _PREPARING, _READY, _RUNNING, _ENDING, _RETURNING, _GONE = LeaseState
 _NEXT = {
@@ -37,7 +37,7 @@ _TENANTS_ASIDE = 4
 
 
 class Departure(StrEnum):
-    """How an attempt leaves a worker although its request has not ended."""
+    """How an attempt leaves a worker before its request has ended."""
 
     FENCED = "fenced"
     """Another attempt holds the request now, or nobody does."""
@@ -57,8 +57,8 @@ Outcome = FinishReason | Departure
 class Leases:
     """Finds leases by request and by sequence, and makes every change of their states.
 
-    `answered` and `released` take an answer of the server, and return the outcome that it tells of,
-    if any. The server tells the outcome of an attempt to one call only. So the outcome must be
+    `answered` and `released` take an answer of the server, and return the outcome of the attempt,
+    if the answer names one. The server names the outcome to one call only. So the outcome must be
     noted even if the lease is gone by then.
     """
 
@@ -70,7 +70,7 @@ class Leases:
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
-        """Set when a lease is to be given back. `GiveBack` clears it."""
+        """Set when a lease is to be given back. `Exchange.give_back` clears it."""
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}
@@ -121,10 +121,10 @@ class Leases:
         limit, as the worker's room does not bound the memory that these requests take.
         """
         claim = lease.claim
-        others = [it.claim for it in self if not it.counts]
-        same = [it for it in others if it.tenant == claim.tenant]
+        others = [other.claim for other in self if not other.counts]
+        same = [other for other in others if other.tenant == claim.tenant]
         for claims, part in ((others, 1), (same, _TENANTS_ASIDE)):
-            num_bytes = len(claim.payload) + sum(len(it.payload) for it in claims)
+            num_bytes = len(claim.payload) + sum(len(other.payload) for other in claims)
             if len(claims) >= _MAX_ASIDE // part or num_bytes > _MAX_ASIDE_BYTES // part:
                 return False
         lease.is_aside = True
@@ -173,7 +173,7 @@ class Leases:
         was_held = lease.is_held
         if status.is_lost or reason:
             if lease.state is _RETURNING and status in (RowStatus.FENCED, RowStatus.FINISHED):
-                return None  # perhaps because it was just given back: that call is told the outcome
+                return None  # perhaps just given back: that call gets the outcome
             if status is RowStatus.GAP:
                 self.returning(lease)
                 return None
@@ -226,29 +226,29 @@ class Leases:
     @property
     def preemptible(self) -> list[tuple[int, int]]:
         """(priority, KV tokens) of each running request."""
-        return [(it.prepared.priority, it.kv_need) for it in self._preemptible]
+        return [(lease.prepared.priority, lease.kv_need) for lease in self._preemptible]
 
     @property
     def by_tenant(self) -> list[Holding]:
         """Running sequences and their tokens by tenant and priority."""
-        found = {(0, lease.claim.tenant): [0, 0] for lease in self}
+        by_level = {(0, lease.claim.tenant): [0, 0] for lease in self}
         for lease in self._preemptible:
-            counts = found.setdefault((lease.prepared.priority, lease.claim.tenant), [0, 0])
+            counts = by_level.setdefault((lease.prepared.priority, lease.claim.tenant), [0, 0])
             counts[0] += 1
             counts[1] += lease.kv_need
         return [
             Holding(priority, num_running, tokens, tenant)
-            for (priority, tenant), (num_running, tokens) in found.items()
+            for (priority, tenant), (num_running, tokens) in by_level.items()
         ]
 
     def _next_to_run(self) -> Lease | None:
-        """The ready request that is to go to the engine now, if one is."""
+        """Returns the ready request that goes to the engine now, if there is one."""
         lease = self.ready.first()
         if self.num_running < self.num_places:
             self.ready.num_empty += lease is None
             return lease
         if lease is None or any(
-            it.prepared.priority > lease.prepared.priority for it in self._preemptible
+            other.prepared.priority > lease.prepared.priority for other in self._preemptible
         ):
             return lease
         if not (newcomers := self.ready.tenants.keys() - self._tenants.keys()):
@@ -265,7 +265,7 @@ class Leases:
     @property
     def _preemptible(self) -> Iterator[Lease]:
         may_preempt = self._engine.abilities.may_preempt
-        return (it for it in self._running.values() if may_preempt(it.prepared.request))
+        return (each for each in self._running.values() if may_preempt(each.prepared.request))
 
     def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
         """Change a state, and with it the indices and the engine.

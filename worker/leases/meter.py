@@ -10,7 +10,7 @@ from promptq.shared.queue.statistics import Contribution
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Histogram, Spec
 from promptq.worker.engine.api.messages import StepOutput
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 
 _MAX_TIMES = 2048
 """How many first tokens between two heartbeats report their times. Further ones are only
@@ -32,7 +32,7 @@ class Meter:
         self._gaps: defaultdict[float, int] = defaultdict(int)  # last token -> how many
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
-        self._num_told = 0
+        self._num_with_stats = 0
         self._sums = dict.fromkeys(_MEANS, 0.0)
 
     def observe(self, spec: Spec, value: float, count: int = 1) -> None:
@@ -71,7 +71,7 @@ class Meter:
         stats = held.stats if held is not None else None
         if held is None or stats is None:
             return
-        self._num_told += 1
+        self._num_with_stats += 1
         for name in _MEANS:
             self._sums[name] += getattr(stats, name)
         end_to_end_ms = max(0.0, held.claim.server_ms(time.monotonic()) - held.claim.enqueued_at_ms)
@@ -89,10 +89,10 @@ class Meter:
 
     def mean_ms(self, name: str) -> float:
         """The mean of one of the times of the requests that ended, by its name in `Stats`."""
-        return self._sums[name] / max(1, self._num_told)
+        return self._sums[name] / max(1, self._num_with_stats)
 
     def take_contribution(self) -> Contribution:
-        """What has come since the last call, for the statistics of the queue."""
+        """Returns the counts since the last call, for the statistics of the queue."""
         taken, self._contribution = self._contribution, Contribution()
         return taken
 

@@ -21,14 +21,13 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
-from promptq.worker.leases.exchange import GiveBack
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.preparation import Preparation, TakesLongError
-from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.publisher import Publisher
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.leases.slow_lane import SlowLane
 
 _JITTER_SECONDS = 0.001
@@ -36,7 +35,7 @@ _PUT_OFF_POLL_SECONDS = 0.1
 """Nobody sends a message when the delay of a put-off request is over."""
 
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""What preparing a claim gives; None for a claim that was lost meanwhile."""
+"""The result of preparing a claim; None for a claim that was lost meanwhile."""
 
 _WORK_AHEAD_SECONDS = 0.1
 _MAX_DEPTH = 4096
@@ -59,8 +58,7 @@ class Prefetcher:
         preparation: Preparation,
         policy: ClaimPolicy,
         publisher: Publisher,
-        give_back: GiveBack,
-        departures: Departures,
+        exchange: Exchange,
         meter: Meter,
         stuck_seconds: float = math.inf,
     ) -> None:
@@ -73,8 +71,7 @@ class Prefetcher:
         self._preparation = preparation
         self._policy = policy
         self._publisher = publisher
-        self._give_back = give_back
-        self._departures = departures
+        self._exchange = exchange
         self._meter = meter
         self._stuck_seconds = stuck_seconds
         self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, and when it began
@@ -94,18 +91,18 @@ class Prefetcher:
     async def stop(self) -> None:
         """Stop claiming, and give back what is ready or being prepared.
 
-        A request whose preparation hangs is given back as a crash. What the server does not take
-        stays held. Raises RedisError, OSError.
+        A request whose preparation hangs is given back as a crash. Requests that the server does
+        not take stay held. Raises RedisError, OSError.
         """
         if self._task is not None:
             await end([self._task, *self._slow])
             self._task = None
-        preparing = (it for it in self._overdue if it.state is LeaseState.PREPARING)
-        to_blame = next(preparing, None)  # the others may only wait for the first
+        overdue = (lease for lease in self._overdue if lease.state is LeaseState.PREPARING)
+        to_blame = next(overdue, None)  # the others may only wait for the first
         for lease in self._leases:
             if lease.state in (LeaseState.PREPARING, LeaseState.READY):
                 self._leases.returning(lease, crashed=lease is to_blame)
-        await self._give_back.run_once()
+        await self._exchange.give_back()
         if self._queue.has_unanswered_claim:  # this call gives back what the lost reply had
             with suppress(RedisError, OSError):
                 await self._queue.take_batch(Room(max_count=0, token_budget=0))
@@ -129,7 +126,7 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease whose preparation hangs, even if it is not held any more.
+        """The lease whose preparation hangs, even if it is no longer held.
 
         None after `stop`, as nothing waits for that thread then.
         """
@@ -155,7 +152,7 @@ class Prefetcher:
         seconds = _PUT_OFF_POLL_SECONDS if self._slow_lane.has_put_off else POLL_SECONDS
         if not await self._wake_up.wait(seconds):
             self._wake_up.work_came()  # perhaps a message was missed
-            await self._tell_prompt_tokens()
+            await self._report_prompt_lengths()
         elif self.num_workers > 1:
             jitter = _JITTER_SECONDS * (self.num_workers - 1)
             await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
@@ -182,28 +179,27 @@ class Prefetcher:
         self._meter.num_claimed += len(claims)
         for claim in claims:
             if (earlier := self._leases.by_request(claim.request_id)) is not None:
-                outcome = self._leases.answered(earlier, RowStatus.FENCED)
-                self._departures.note(earlier, outcome)
+                self._exchange.take_answer(earlier, RowStatus.FENCED)
         leases = self._leases.claimed(claims)
         await self._take(leases, await asyncio.to_thread(self._prepare, leases))
         if self._leases.some_return.is_set():  # before the next claim, which needs their room
-            await self._give_back.run_once()
+            await self._exchange.give_back()
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
-        """Pass on what was prepared. Requests that cannot be ended now are given back."""
+        """Pass on the results of preparations. Requests that cannot be ended now are given back."""
         failed: list[tuple[Lease, InvalidRequestError]] = []
-        for lease, it in zip(leases, made, strict=True):
-            if it is None or lease.state is not LeaseState.PREPARING:
+        for lease, result in zip(leases, made, strict=True):
+            if result is None or lease.state is not LeaseState.PREPARING:
                 continue
-            if isinstance(it, TakesLongError):
+            if isinstance(result, TakesLongError):
                 self._prepare_later(lease)
                 continue
             self._log.debug("claimed", request_id=lease.request_id, attempt=lease.claim.attempt)
-            if isinstance(it, InvalidRequestError):
-                failed.append((lease, it))
+            if isinstance(result, InvalidRequestError):
+                failed.append((lease, result))
             else:
-                self._leases.prepared(lease, it)
+                self._leases.prepared(lease, result)
         self._leases.feed()
         self._meter.num_refused += len(failed)
         complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
@@ -241,16 +237,16 @@ class Prefetcher:
             self._broken = error
             self._wake_up.work_came()
 
-    async def _tell_prompt_tokens(self) -> None:
-        """Tell the server the exact prompt lengths of ready requests; running ones send it with a
+    async def _report_prompt_lengths(self) -> None:
+        """Report the exact prompt lengths of ready requests; running ones send theirs with a
         row."""
-        ready = (it for it in self._leases if it.state is LeaseState.READY)
-        if untold := [it for it in ready if it.has_untold_length]:
+        ready = (lease for lease in self._leases if lease.state is LeaseState.READY)
+        if unreported := [lease for lease in ready if lease.has_unreported_length]:
             with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
-                await self._publisher.renew(untold)
+                await self._exchange.renew(unreported)
 
     def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
-        """Runs in a thread."""
+        """Prepare some requests. This runs in a thread."""
         try:
             return [self._prepare_one(lease, only_quick) for lease in leases]
         finally:
@@ -274,8 +270,8 @@ def _more(room: Room, than: Room) -> bool:
 
 
 class ClaimPolicy:
-    """With `depth` None, the depth adapts to how fast requests are handed out: about 100 ms of work
-    lie ready."""
+    """How many requests to claim. With `depth` None, about 100 ms of work lie ready, by how fast
+    requests are handed out."""
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
         self._leases = leases

@@ -1,4 +1,4 @@
-"""Turns a claim into a held request: parses, checks, renders, tokenises and compiles.
+"""Turns a claim into a prepared request: parses, checks, renders, tokenises and compiles.
 
 The request may come from a stranger, so the size of each part is checked before work is done on it.
 """
@@ -18,7 +18,7 @@ from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling,
 from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.text.grammars.grammars import Grammars, NewGrammarError
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class TakesLongError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What is needed to turn a claim into a held request. `prepare` may run in any thread."""
+    """Turns claims into prepared requests. `prepare` may run in any thread."""
 
     tokenizer: Tokenizer
     limits: EngineLimits
@@ -53,7 +53,7 @@ class Preparation:
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
     pooling: Pooling | None = "last"
-    """How prompts become vectors unless a request says. None: each request has to say."""
+    """How prompts become vectors by default. None: each request has to name a pooling."""
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
         """Parse, tokenise and check a request, and rebuild the state that earlier attempts had
@@ -132,16 +132,16 @@ class Preparation:
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
         """Returns the stop strings that are tokens, which may be special ones and so no text."""
-        found = {self.tokenizer.added_token(stop): stop for stop in request.stop_strings}
+        stops = {self.tokenizer.added_token(stop): stop for stop in request.stop_strings}
         size = self.limits.vocab_size
         return {
             token_id: stop
-            for token_id, stop in found.items()
+            for token_id, stop in stops.items()
             if token_id is not None and token_id < size
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """The tokens that the output begins with, whoever publishes them.
+        """Returns the tokens that the output begins with, whichever attempt publishes them.
 
         An end token at the end of the given ones is left out, as the output goes on in its place.
         """
@@ -164,7 +164,7 @@ class Preparation:
         return prefix
 
     def _event_of(self, prefix: list[int], text: str, claim: Claim) -> list[TokenEvent]:
-        """The event that publishes the prefix, unless an earlier attempt did that."""
+        """Returns the event that publishes the prefix, unless an earlier attempt did that."""
         if not prefix or claim.events:
             return []
         return [TokenEvent(index=0, token_ids=prefix, text=text, attempt=claim.attempt)]
@@ -202,7 +202,7 @@ class Preparation:
                     raise _unsupported(name, "would not count the tokens of output_prefix")
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
-        """How the prompt becomes a vector; None if it does not."""
+        """Returns how the prompt becomes a vector; None if it does not."""
         if embed is None:
             return None
         size = self.limits.embedding_size
@@ -283,7 +283,7 @@ class Preparation:
         is_given: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """The grammar behind what was emitted. `is_given`: the request itself gave that."""
+        """Returns the grammar behind the emitted tokens. `is_given`: the request has them."""
         wanted = request.wanted_output
         if wanted is None:
             return None
@@ -311,13 +311,13 @@ class Preparation:
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of the bad words that fit into an output of so many tokens."""
-        found = {
+        """Returns the token sequences of bad words that fit into an output of `max_tokens`."""
+        fitting = {
             tuple(tokens)
             for tokens in self.tokenizer.encode_words(request.bad_words or ())
             if len(tokens) <= max_tokens
         }
-        return tuple(sorted(found))
+        return tuple(sorted(fitting))
 
 
 def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestError:
@@ -329,7 +329,7 @@ def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestErro
 
 
 def _num_values(payload: bytes) -> int:
-    """Count the separators outside of strings: there are at most so many JSON values."""
+    """Returns how many separators there are outside of strings: the most JSON values."""
     text = payload.replace(b"\\\\", b"").replace(
         b'\\"', b""
     )  # only borders of strings keep their `"`

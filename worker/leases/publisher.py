@@ -1,4 +1,4 @@
-"""Sends what the engine made, all of it in one round trip, and acts on the answers."""
+"""Sends the engine's outputs, all that are due in one round trip, and acts on the answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
@@ -16,7 +15,7 @@ from promptq.shared.server.retry import keep_trying
 from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, StepOutput
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.coalescer import Coalescer
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter
@@ -29,8 +28,8 @@ _Sent = tuple[Lease, Row]
 class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
-    The coalescer decides what is sent at once. Rows that the server does not take are sent again
-    for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
+    The coalescer decides which tokens are sent at once. Rows that the server does not take are sent
+    again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     """
 
     def __init__(
@@ -41,16 +40,16 @@ class Publisher:
         tokenizer: Tokenizer,
         coalescer: Coalescer,
         meter: Meter,
-        departures: Departures,
+        exchange: Exchange,
         retry_seconds: float = 0.0,
     ) -> None:
         self._queue = queue
         self._leases = leases
         self._engine = engine
-        self._rows = RowBuilder(leases, tokenizer)
+        self._rows = RowBuilder(tokenizer)
         self._coalescer = coalescer
         self._meter = meter
-        self._departures = departures
+        self._exchange = exchange
         self._retry_seconds = retry_seconds
         self._log = get_logger(worker_id=queue.worker_id)
 
@@ -62,9 +61,9 @@ class Publisher:
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
-        """Send what still waits, at the end of a worker.
+        """Send the outputs that still wait, at the end of a worker.
 
-        It is tried once, since these tokens are generated again if that fails. Raises the error of
+        There is one try, since these tokens are generated again if that fails. Raises the error of
         the server.
         """
         self._coalescer.hurry()
@@ -74,27 +73,17 @@ class Publisher:
     async def refuse(self, lease: Lease, error: InvalidRequestError) -> None:
         """End a request that cannot be prepared. Raises as `run` does."""
         self._leases.ending(lease)
-        await self._send([(lease, self._rows.refusal(lease, error))])
+        await self._send([(lease, self._rows.refusal(lease.claim, error))])
 
     async def complete(self, lease: Lease) -> None:
         """End a request whose earlier attempts generated all of its output. Raises as `run`
         does."""
-        await self._send([(lease, self._rows.completion(lease))])
-
-    async def renew(self, leases: Sequence[Lease]) -> None:
-        """Renew leases, and let go of requests that are cancelled, expired or lost.
-
-        It also sends the exact lengths of prompts. Raises RedisError, OSError.
-        """
-        held = [lease.as_held() for lease in leases]
-        published = await self._queue.publish([], held)
-        self._take_answers(leases, held, published.held)
-        self._leases.feed()
+        await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:
         """The steps since the last call; none if output of earlier steps is due first.
 
-        Raises the exception of an engine that failed, once nothing waits any more.
+        Raises the exception of an engine that failed, once nothing waits any longer.
         """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
@@ -106,7 +95,7 @@ class Publisher:
             return []
 
     async def _publish(self, steps: Sequence[StepOutput]) -> None:
-        """Send what is due. What the engine gives back goes to the queue afterwards."""
+        """Send the rows that are due, and then give back the requests that the engine returned."""
         rows: list[_Sent] = []
         given_back: list[tuple[Lease, GivenBack]] = []
         for output in self._due(steps):
@@ -117,7 +106,10 @@ class Publisher:
                 self._leases.ending(lease, by_engine=True)
                 given_back.append((lease, output.given_back))
             else:
-                rows.append((lease, self._rows.row(lease, output)))
+                row = self._rows.row(lease.prepared, output)
+                if row.finish_reason:
+                    self._leases.ending(lease, by_engine=output.finish_reason is not None)
+                rows.append((lease, row))
         self._leases.feed()  # slots are free before the round trip, not after
         if rows:
             await self._send(rows)
@@ -156,8 +148,8 @@ class Publisher:
         Raises the last error of the server if it has taken nothing for `retry_seconds`.
         """
         rows = [(lease, each) for lease, row in rows for each in lease.with_unsent(row)]
-        untold = list(dict.fromkeys(lease for lease, _ in rows if lease.has_untold_length))
-        lengths = [lease.as_held() for lease in untold]
+        unreported = list(dict.fromkeys(lease for lease, _ in rows if lease.has_unreported_length))
+        lengths = [lease.as_held() for lease in unreported]
         started = time.monotonic()
         published = await keep_trying(
             lambda: self._queue.publish([row for _, row in rows], lengths), self._retry_seconds
@@ -172,17 +164,8 @@ class Publisher:
                 continue
             if status in (RowStatus.GAP, RowStatus.ERROR) and lease.is_held:
                 self._log.error("row refused", request_id=row.request_id, status=status)
-            outcome = self._leases.answered(lease, status, row.finish_reason)
-            self._departures.note(lease, outcome)
-        self._take_answers(untold, lengths, published.held)
-
-    def _take_answers(
-        self, leases: Sequence[Lease], told: Sequence[Held], statuses: Sequence[RowStatus]
-    ) -> None:
-        """Act on what the server answered about leases."""
-        for lease, held, status in zip(leases, told, statuses, strict=True):
-            lease.told(held)
-            self._departures.note(lease, self._leases.answered(lease, status))
+            self._exchange.take_answer(lease, status, row.finish_reason)
+        self._exchange.take_answers(unreported, lengths, published.held)
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
         """Send all rows before `row` again, byte for byte, and then the row.

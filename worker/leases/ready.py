@@ -18,7 +18,8 @@ _MAX_HAND_OUTS = 100_000
 
 
 class ReadyQueue:
-    """Only `Leases` adds and removes requests. Its numbers are totals since the start."""
+    """The ready requests in queue order. Only `Leases` adds and removes them. The numbers are
+    totals since the start."""
 
     def __init__(self) -> None:
         self.num_handed_out = 0
@@ -46,8 +47,8 @@ class ReadyQueue:
 
     def first_of(self, tenants: Set[str]) -> Lease:
         """The first request of these tenants. Raises ValueError if there is none."""
-        found = (lease for lease in self._since if lease.claim.tenant in tenants)
-        return min(found, key=lambda lease: lease.claim.order)
+        theirs = (lease for lease in self._since if lease.claim.tenant in tenants)
+        return min(theirs, key=lambda lease: lease.claim.order)
 
     def add(self, lease: Lease) -> None:
         self.tenants.add(lease.claim.tenant)
@@ -89,7 +90,7 @@ class ReadyQueue:
 
 
 class WakeUp:
-    """Any part may ring. Only the intake waits."""
+    """Wakes the prefetcher. Any part of the worker may ring; only the prefetcher waits."""
 
     def __init__(self) -> None:
         self.num_left = 0

@@ -1,66 +1,251 @@
-"""Makes rows of the engine's output: text, stop strings, vectors, ends."""
+"""A prepared request, its output so far, and its rows: text, stop strings, vectors, ends."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import (
     ErrorInfo,
     Result,
+    Stats,
     TokenEvent,
     TokenLogprob,
     TopLogprob,
     Usage,
+    embedding_json,
     prompt_json,
+    result_json,
+    stop_reason_json,
+    token_event_json,
 )
-from promptq.shared.protocol.request import Embed, FinishReason
+from promptq.shared.protocol.request import Embed, FinishReason, Request
 from promptq.shared.protocol.rows import Row
 from promptq.shared.runtime.logs import get_logger
-from promptq.worker.engine.api.messages import PromptLogprobs, SequenceOutput
-from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.leases import Leases
-from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.text.detokenizer import REPLACEMENT
+from promptq.worker.engine.api.messages import (
+    EngineRequest,
+    PromptLogprobs,
+    SequenceOutput,
+    SequenceTiming,
+)
+from promptq.worker.text.detokenizer import REPLACEMENT, TextStream
+from promptq.worker.text.output_marks import ReasoningTokens
 from promptq.worker.text.tokenizer import Tokenizer
 
 _SHORTEST = 1e-12
-"""A vector that is shorter is not made longer, as in torch's `normalize`."""
+"""A shorter vector is not made longer, as in torch's `normalize`."""
+
+
+@dataclass(slots=True, eq=False)
+class PreparedRequest:
+    """A claim after its preparation, with the output so far.
+
+    `token_ids`, `texts` and `logprobs` are the output of all attempts. `engine_request` goes to the
+    engine.
+    """
+
+    claim: Claim
+    request: Request
+    engine_request: EngineRequest
+    text: TextStream
+    token_ids: list[int]
+    texts: list[str]
+    logprobs: list[TokenLogprob]
+    prompt_json: str = ""
+    """The report on the prompt's tokens in the first event, as JSON; empty if the request does not
+    want one, and until it is known."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """The stop strings that are tokens."""
+    reasoning: ReasoningTokens | None = None
+    """Counts the tokens of reasoning; None if the output has none."""
+    resumed_inexactly: bool = False
+    """Whether this attempt may continue with other tokens than the first would have given."""
+    timing: SequenceTiming | None = None
+    stats: Stats | None = None
+    """How long things took and how often; set with the last row."""
+    error: ErrorInfo | None = None
+    """Why the request failed, if its last row says so."""
+    last_token_at: float | None = None
+    """When the last token of this attempt came; `time.monotonic()` in seconds."""
+    rows: list[Row] = field(default_factory=list)
+    """The rows of this attempt in order. They are sent again if the server loses some."""
+    unsent: list[Row] = field(default_factory=list)
+    """The row with the part of the output that the request itself gave. It goes with the next row,
+    since a request that waits here has not begun."""
+
+    @property
+    def request_id(self) -> str:
+        return self.claim.request_id
+
+    @property
+    def sequence_id(self) -> int:
+        return self.engine_request.sequence_id
+
+    @property
+    def priority(self) -> int:
+        return self.engine_request.priority
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.engine_request.prompt_token_ids)
+
+    @property
+    def kv_need(self) -> int:
+        """How many KV tokens it counts for: the expected number, or its tokens if they are more."""
+        return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether only the last event is missing: earlier attempts generated the whole output, or
+        nothing is to be generated."""
+        return (
+            self.request.tokenize
+            or self.num_emitted >= self.engine_request.max_tokens
+            or self.is_stopped
+        )
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found or the grammar is complete. Only used before it runs."""
+        grammar = self.engine_request.grammar
+        return self.text.stopped or (grammar is not None and grammar.is_complete)
+
+    def with_unsent(self, row: Row) -> list[Row]:
+        """Returns the row, behind the rows that have to go before it."""
+        unsent, self.unsent = self.unsent, []
+        return [*unsent, row]
+
+    def rows_until(self, row: Row) -> list[Row]:
+        """Returns all rows of the log up to this one, with those of earlier attempts."""
+        claim = self.claim
+        earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
+        return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
+
+    def next_row(
+        self,
+        token_ids: list[int],
+        text: str,
+        logprobs: list[TokenLogprob] | None = None,
+        finish_reason: FinishReason | None = None,
+        error: ErrorInfo | None = None,
+        embedding: str | None = None,
+    ) -> Row:
+        """Returns the row with these tokens, which ends the request if there is a finish reason.
+
+        Nothing is noted of a row that cannot be made.
+        """
+        claim, index = self.claim, self.num_emitted
+        num_emitted = index + len(token_ids)
+        more = self.prompt_json if index == 0 else ""
+        if finish_reason is None:
+            event_json = token_event_json(
+                index, token_ids, text, logprobs, claim.attempt, more=more
+            )
+            row = Row(claim.request_id, claim.fence, index, num_emitted, event_json)
+            self.rows.append(row)
+        else:
+            whole = "".join((*self.texts, text))
+            all_ids = [*self.token_ids, *token_ids]
+            usage = Usage(
+                prompt_tokens=self.num_prompt_tokens,
+                completion_tokens=num_emitted,
+                cached_tokens=self.timing.cached_tokens if self.timing else 0,
+                reasoning_tokens=self.reasoning.count(all_ids, whole) if self.reasoning else None,
+            )
+            self.stats, self.error = self._stats(num_emitted), error
+            used, stats = usage.to_json(), self.stats.to_json()
+            failure = None if error is None else error.to_json()
+            more += f',"usage":{used},"stats":{stats}'
+            if failure is not None:
+                more += f',"error":{failure}'
+            last_part = embedding_json(embedding)
+            if finish_reason is FinishReason.STOP:
+                last = self.stop_tokens.get(all_ids[-1]) if all_ids else None
+                last_part += stop_reason_json(self.text.stop_string or last)
+            more += last_part
+            event_json = token_event_json(
+                index,
+                token_ids,
+                text,
+                logprobs,
+                claim.attempt,
+                f'"{finish_reason.value}"',
+                more,
+            )
+            result = result_json(
+                whole,
+                all_ids,
+                [*self.logprobs, *(logprobs or ())] or None,
+                finish_reason,
+                used,
+                stats,
+                failure or "null",
+                self.prompt_json + last_part,
+            )
+            row = Row(
+                claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result
+            )
+        self.token_ids += token_ids
+        self.texts.append(text)
+        self.logprobs += logprobs or ()
+        return row
+
+    def _stats(self, num_emitted: int) -> Stats:
+        now = time.monotonic()
+        timing = self.timing or SequenceTiming()
+        scheduled_at = timing.scheduled_at or now
+        first_token_at = timing.first_token_at or now
+        waited_ms = self.claim.claimed_at_ms - self.claim.enqueued_at_ms
+        num_new = num_emitted - len(self.engine_request.output_token_ids)
+        seconds = now - first_token_at
+        return Stats(
+            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claim.received_at) * 1000),
+            prompt_ms=(first_token_at - scheduled_at) * 1000,
+            generation_ms=seconds * 1000,
+            tokens_per_second=(num_new - 1) / seconds if num_new > 1 and seconds > 0 else 0.0,
+            attempts=self.claim.attempt,
+            preemptions=timing.preemptions,
+            recomputed_tokens=timing.recomputed_tokens,
+            preempted_at=[*map(self.claim.server_ms, timing.preempted_at)] or None,
+            resumed_at=[*map(self.claim.server_ms, timing.resumed_at)] or None,
+            resumed_inexactly=self.resumed_inexactly,
+        )
 
 
 class RowBuilder:
-    """Makes rows, and marks a request as ending with its last one. `tokenizer` gives the text of
-    tokens in log-probabilities."""
+    """Makes the rows of requests. `tokenizer` gives the text of tokens in log-probabilities."""
 
-    def __init__(self, leases: Leases, tokenizer: Tokenizer) -> None:
-        self._leases = leases
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._log = get_logger()
 
-    def row(self, lease: Lease, output: SequenceOutput) -> Row:
-        """The row of a running request. If making it fails, a row that ends this request alone.
+    def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
+        """Returns the row of a running request; if making it fails, a row that ends this request
+        alone.
 
-        None of the tokens that the failed row would have had are sent then.
+        The failed row's tokens are not sent.
         """
-        prepared = lease.prepared
         try:
-            row = self._row(prepared, output)
+            return self._row(prepared, output)
         except Exception as error:  # it must not stop the other requests
-            self._log.exception("a request's output failed", request_id=lease.request_id)
+            self._log.exception("a request's output failed", request_id=prepared.request_id)
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
-            row = prepared.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
-        if row.finish_reason:
-            self._leases.ending(lease, by_engine=output.finish_reason is not None)
-        return row
+            return prepared.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
-    def refusal(self, lease: Lease, error: InvalidRequestError) -> Row:
-        """The last row of a request that never became a sequence."""
-        claim = lease.claim
+    def refusal(self, claim: Claim, error: InvalidRequestError) -> Row:
+        """Returns the last row of a request that never became a sequence."""
         event = TokenEvent(
             index=claim.num_logged,
             token_ids=[],
@@ -74,10 +259,9 @@ class RowBuilder:
         self._log.debug("refused", request_id=claim.request_id, error=str(error))
         return Row.of(claim.request_id, claim.fence, event, result)
 
-    def completion(self, lease: Lease) -> Row:
-        """The last row of a request that needs no engine: earlier attempts generated all of its
-        output, or it asks for its tokens."""
-        prepared = lease.prepared
+    def completion(self, prepared: PreparedRequest) -> Row:
+        """Returns the last row of a request that needs no engine: earlier attempts generated all of
+        its output, or the request wants only the tokens of its prompt."""
         if prepared.request.tokenize:
             token_ids = prepared.engine_request.prompt_token_ids
             prepared.prompt_json = prompt_json(
@@ -138,11 +322,13 @@ class RowBuilder:
 def _prompt_logprobs(
     token_ids: Sequence[int], pieces: Sequence[PromptLogprobs]
 ) -> Iterator[TokenLogprob]:
-    """The report of each token of a prompt but the first one."""
+    """Yields the report on each token of a prompt but the first one."""
     following = iter(token_ids[1:])
     for piece in pieces:
         columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
-        for logprob, rank, top_ids, top in zip(*(it.tolist() for it in columns), strict=True):
+        for logprob, rank, top_ids, top in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             likeliest = [
                 TopLogprob(token_id=token_id, logprob=each)
                 for token_id, each in zip(top_ids, top, strict=True)
@@ -153,8 +339,8 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token of a prompt, special tokens by their names. Together they are the
-    prompt: a character of several tokens is in the text of the last one."""
+    """Returns the text of each token of a prompt, special tokens by their names. Together the texts
+    are the prompt: a character of several tokens is in the text of the last one."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
         if is_part:
@@ -167,7 +353,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def encoded(vector: npt.NDArray[np.float32], asked: Embed) -> str:
-    """Base64 of little-endian float32: the first `dimensions` numbers, at length 1 if asked for."""
+    """Returns the vector as base64 of little-endian float32: the first `dimensions` numbers, at
+    length 1 if `asked.normalize`."""
     numbers = vector[: asked.dimensions].astype(np.float64)
     if asked.normalize:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)

@@ -44,7 +44,9 @@ class SlowLane:
         before. A request that comes back too early costs a useless claim.
         """
         now = time.monotonic()
-        self._put_off_until = {it: at for it, at in self._put_off_until.items() if at > now}
+        self._put_off_until = {
+            other: until for other, until in self._put_off_until.items() if until > now
+        }
         seconds = self._seconds.get(tenant, _USUAL_SECONDS) / _MAX_THREADS_OF_TENANT
         here = len(self._waiting.get(tenant, ())) * seconds
         before = self._put_off_until.get(tenant, now + max(here, _MIN_PUT_OFF_SECONDS))
@@ -75,7 +77,7 @@ class SlowLane:
 
     def _give_turns(self) -> None:
         while self._running.total() < _MAX_THREADS:
-            tenant = next((it for it in self._waiting if self._may_run(it)), None)
+            tenant = next(filter(self._may_run, self._waiting), None)
             if tenant is None:
                 return
             turns = self._waiting.pop(tenant)

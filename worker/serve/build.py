@@ -1,4 +1,4 @@
-"""Puts together what a worker serves: engine, tokenizer, end tokens and the model's identity."""
+"""Builds the parts that a worker serves: engine, tokenizer, end tokens, the model's identity."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Served:
     """A model, ready to serve."""
 
     engine: Engine | EnginePort
-    """One that is driven by steps gets a thread from the worker."""
+    """The worker starts a thread for an engine that is driven by steps."""
     tokenizer: Tokenizer
     identity: ModelIdentity
     end_token_ids: frozenset[int]
@@ -53,11 +53,11 @@ class Served:
     dtype: str
     """Empty if nothing is computed."""
     way: str = ""
-    """How it computes, in words: with code of our own, or why not."""
+    """How it computes, in words: with promptq's own code, or why not."""
     grammars: Grammars | None = None
     """Makes outputs match a schema; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
-    """What another load of the same model need not check again."""
+    """The result of the check at load. Another load of the same model need not repeat it."""
     pooling: Pooling | None = "last"
     """How prompts become vectors; see Preparation."""
 
@@ -68,7 +68,7 @@ class Served:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
+    """Returns the bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigurationError(
@@ -98,7 +98,8 @@ def build(settings: Settings, progress: Progress = unheard, known: Verdict | Non
 
 
 def identify(settings: Settings) -> ModelIdentity:
-    """The model that the settings name, without its weights. Raises ModelError."""
+    """Returns the identity of the model that the settings name; loads no weights. Raises
+    ModelError."""
     if settings.model == MODEL_FREE and settings.engine == NATIVE:
         return ModelIdentity(MODEL_FREE, MODEL_FREE)
     name = settings.model or str(MODEL_DIR)
@@ -125,7 +126,7 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
 
 
 def _formats(settings: Settings) -> list[str]:
-    """What is rounded. It changes texts by more than processors do."""
+    """Returns the number formats that change texts by more than processors do."""
     formats: list[str] = []
     if settings.quantization != "none":
         formats.append(settings.quantization)
@@ -139,7 +140,7 @@ def _formats(settings: Settings) -> list[str]:
 
 
 def fits_beside_others(settings: Settings) -> bool:
-    """Whether the model can surely be loaded while others stay in memory."""
+    """Returns whether the model can surely be loaded while others stay in memory."""
     if settings.engine != NATIVE:
         return settings.upstream is not None  # otherwise its server takes what it takes
     if settings.model == MODEL_FREE:
@@ -347,7 +348,7 @@ def _engine(
 
 
 def shown_name(settings: Settings) -> str:
-    """The name by which clients know the model."""
+    """Returns the name by which clients know the model."""
     if settings.served_model_name is not None:
         return settings.served_model_name
     if settings.model is None:
@@ -359,7 +360,7 @@ def shown_name(settings: Settings) -> str:
 
 
 def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
-    """A hash that tells models apart, of the sizes and beginnings of a model's files.
+    """Returns a hash that distinguishes models, of the sizes and beginnings of a model's files.
 
     A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
     name and vocabulary. A machine whose worker forwards may have it or not.
@@ -380,7 +381,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
 
 
 def _folder(name_or_dir: str) -> Path:
-    """Where a model's files are, that was loaded from there or by its hub name."""
+    """Returns the folder of a model's files, by the folder itself or by the hub name."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

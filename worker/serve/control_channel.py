@@ -9,52 +9,81 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, RedisError
 
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.worker.leases.exchange import Exchange
+from promptq.worker.leases.ready import WakeUp
 
 _RECONNECT_SECONDS = 0.5
 
 
-class Message(NamedTuple):
-    """`kind` is `pending`, `cancel` or `drain`; `name` is the id of a request or a worker."""
+class ControlChannel:
+    """Passes new work to the prefetcher's wake-up, cancels to the exchange, and sets `drain`."""
 
-    kind: str
-    name: str | None = None
+    def __init__(
+        self, queue: AsyncRequestQueue, wake_up: WakeUp, exchange: Exchange, drain: asyncio.Event
+    ) -> None:
+        self._client: Any = queue.redis
+        self._keys = queue.keys
+        self._worker_id = queue.worker_id
+        self._wake_up = wake_up
+        self._exchange = exchange
+        self._drain = drain
+        self._messages = self._listen()
+        self._log = get_logger(worker_id=queue.worker_id, queue=queue.keys.queue)
 
+    async def start(self) -> None:
+        """Return once the worker listens. Raises NoPermissionError."""
+        await anext(self._messages)
 
-async def messages(client: Any, keys: Keys) -> AsyncIterator[Message]:
-    """Each message, until cancelled. A drain without a name is for all workers.
+    async def run(self) -> None:
+        """Act on each message, until cancelled."""
+        async for message in self._messages:
+            self._act(message)
 
-    Messages that are missed while disconnected only cost time: workers poll for new work, and every
-    publish reports what is cancelled. Only a drain has to be sent again. The first message says
-    that it listens. Raises NoPermissionError.
-    """
-    heeded = {keys.drain.encode()}
-    if not _has_role(client):
-        heeded.add(keys.control.encode())
-    while True:
-        try:
-            async with client.pubsub() as channel:
-                await channel.subscribe(keys.control, keys.drain)
-                while True:
-                    message = await _next(channel)
-                    if message["type"] == "subscribe":
-                        yield Message("pending")  # something may have come before it listened
-                    if message["type"] != "message":
-                        continue
-                    kind, colon, name = message["data"].decode("ascii", "replace").partition(":")
-                    if kind != "drain" or message["channel"] in heeded:
-                        yield Message(kind, name if colon else None)
-        except NoPermissionError:
-            raise
-        except (RedisError, OSError) as error:
-            get_logger().warning("control channel lost, subscribing again", error=str(error))
-            await asyncio.sleep(_RECONNECT_SECONDS)
+    def _act(self, message: str) -> None:
+        """`message` is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`."""
+        kind, colon, name = message.partition(":")
+        if kind == "pending":
+            self._wake_up.work_came()
+        elif kind == "cancel":
+            self._exchange.cancel(name)
+        elif kind == "drain" and (not colon or name == self._worker_id):
+            self._log.info("told to drain")
+            self._drain.set()
+
+    async def _listen(self) -> AsyncIterator[str]:
+        """Yields each message, until cancelled. The first one says that the worker listens.
+
+        Messages that are missed while disconnected only cost time: workers poll for new work, and
+        every publish reports cancels. Only a drain has to be sent again.
+        """
+        heeded = {self._keys.drain.encode()}
+        if not _has_role(self._client):
+            heeded.add(self._keys.control.encode())
+        while True:
+            try:
+                async with self._client.pubsub() as channel:
+                    await channel.subscribe(self._keys.control, self._keys.drain)
+                    while True:
+                        message = await _next(channel)
+                        if message["type"] == "subscribe":
+                            yield "pending"  # something may have come before it listened
+                        if message["type"] != "message":
+                            continue
+                        text = message["data"].decode("ascii", "replace")
+                        if message["channel"] in heeded or text.partition(":")[0] != "drain":
+                            yield text
+            except NoPermissionError:
+                raise
+            except (RedisError, OSError) as error:
+                self._log.warning("control channel lost, subscribing again", error=str(error))
+                await asyncio.sleep(_RECONNECT_SECONDS)
 
 
 def _has_role(client: Any) -> bool:

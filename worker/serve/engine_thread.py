@@ -161,7 +161,7 @@ class EngineThread:
         return not self._stopping
 
     def _wait(self) -> None:
-        """Wait for mail, or to be told to stop."""
+        """Wait for mail, or for `stop`."""
         with self._inbox:
             self._is_waiting = True  # before it looks, so that nothing comes unnoticed after that
             while not (self._stopping or self._has_mail):
@@ -202,5 +202,5 @@ class EngineThread:
 
 
 def _all_of(mail: deque[T]) -> list[T]:
-    """Take what is there. The other thread may add to it meanwhile."""
+    """Take all mail that is there. The other thread may add to it meanwhile."""
     return [mail.popleft() for _ in range(len(mail))]

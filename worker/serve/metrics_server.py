@@ -23,12 +23,12 @@ _MADE_OF = {
     metrics.ACCEPTED: "accepted_tokens",
     metrics.RECOMPUTED: "recomputed_tokens",
 }
-"""Metrics that are left out if the engine does not tell this statistic."""
+"""Metrics that are left out if the engine does not report this statistic."""
 _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
 
 
 def readings(worker: Worker) -> Iterator[Reading]:
-    """The current values of all metrics of a worker. It may be called in any thread."""
+    """Yields the current values of all metrics of a worker. Any thread may call it."""
     engine, meter, ready = worker.engine.stats, worker.meter, worker.leases.ready
     model = (worker.served.identity.name, metrics.ENGINE)
     gauges_and_counters = {
@@ -55,9 +55,9 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.FENCES_LOST: meter.num_fences_lost,
         metrics.PUBLISHED: meter.num_published,
     }
-    untold = worker.engine.abilities.untold
+    unreported = worker.engine.abilities.untold
     for spec, value in gauges_and_counters.items():
-        if _MADE_OF.get(spec) not in untold:
+        if _MADE_OF.get(spec) not in unreported:
             yield spec, model, float(value)
     for reason in FinishReason:
         labels = (*model, _VLLMS_WORDS.get(reason, reason.value))
@@ -67,7 +67,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
 
 
 class MetricsServer:
-    """Serves a worker's metrics over HTTP, in a thread of its own.
+    """Serves a worker's metrics over HTTP, in a separate thread.
 
     Port 0 takes a free one. Raises ConfigurationError if the port is taken.
     """

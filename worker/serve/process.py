@@ -39,7 +39,7 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""An engine's thread gets the interpreter so soon after it computed. The default would be 5 ms. If
+"""How soon an engine's thread gets the interpreter after a step; Python's default is 5 ms. If
 nothing computes, all threads need the lock all the time, and each change of thread costs more than
 it gains."""
 
@@ -48,7 +48,7 @@ class Turn(Protocol):
     """Says when a process may load its model, if it shares the device with others."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set the events when the process is told to end, as a signal would."""
+        """Set the events when the owner has the process end, as a signal would."""
         ...
 
     async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> Verdict | None:
@@ -60,7 +60,7 @@ class Turn(Protocol):
         ...
 
 
-def serve_until_told(settings: Settings, redis_url: str, turn: Turn | None = None) -> None:
+def serve_until_stopped(settings: Settings, redis_url: str, turn: Turn | None = None) -> None:
     """Run a worker until SIGTERM or SIGINT; with `turn`, only when it is its turn.
 
     Raises PromptqError.
@@ -170,7 +170,7 @@ def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
 async def unless(
     stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
 ) -> T:
-    """Await a stage of the start, or end the process if it is told to stop first.
+    """Await a stage of the start, or end the process if `stop` is set first.
 
     The process holds no requests yet, and a thread that loads a model would go on for minutes.
     """

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +34,7 @@ from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.health.systemd import notify, watchdog_seconds
 from promptq.worker.health.watchdogs import EngineWatchdog, LeaseTimer
 from promptq.worker.leases.coalescer import Coalescer, default_rate
-from promptq.worker.leases.exchange import Cancellation, GiveBack
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures, RequestTracer
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.leases import Departure, Leases
@@ -43,7 +43,7 @@ from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
 from promptq.worker.leases.preparation import Preparation
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.serve.build import Served
-from promptq.worker.serve.control_channel import Message, messages
+from promptq.worker.serve.control_channel import ControlChannel
 from promptq.worker.serve.engine_thread import EngineThread
 
 _NOTE_SECONDS = 5.0
@@ -51,11 +51,11 @@ _NOTE_SECONDS = 5.0
 
 
 class Worker:
-    """Serves one queue with one engine until it is told to stop.
+    """Serves one queue with one engine until it is stopped.
 
     It makes the parts of a worker and runs them. The intake claims and prepares requests, and the
-    publisher sends what the engine makes of them. All parts report what happens to a held request
-    to the leases, and the leases feed the engine. `start_up_seconds` says how long each stage of
+    publisher sends their outputs. All parts report events of a held request to the leases, and the
+    leases feed the engine. `start_up_seconds` says how long each stage of
     loading took; the heartbeat shows it.
     """
 
@@ -87,6 +87,7 @@ class Worker:
         self._departures = Departures(self.meter, tracer, self.worker_id)
         about = self._about(start_up_seconds or {})
         self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
+        self._exchange = Exchange(self._queue, self.leases, self._departures)
         self._publisher = Publisher(
             self._queue,
             self.leases,
@@ -94,11 +95,9 @@ class Worker:
             served.tokenizer,
             Coalescer(settings.max_events_per_second or default_rate()),
             self.meter,
-            self._departures,
+            self._exchange,
             settings.redis_retry_seconds,
         )
-        self._give_back = GiveBack(self._queue, self.leases, self._departures)
-        self._cancels = Cancellation(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
         self.intake = Prefetcher(
             self._queue,
@@ -114,17 +113,19 @@ class Worker:
             ),
             ClaimPolicy(self.leases, self.engine, settings.prefetch_depth),
             self._publisher,
-            self._give_back,
-            self._departures,
+            self._exchange,
             self.meter,
             settings.stuck_seconds,
         )
         self._watchdog = EngineWatchdog(self.engine, self.intake, settings.stuck_seconds)
         self._lease_timer = LeaseTimer(
-            self.leases, self._publisher, self._watchdog, self._queue.lease_ms
+            self.leases, self._exchange, self._watchdog, self._queue.lease_ms
         )
         self._eviction_log = EvictionLog()
-        self._told_to_drain = asyncio.Event()
+        self._drain_requested = asyncio.Event()
+        self._control = ControlChannel(
+            self._queue, self.leases.wake_up, self._exchange, self._drain_requested
+        )
         self._has_started = False
         self._was_refused = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,29 +150,30 @@ class Worker:
             kv_bytes_per_token=limits.bytes_per_token,
             untold=" ".join(sorted(self.engine.abilities.untold)),
             start_up_seconds=sum(start_up_seconds.values()),
-            start_up_stages=" ".join(f"{it.replace(' ', '_')}={took:.3f}" for it, took in stages),
+            start_up_stages=" ".join(
+                f"{stage.replace(' ', '_')}={took:.3f}" for stage, took in stages
+            ),
         )
 
     async def start(self) -> None:
         """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
-        control = messages(self._queue.redis, self._queue.keys)
-        await anext(control)  # raises if the user may not listen
+        await self._control.start()  # raises if the user may not listen
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
-        self._spawn(self._give_back.run())
+        self._spawn(self._exchange.run_returns())
         self._spawn(self._watchdog.watch())
-        self._spawn(self._listen(control))
-        self._spawn(self._every(0.0, self._cancels.run_once))
+        self._spawn(self._control.run())
+        self._spawn(self._exchange.run_cancels())
         self._spawn(self._lease_timer.run())
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
         self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
         if (seconds := watchdog_seconds()) is not None:
-            self._spawn(self._every(seconds, self._tell_service_manager))
+            self._spawn(self._every(seconds, self._notify_service_manager))
         await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
@@ -180,11 +182,11 @@ class Worker:
         self._has_started = True
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, or until a drain is asked for on the control channel.
+        """Work until `stop` is set, or until a drain is requested on the control channel.
 
         Raises the exception of a part of the worker that failed.
         """
-        stopping = {asyncio.create_task(it.wait()) for it in (stop, self._told_to_drain)}
+        stopping = {asyncio.create_task(event.wait()) for event in (stop, self._drain_requested)}
         parts = [*self._tasks, self.intake.task]
         try:
             done, _ = await asyncio.wait([*stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
@@ -225,7 +227,7 @@ class Worker:
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
         seconds = self._queue.lease_ms / 1000  # after that the leases have run out anyway
-        await self._survive_redis(lambda: self._give_back.run_once(seconds))
+        await self._survive_redis(lambda: self._exchange.give_back(seconds))
         for lease in self.leases:
             self._departures.note(lease, Departure.of(lease))
         await self.engine.stop(patience=self._settings.stuck_seconds)
@@ -246,7 +248,7 @@ class Worker:
         return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
-        """Have gateways of several queues find this one, also after the server lost its data."""
+        """Let gateways of several queues find this one, also after the server lost its data."""
         try:
             await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:
@@ -278,18 +280,8 @@ class Worker:
                 )
                 return
 
-    async def _listen(self, control: AsyncIterator[Message]) -> None:
-        async for kind, name in control:
-            if kind == "pending":
-                self.leases.wake_up.work_came()
-            elif kind == "cancel":
-                self._cancels.add(name or "")
-            elif kind == "drain" and name in (None, self.worker_id):
-                self._log.info("told to drain")
-                self._told_to_drain.set()
-
-    async def _tell_service_manager(self) -> None:
-        """Tell systemd that the worker lives, as long as no part of it hangs."""
+    async def _notify_service_manager(self) -> None:
+        """Notify systemd that the worker lives, as long as no part of it hangs."""
         if not self._watchdog.reason:
             notify("WATCHDOG=1")
 

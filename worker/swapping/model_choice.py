@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from promptq.shared.queue.statistics import Work
 
 _SPARE_SECONDS = 2.0
-"""So much earlier than necessary a model is loaded for a deadline."""
+"""How much earlier than necessary a model is loaded for a deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class SwapTimes:
     """The limits of the rule, in seconds."""
 
     least_loaded: float
-    """A model that has work stays loaded for so long."""
+    """How long a model that has work stays loaded."""
     longest_wait: float
-    """Requests wait so long for their model while another one has work."""
+    """How long requests wait for their model while another one has work."""
     idle: float
     """A model without work is unloaded after this time."""
 
@@ -44,7 +44,7 @@ class Candidate:
     """How long it takes until the model serves."""
 
     def has_waited(self, now: float) -> float:
-        """How long its requests have waited for the model. While it was loaded does not count."""
+        """Returns how long requests have waited for the model, without the time it was loaded."""
         return min(self.work.oldest_ms / 1000, now - self.left_at)
 
     @property
@@ -66,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The queue whose model should be loaded, or None for no model, and why."""
+    """The queue whose model should be loaded, or None for no model, and the reason."""
 
     queue: str | None
     because: str
@@ -79,18 +79,19 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """What should be loaded in place of what is; None: nothing else. `own` is the loaded model's.
+    """Returns the model to load in place of the loaded one; None: no other. `own` is the loaded
+    model's work.
 
     Queues are compared as their requests would be if they waited in one queue: by the score, which
     is the time of arrival with the priority added. So a request of another queue that is a level of
     priority more urgent counts as one that came a minute earlier.
     """
-    waiting = {queue: it for queue, it in candidates.items() if it.is_waiting}
+    waiting = {queue: each for queue, each in candidates.items() if each.is_waiting}
 
     def first_by(key: Callable[[Candidate], float]) -> str | None:
         return min(waiting, key=lambda queue: key(waiting[queue]), default=None)
 
-    first = first_by(lambda it: it.front)
+    first = first_by(lambda candidate: candidate.front)
     if loaded is None:
         return Choice(first, "it has work") if first is not None else None
     has_work = own.num_active > 0 or (own.num_waiting > 0 and not own.is_paused)
@@ -101,12 +102,12 @@ def choose(
         return None
     if has_work and now - loaded.since < times.least_loaded:
         return None
-    at_risk = {queue: it for queue, it in waiting.items() if it.must_start_now}
+    at_risk = {queue: each for queue, each in waiting.items() if each.must_start_now}
     if at_risk:
-        queue = min(at_risk, key=lambda it: at_risk[it].work.deadlines_ms[0])
+        queue = min(at_risk, key=lambda queue: at_risk[queue].work.deadlines_ms[0])
         if not own.deadlines_ms or at_risk[queue].work.deadlines_ms[0] < own.deadlines_ms[0]:
             return Choice(queue, "a request would miss its deadline")
-    longest = first_by(lambda it: -it.has_waited(now))
+    longest = first_by(lambda candidate: -candidate.has_waited(now))
     assert longest is not None
     if waiting[longest].has_waited(now) >= times.longest_wait:
         return Choice(longest, f"a request has waited for {waiting[longest].has_waited(now):.0f} s")

@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from promptq.shared.protocol.claims import Held
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.worker.leases.exchange import GiveBack
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures, RequestTracer
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
@@ -51,13 +51,13 @@ def world() -> World:
 
 
 @pytest.fixture
-def give_back(server: Server, world: World) -> GiveBack:
+def exchange(server: Server, world: World) -> Exchange:
     departures = Departures(Meter(), RequestTracer(None, "default", "m", "w"))
-    return GiveBack(cast(AsyncRequestQueue, server), world.leases, departures)
+    return Exchange(cast(AsyncRequestQueue, server), world.leases, departures)
 
 
 async def test_each_goes_back_in_its_own_way(
-    server: Server, world: World, give_back: GiveBack
+    server: Server, world: World, exchange: Exchange
 ) -> None:
     ways: dict[str, dict[str, Any]] = {
         "a": {},
@@ -68,17 +68,17 @@ async def test_each_goes_back_in_its_own_way(
     for name, how in ways.items():
         world.leases.returning(world.claimed(name), **how)
     server.may_answer.set()
-    await give_back.run_once()
+    await exchange.give_back()
     assert server.taken == [(["b"], True, []), (["a"], False, []), (["c", "d"], False, [100, 0])]
     assert (len(world.leases), world.leases.some_return.is_set()) == (0, False)
 
 
 async def test_none_is_given_back_twice_by_calls_at_the_same_time(
-    server: Server, world: World, give_back: GiveBack
+    server: Server, world: World, exchange: Exchange
 ) -> None:
     world.leases.returning(world.claimed("a"))
-    running = asyncio.create_task(give_back.run())
-    stopping = asyncio.create_task(give_back.run_once())
+    running = asyncio.create_task(exchange.run_returns())
+    stopping = asyncio.create_task(exchange.give_back())
     for _ in range(10):
         await asyncio.sleep(0)
     world.leases.returning(world.claimed("b"))
@@ -91,16 +91,16 @@ async def test_none_is_given_back_twice_by_calls_at_the_same_time(
 
 
 async def test_what_is_not_taken_stays_held_and_is_given_back_again(
-    server: Server, world: World, give_back: GiveBack
+    server: Server, world: World, exchange: Exchange
 ) -> None:
     lease = world.claimed("a")
     world.leases.returning(lease, crashed=True)
     server.may_answer.set()
     server.failures = 2
     with pytest.raises(RedisConnectionError):
-        await give_back.run_once()
+        await exchange.give_back()
     assert (lease.state, list(world.leases)) == (LeaseState.RETURNING, [lease])
-    running = asyncio.create_task(give_back.run())
+    running = asyncio.create_task(exchange.run_returns())
     await async_until(lambda: not len(world.leases))
     assert server.taken == [(["a"], True, [])]
     running.cancel()

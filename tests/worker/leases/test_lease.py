@@ -13,7 +13,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceTiming
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.leases.world import END, claim, emitted, preparation
 from tests.worker.text.tiny_tokenizers import sentence_piece

@@ -244,9 +244,9 @@ def test_the_length_of_a_prompt_is_told_until_the_server_has_taken_it(world: Wor
     before = lease.as_held()
     assert before.prompt_tokens is None
     world.prepare(lease)
-    lease.told(before)
+    lease.reported(before)
     assert [lease.as_held().prompt_tokens for _ in range(2)] == [4, 4]
-    lease.told(lease.as_held())
+    lease.reported(lease.as_held())
     assert lease.as_held().prompt_tokens is None
 
 

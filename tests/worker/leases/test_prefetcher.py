@@ -19,7 +19,7 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.leases.coalescer import Coalescer
-from promptq.worker.leases.exchange import GiveBack
+from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures, RequestTracer
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
@@ -95,11 +95,11 @@ class House:
         self.policy = Policy(self.leases, self.engine, depth)
         self.meter = meter = Meter()
         departures = Departures(meter, RequestTracer(None, "default", "m", "w"))
+        self.exchange = Exchange(self.queue, self.leases, departures)
         tokenizer = tokenizer or ByteTokenizer()
         self.publisher = TellingPublisher(
-            self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, departures
+            self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, self.exchange
         )
-        self.give_back = GiveBack(self.queue, self.leases, departures)
         limits, abilities = self.engine.limits, self.engine.abilities
         self.intake = Prefetcher(
             self.queue,
@@ -107,8 +107,7 @@ class House:
             Preparation(tokenizer, limits, abilities, ModelIdentity(), frozenset({256})),
             self.policy,
             self.publisher,
-            self.give_back,
-            departures,
+            self.exchange,
             meter,
         )
 
@@ -283,7 +282,7 @@ async def test_an_end_that_cannot_be_told_is_told_later_and_holds_up_nobody(clie
     house.publisher.obstacles.append(RedisConnectionError("gone for a moment"))
     bad = await house.put(prompt=[99999], priority=-1)
     await house.put()
-    giving_back = asyncio.create_task(house.give_back.run())
+    giving_back = asyncio.create_task(house.exchange.run_returns())
     house.intake.start()
     await house.until_available(1)
     await async_until(lambda: house.publisher.refused)

@@ -16,7 +16,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.leases.preparation import Preparation
-from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars.grammars import Grammars, LLMasker
