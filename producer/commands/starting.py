@@ -15,6 +15,7 @@ from promptq.producer.commands.options import DataDir, Queue, Redis, Target
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 
 ServerPort = Annotated[
     int | None,
@@ -97,13 +98,14 @@ def up(
     from promptq.producer.commands.screens.terminal import SafeConsole
     from promptq.shared.settings.model_queues import queues_of_models
 
-    settings = read_settings()
+    worker_range = WorkerRange.parse(workers)
+    settings = read_worker_settings() if worker_range.most else read_settings()
     options = UpOptions(
         redis_url=redis or settings.redis_url,
         redis_port=redis_port,
         data_dir=data,
         models=queues_of_models(model or [], queue or [], settings.queue),
-        workers=WorkerRange.parse(workers),
+        workers=worker_range,
         http_port=port,
         logs_requests=log_requests,
         worker_args=context.args,

@@ -1,4 +1,4 @@
-"""What is wrong is said in one sentence; help and settings."""
+"""What is wrong is said in one sentence; help."""
 
 from __future__ import annotations
 
@@ -30,34 +30,6 @@ def test_stats(run: Run) -> None:
     assert "No worker is alive: start one with `promptq worker`." in table
     table = " ".join(run("stats", "--queue", "another").stdout.split())
     assert "start one with `promptq worker --queue another`." in table
-
-
-def test_settings(run: Run) -> None:
-    """Every setting with what it is now, and no password."""
-    env = {
-        "PROMPTQ_MAX_NUM_SEQS": "7",
-        "PROMPTQ_REDIS_URL": "redis://me:hush@host:1/0",
-        "PROMPTQ_JOBS_REDIS_URL": "redis://me:hush@host:2/0",
-        "PROMPTQ_WEBHOOK_SECRET": "whsec_hush",
-    }
-    listed = run("settings", "--json", **env).stdout
-    rows = {row["variable"]: row for row in json.loads(listed)}
-    slots = rows["PROMPTQ_MAX_NUM_SEQS"]
-    assert (slots["value"], slots["default"], slots["option"]) == (7, 64, "--max-num-seqs")
-    assert rows["PROMPTQ_REDIS_URL"]["value"] == "redis://me:***@host:1/0"
-    assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
-    processes = {rows[f"PROMPTQ_{name}"]["process"] for name in ("QUEUE", "MODEL")}
-    assert processes == {None}
-    assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
-    assert rows["PROMPTQ_BATCH_WORKERS"]["process"] == "jobs"
-    assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
-    shown = run("settings", COLUMNS="80", **env).stdout
-    assert set(re.findall(r"PROMPTQ_\w+", shown)) == set(rows)
-    assert "hush" not in listed + shown
-    assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
-    assert all(row["description"] in words for row in rows.values()), "no word is broken"
 
 
 @pytest.mark.parametrize(
@@ -105,14 +77,6 @@ def test_what_stands_behind_two_dashes_is_for_the_workers_server(run: Run) -> No
     done = run("worker", "--model", "model-free", "--", "--swap-space", "0")
     assert done.returncode == 1
     assert "-- ARGUMENTS: belongs to an inference server" in done.stderr
-
-
-def test_a_wrong_setting(run: Run) -> None:
-    """The variable is named."""
-    done = run("stats", PROMPTQ_LOG_LEVEL="loud")
-    assert done.returncode == 1
-    assert "PROMPTQ_LOG_LEVEL" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_no_server(run: Run) -> None:
