@@ -9,7 +9,8 @@ import sys
 import pytest
 
 RUN = """
-import json, runpy, sys
+import json, os, runpy, sys
+os.execv = lambda *_: sys.exit()  # here `promptq worker` becomes another program
 module, sys.argv = sys.argv[1], ["promptq", *sys.argv[2:]]
 try:
     runpy.run_module(module, run_name="__main__")
@@ -33,6 +34,7 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
         (CLI, ["--version"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
         (CLI, ["stats", "--redis", "unix:///nowhere"], {"redis"}, {*OTHERS, "rich.markdown"}),
         (CLI, ["keys", "list", "--redis", "unix:///nowhere"], {"redis"}, OTHERS),
+        (CLI, ["worker"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
         (CLI, ["--help"], {"promptq.producer.gateway.server"}, {"fastapi", "httpx", "rq", "torch"}),
         (
             WORKER,
