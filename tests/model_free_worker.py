@@ -15,7 +15,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.tracing import Tracing
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
@@ -53,7 +53,7 @@ async def running_worker(
     """
     async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
         engine = served or served_model_free()
-        worker = Worker(Settings(**settings), engine, client, tracing=tracing)
+        worker = Worker(WorkerSettings(**settings), engine, client, tracing=tracing)
         await worker.start()
         stop = asyncio.Event()
         serving = asyncio.create_task(worker.serve(stop))

@@ -15,9 +15,10 @@ from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.shared.settings.common import Settings, flag_of, read_settings
+from promptq.shared.settings.common import flag_of
 from promptq.shared.settings.model_queues import queues_of_models
 from promptq.shared.settings.secrets import forget_secrets
+from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 from promptq.worker.engine.checkpoints.location import is_gguf
 from promptq.worker.serve.build import NATIVE
 from promptq.worker.serve.process import serve_until_stopped
@@ -75,7 +76,7 @@ def _leave_torch_out() -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: "not to be imported"
 
 
-def run(settings: Sequence[Settings]) -> None:
+def run(settings: Sequence[WorkerSettings]) -> None:
     """Run the command with the settings of each model. Raises PromptqError."""
     first = settings[0]
     if first.engine == NATIVE:
@@ -94,7 +95,7 @@ def run(settings: Sequence[Settings]) -> None:
         _run(settings, server.url)
 
 
-def _run(settings: Sequence[Settings], redis_url: str) -> None:
+def _run(settings: Sequence[WorkerSettings], redis_url: str) -> None:
     if len(settings) > 1:
         asyncio.run(take_turns(settings, redis_url))
     else:
@@ -108,7 +109,7 @@ def command() -> click.Command:
         run(_settings_of_each(model, queue, given))
 
     options: list[click.Parameter] = []
-    for key, field in Settings.model_fields.items():
+    for key, field in WorkerSettings.model_fields.items():
         if key == _ARGUMENTS:
             continue
         is_flag = field.annotation is bool
@@ -139,21 +140,23 @@ def command() -> click.Command:
 
 def _settings_of_each(
     models: Sequence[str], queues: Sequence[str], given: dict[str, Any]
-) -> list[Settings]:
+) -> list[WorkerSettings]:
     """The settings of each model. Raises ConfigurationError."""
     if len(models) < 2 and len(queues) < 2:
         one = dict(
             zip(_REPEATED, (next(iter(models), None), next(iter(queues), None)), strict=True)
         )
-        return [read_settings(**one, **given)]
-    shared = read_settings(**given)
+        return [read_worker_settings(**one, **given)]
+    shared = read_worker_settings(**given)
     if shared.served_model_name is not None:
         raise ConfigurationError(
             "--served-model-name: is for a worker of one model; `promptq models alias` gives each"
             " of several models further names"
         )
     by_queue = queues_of_models(models, queues, shared.queue)
-    return [read_settings(model=model, queue=queue, **given) for queue, model in by_queue.items()]
+    return [
+        read_worker_settings(model=model, queue=queue, **given) for queue, model in by_queue.items()
+    ]
 
 
 class _WorkerCommand(click.Command):

@@ -21,7 +21,7 @@ from rich.table import Table
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.shared.settings.common import Settings, read_settings
+from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served, build
@@ -59,7 +59,9 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
-async def measure(url: str, settings: Settings, served: Served, num_cancels: int) -> list[Freed]:
+async def measure(
+    url: str, settings: WorkerSettings, served: Served, num_cancels: int
+) -> list[Freed]:
     """Keep the batch full and cancel one request after another."""
     request = Request.build({"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True})
     async with redis.asyncio.Redis.from_url(url) as client:
@@ -112,7 +114,7 @@ def main() -> None:
     parser.add_argument("--cancels", type=int, default=300)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     options = parser.parse_args()
-    settings = read_settings(max_num_seqs=options.max_num_seqs)
+    settings = read_worker_settings(max_num_seqs=options.max_num_seqs)
     served = build(settings)
     with EmbeddedServer() as server:
         measured = asyncio.run(measure(server.url, settings, served, options.cancels))

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.build import build
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a directory with its 32,000 tokens")
     arguments = parser.parse_args()
     model = arguments.model or model_dir(MODELS["54m"], CACHE)
-    settings = read_settings(
+    settings = read_worker_settings(
         model=str(model), dtype=arguments.dtype, max_model_len=1024, kv_cache_memory="1G"
     )
     bench = Bench(build(settings).engine, arguments.seed)

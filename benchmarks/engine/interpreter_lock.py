@@ -27,7 +27,7 @@ from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from benchmarks.table.jobs import Request
 from benchmarks.table.rows.engine import engine_request
 from promptq.shared.protocol.events import token_event_json
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.build import build
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=CACHE)
     options = parser.parse_args()
     shape = MODELS["54m"]
-    settings = read_settings(
+    settings = read_worker_settings(
         model=str(model_dir(shape, options.cache)),
         dtype="bfloat16",
         max_num_seqs=shape.batch,

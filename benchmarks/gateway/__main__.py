@@ -46,7 +46,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
@@ -141,7 +141,7 @@ def serve(url: str, load: Load) -> None:
 
     async def run() -> None:
         async with redis.asyncio.Redis.from_url(url) as client:
-            worker = Worker(Settings(prefetch_depth=0), served, client)
+            worker = Worker(WorkerSettings(prefetch_depth=0), served, client)
             await worker.start()
             print("ready", flush=True)
             await worker.serve(asyncio.Event())

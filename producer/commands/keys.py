@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from promptq.producer.admin.api_keys import SCOPES, ApiKey
-from promptq.producer.commands.options import AsJson, Queue, Redis, open_client
+from promptq.producer.commands.client import open_client
+from promptq.producer.commands.options import AsJson, Queue, Redis
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import MAX_PRIORITY
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.commands.options import AsJson, Redis, open_client
+from promptq.producer.commands.client import open_client
+from promptq.producer.commands.options import AsJson, Redis
 from promptq.shared.runtime.printable import printable
 
 models = typer.Typer(

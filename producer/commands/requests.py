@@ -9,7 +9,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from promptq.producer.clients.sync_client import Client
-from promptq.producer.commands.options import Queue, Redis, RequestId, open_client, open_client_of
+from promptq.producer.commands.client import open_client, open_client_of
+from promptq.producer.commands.options import Queue, Redis, RequestId
 from promptq.producer.commands.screens.printing import StreamPrinter
 from promptq.producer.commands.screens.terminal import write
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError

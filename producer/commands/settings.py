@@ -1,9 +1,9 @@
-"""`promptq settings`: all settings and their current values."""
+"""`promptq settings`: all settings and their current values, by process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ from pydantic import SecretStr
 from promptq.producer.commands.options import AsJson
 from promptq.shared.server.connection import without_password
 from promptq.shared.settings.common import ENV_PREFIX, Settings, flag_of, read_settings
+from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 
 
 def settings(as_json: AsJson = False) -> None:
-    """List the settings and their current values. Each is an environment variable.
+    """List the settings by process, with values and meanings. Each is an environment variable.
 
-    The first ones are also options of `promptq worker`. The others, below them,
-    are only for other processes.
+    A process reads the common settings and those of its kind, and ignores all
+    others. The common ones and the worker's are also options of `promptq worker`.
+    A default is shown if the value is another one.
 
     Examples:
 
@@ -29,16 +31,13 @@ def settings(as_json: AsJson = False) -> None:
     from promptq.producer.settings.gateway import read_gateway_settings
     from promptq.producer.settings.jobs import read_jobs_settings
 
-    rows: list[dict[str, Any]] = []
-    known: set[str] = set()
-    for process, current in (
-        (None, read_settings()),
-        ("gateway, jobs", read_files_settings()),
-        ("gateway", read_gateway_settings()),
-        ("jobs", read_jobs_settings()),
-    ):
-        rows += _settings_rows(current, process, known)
-        known |= type(current).model_fields.keys()
+    rows = [
+        *_rows(read_settings(), None),
+        *_rows(read_worker_settings(), "worker"),
+        *_rows(read_files_settings(), "gateway, jobs"),
+        *_rows(read_gateway_settings(), "gateway"),
+        *_rows(read_jobs_settings(), "jobs"),
+    ]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -48,31 +47,25 @@ def settings(as_json: AsJson = False) -> None:
     SafeConsole().print(settings_list(rows))
 
 
-def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:
-    """Rows for settings that are not `known` yet; `process` is where they apply, None: anywhere."""
-    rows: list[dict[str, Any]] = []
-    for name, field in type(current).model_fields.items():
-        if name in known:
-            continue
-        value = getattr(current, name)
-        if name == "upstream_key" and value is not None:
-            value = SecretStr(value)
-        elif name.endswith(("redis_url", "upstream", "otlp_endpoint")) and value is not None:
-            value = without_password(value)
-        rows.append(
-            {
-                "variable": ENV_PREFIX + name.upper(),
-                "option": flag_of(name) if name in Settings.model_fields else None,
-                "process": process,
-                "default": _shown(field.get_default(call_default_factory=True)),
-                "value": _shown(value),
-                "description": field.description,
-            }
-        )
-    return rows
+def _rows(current: Settings, process: str | None) -> list[dict[str, Any]]:
+    """Returns a row for each setting that the class adds; `process` reads it, None: all do."""
+    kind = type(current)
+    return [
+        {
+            "variable": ENV_PREFIX + name.upper(),
+            "option": flag_of(name) if name in WorkerSettings.model_fields else None,
+            "process": process,
+            "default": _shown(kind.model_fields[name].get_default(call_default_factory=True)),
+            "value": _shown(getattr(current, name)),
+            "description": kind.model_fields[name].description,
+        }
+        for name in get_annotations(kind)
+    ]
 
 
 def _shown(value: Any) -> Any:
     if isinstance(value, SecretStr):
         return "***"
+    if isinstance(value, str) and "://" in value:
+        return without_password(value)
     return str(value) if isinstance(value, Path) else value

@@ -8,13 +8,11 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.admin.scaling import TARGET_SECONDS
-from promptq.producer.clients.connecting import server_url
-from promptq.producer.commands.local_fleet.autoscaler import HOLD_SECONDS, WorkerRange
+from promptq.producer.admin.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.producer.commands.options import DataDir, Queue, Redis, Target
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require, require_one_of
-from promptq.shared.settings.common import read_settings
+from promptq.shared.runtime.quick_imports import quick_imports
 
 ServerPort = Annotated[
     int | None,
@@ -93,17 +91,22 @@ def up(
     promptq up --redis redis://localhost:6379/0
     promptq up --data ./promptq-data
     """
-    from promptq.producer.commands.local_fleet.up import UpOptions, run_up
-    from promptq.producer.commands.screens.terminal import SafeConsole
-    from promptq.shared.settings.model_queues import queues_of_models
+    with quick_imports():
+        from promptq.producer.commands.local_fleet.autoscaler import WorkerRange
+        from promptq.producer.commands.local_fleet.up import UpOptions, run_up
+        from promptq.producer.commands.screens.terminal import SafeConsole
+        from promptq.shared.settings.common import read_settings
+        from promptq.shared.settings.model_queues import queues_of_models
+        from promptq.shared.settings.worker import read_worker_settings
 
-    settings = read_settings()
+    worker_range = WorkerRange.parse(workers)
+    settings = read_worker_settings() if worker_range.most else read_settings()
     options = UpOptions(
         redis_url=redis or settings.redis_url,
         redis_port=redis_port,
         data_dir=data,
         models=queues_of_models(model or [], queue or [], settings.queue),
-        workers=WorkerRange.parse(workers),
+        workers=worker_range,
         http_port=port,
         logs_requests=log_requests,
         worker_args=context.args,
@@ -160,8 +163,12 @@ def supervise(
 
     promptq supervise --workers 0-8 -- promptq worker --model ./my-model
     """
-    from promptq.producer.commands.local_fleet.up import run_supervised
-    from promptq.producer.commands.screens.terminal import SafeConsole
+    with quick_imports():
+        from promptq.producer.clients.connecting import server_url
+        from promptq.producer.commands.local_fleet.autoscaler import WorkerRange
+        from promptq.producer.commands.local_fleet.up import run_supervised
+        from promptq.producer.commands.screens.terminal import SafeConsole
+        from promptq.shared.settings.common import read_settings
 
     _, *command = context.args or [""]
     if not command:
@@ -192,8 +199,9 @@ def server(
     promptq server --port 6399 --data ./promptq-data
     """
     require("promptq server", "server")
-    from promptq.producer.commands.local_fleet.up import run_server
-    from promptq.producer.commands.screens.terminal import SafeConsole
+    with quick_imports():
+        from promptq.producer.commands.local_fleet.up import run_server
+        from promptq.producer.commands.screens.terminal import SafeConsole
 
     run_server(port, data, SafeConsole())
 
@@ -209,6 +217,7 @@ def demo(context: typer.Context) -> None:
     promptq demo --model Qwen/Qwen3-0.6B
     """
     require("promptq demo", "server", "worker")
-    from promptq.producer.commands.local_fleet.demo import run_demo
+    with quick_imports():
+        from promptq.producer.commands.local_fleet.demo import run_demo
 
     raise typer.Exit(run_demo(context.args))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from promptq.producer.commands.options import Queue, Redis, names_queue, open_client
+from promptq.producer.commands.client import names_queue, open_client
+from promptq.producer.commands.options import Queue, Redis
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
 
 if TYPE_CHECKING:

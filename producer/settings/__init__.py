@@ -1,1 +1,1 @@
-"""The settings of gateways and jobs; shared/settings/common.py has those of all processes."""
+"""Settings of gateways and jobs, from the environment."""

@@ -1,4 +1,4 @@
-"""The setting for the folder of files."""
+"""The setting that gateways and jobs share: the folder for files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _default_folder() -> Path:
 
 
 class FilesSettings(Settings):
-    """The settings of all processes, and the folder for files."""
+    """Settings of a process that keeps files."""
 
     files_dir: Path = Field(
         default_factory=_default_folder,
@@ -27,5 +27,5 @@ class FilesSettings(Settings):
 
 
 def read_files_settings(**overrides: Any) -> FilesSettings:
-    """As `read_gateway_settings`, for the folder alone."""
+    """Returns the settings of a process that keeps files. Raises ConfigurationError."""
     return read_settings_of(FilesSettings, overrides)

@@ -1,4 +1,4 @@
-"""The settings of gateways."""
+"""Settings of gateways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptq.shared.settings.common import read_settings_of
 
 
 class GatewaySettings(FilesSettings):
-    """The settings of the gateway."""
+    """Settings of a gateway."""
 
     files_bytes_per_tenant: int = Field(
         2 << 30,
@@ -100,10 +100,10 @@ class GatewaySettings(FilesSettings):
         """The names for `ServedQueues`. If none is set, all queues of the server are served."""
         if not self.queues:
             return (self.queue,) if "queue" in self.model_fields_set else (self.queue, ALL_QUEUES)
-        names = [it for it in self.queues if it != ALL_QUEUES] or [self.queue]
+        names = [name for name in self.queues if name != ALL_QUEUES] or [self.queue]
         return (*names, ALL_QUEUES) if ALL_QUEUES in self.queues else (*names,)
 
 
 def read_gateway_settings(**overrides: Any) -> GatewaySettings:
-    """Settings of the environment and of `overrides`. Raises ConfigurationError."""
+    """Returns a gateway's settings. `overrides` come first. Raises ConfigurationError."""
     return read_settings_of(GatewaySettings, overrides)

@@ -1,4 +1,4 @@
-"""The settings of jobs."""
+"""Settings of jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.shared.settings.common import read_settings_of
 
 
 class JobsSettings(FilesSettings):
-    """The settings of `promptq jobs`."""
+    """Settings of `promptq jobs`."""
 
     jobs_redis_url: str | None = Field(
         None,
@@ -55,5 +55,5 @@ class JobsSettings(FilesSettings):
 
 
 def read_jobs_settings(**overrides: Any) -> JobsSettings:
-    """As `read_gateway_settings`."""
+    """Returns the settings of jobs. `overrides` come first. Raises ConfigurationError."""
     return read_settings_of(JobsSettings, overrides)

@@ -1,1 +1,1 @@
-"""The settings that every process reads from its environment."""
+"""Settings of all processes and of workers, from the environment."""

@@ -1,4 +1,4 @@
-"""All settings. The environment is read here, once; flags of the command override it."""
+"""Settings of all processes, and how a process reads its settings from the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ T = TypeVar("T", bound="Settings")
 
 
 class Settings(BaseSettings):
-    """Each field is the environment variable of that name with the prefix `PROMPTQ_`."""
+    """Each field is the environment variable of that name with the prefix `PROMPTQ_`.
+
+    A process has a subclass with the fields that it alone reads, and ignores all other variables.
+    """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")
 
@@ -30,13 +33,14 @@ class Settings(BaseSettings):
     redis_wait: float = Field(
         0.0,
         ge=0,
-        description="seconds a starting worker waits for the server, and for --upstream, to answer",
+        description="seconds that `promptq jobs`, or a starting worker (also for --upstream), waits"
+        " for the server to answer",
     )
     redis_retry_seconds: float = Field(
         60.0,
         ge=0,
         description="seconds a worker keeps its output and tries to send it while the server is"
-        " away or refuses writes, before it exits",
+        " away or refuses writes, before it exits; the run of a batch file tries for as long",
     )
     queue: str = Field("default", description="name of the queue")
     log_format: Literal["auto", "console", "json"] = Field(
@@ -45,144 +49,6 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"
     )
-
-    engine: Literal["native", "vllm", "llama.cpp", "openai"] = Field(
-        "native",
-        description="native: this process computes; otherwise the kind of inference server that"
-        " computes, which --upstream names or --engine-command starts (extra `upstream`)",
-    )
-    upstream: str | None = Field(
-        None,
-        description="URL of a running inference server, such as http://localhost:8000; its"
-        " redirects are not followed; default: the worker starts a server and ends it",
-    )
-    upstream_key: str | None = Field(
-        None, description="API key of that server; better given as PROMPTQ_UPSTREAM_KEY"
-    )
-    upstream_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="part of the server's KV cache that this worker counts on; for several workers"
-        " on one server",
-    )
-    engine_command: str | None = Field(
-        None,
-        description="program that starts the server, perhaps in another environment:"
-        " /opt/vllm/bin/vllm; default: `vllm` or `llama-server` on the path. What follows `--` is"
-        " passed on to it",
-    )
-
-    engine_arguments: tuple[str, ...] = Field(
-        (), description="further arguments of that program: a JSON list in PROMPTQ_ENGINE_ARGUMENTS"
-    )
-
-    model: str | None = Field(
-        None,
-        description="local directory, GGUF file, or hub name; default: the shipped model;"
-        " `model-free` serves letters without any model, to try or to load-test a queue",
-    )
-    served_model_name: str | None = Field(
-        None,
-        min_length=1,
-        max_length=200,
-        description="name by which clients ask for the model; default: the hub name, or the name of"
-        " the directory or file",
-    )
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with the model; leave it off unless you read it"
-    )
-    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda where there is one")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="auto: as the model was saved, but bfloat16 for float16 with quantized weights"
-        " on a CPU; float32 with another engine: its server computes in fp32, KV cache included",
-    )
-    quantization: Literal["none", "int8", "int4"] = Field(
-        "none",
-        description="round the weights when the model is loaded: int8, or int4 with a scale"
-        " for each group; those that the files have in 8 or 4 bits stay as they are",
-    )
-    quantization_group: Literal["32", "128"] = Field(
-        "32", description="how many weights in int4 share a scale; 128 takes 8% less memory"
-    )
-    quantize_embeddings: bool = Field(
-        True,
-        description="with --quantization, also round the embedding and the output layer, to int8",
-    )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
-        "auto",
-        description="int8 on a CPU, fp8 on a GPU: hold about twice the tokens in the same memory;"
-        " auto: as the model computes",
-    )
-    attention: str = Field(
-        "auto",
-        description="name of the attention backend; auto: native code if it serves the model,"
-        " otherwise the fastest backend that is available",
-    )
-    native: bool = Field(
-        True,
-        description="compute models of the Llama kind in promptq's code: native code on a CPU,"
-        " fused kernels on a GPU",
-    )
-    compile: bool = Field(
-        False,
-        description="if promptq's code does not serve the model, run its layers by torch.compile:"
-        " steps are faster, the start takes longer",
-    )
-    cuda_graphs: bool = Field(
-        True, description="on a GPU, run steps as CUDA graphs; off: to debug or save memory"
-    )
-    max_num_seqs: int = Field(
-        64, ge=1, description="most sequences in the batch (slots), or on the inference server"
-    )
-    max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
-    prefill_chunk: int | None = Field(
-        None, ge=1, description="most prompt tokens of one sequence in a step; default: the budget"
-    )
-    max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt and output; default: the model's, if it fits"
-    )
-    kv_cache_memory: str | None = Field(
-        None, description="KV cache size, such as 512M or 4G; default: depends on free memory"
-    )
-    speculative_tokens: int | None = Field(
-        None,
-        ge=0,
-        le=64,
-        description="most tokens that a step drafts for one sequence from its own text, if that"
-        " pays; default: on a CPU 7 if no token's logits depend on what else a step computes,"
-        " otherwise 0",
-    )
-    async_scheduling: bool | None = Field(
-        None,
-        description="launch a step before the last step's tokens are collected; default:"
-        " only on CUDA, where the device would otherwise wait for the host",
-    )
-    share_prefix_cache: bool = Field(
-        False,
-        description="let tenants share cached prefixes of prompts; off: each tenant has its own, so"
-        " none can learn from the cache what another has sent",
-    )
-    pooling: Literal["last", "mean"] | None = Field(
-        None,
-        description="which hidden states of a prompt become its vector, unless a request says:"
-        " that of the last token, or the mean of all; default: as the model's 1_Pooling/config.json"
-        " says, or else last",
-    )
-    seed: int | None = Field(
-        None, description="requests without a seed get a fixed one, made of this and their id"
-    )
-    prefetch_depth: int | None = Field(
-        None, ge=0, description="requests prepared beyond free slots; default: about 100 ms of work"
-    )
-    max_events_per_second: float | None = Field(
-        None,
-        gt=0,
-        description="above this rate, tokens of one stream are sent together, up to 100 ms late;"
-        " first tokens, ends and streams with stop strings are never held back; inf: each token is"
-        " sent by itself; default: 500 for each core",
-    )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(
         3,
@@ -190,78 +56,31 @@ class Settings(BaseSettings):
         description="crashes of workers after which a request becomes a dead letter, if it ran"
         " alone at the last of them",
     )
-    stuck_seconds: float = Field(
-        120.0,
-        gt=0,
-        description="seconds that one step may take; after that the engine counts as hung, and the"
-        " worker gives everything back and exits; of an inference server: seconds that a stream may"
-        " bring no token",
-    )
-    drain_seconds: float = Field(
-        20.0, ge=0, description="how long a stopping worker continues the requests that run"
-    )
-    swap_least_seconds: float = Field(
-        15.0,
-        ge=0,
-        description="of several models: seconds that one with work stays loaded at least",
-    )
-    swap_longest_wait: float = Field(
-        60.0,
-        gt=0,
-        description="of several models: seconds that requests wait at most for their model while"
-        " another one has work",
-    )
-    swap_idle_seconds: float = Field(
-        300.0,
-        gt=0,
-        description="of several models: seconds after which one without work is unloaded;"
-        " inf: it stays until another one is needed",
-    )
-    swap_overlap: bool = Field(
-        True,
-        description="of several models: load the next one while the last one still runs, if there"
-        " is memory for both; on a GPU this takes --kv-cache-memory",
-    )
     otlp_endpoint: str | None = Field(
         None,
         description="base URL of an OpenTelemetry collector for traces, such as"
         " http://localhost:4318 (extra `tracing`); default: OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
-    metrics_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="port of the worker's metrics for Prometheus; 0: a free one; default: none",
-    )
-    metrics_host: str = Field(
-        "127.0.0.1", description="address that the metrics are served at; 0.0.0.0: all"
-    )
-    health_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="port of the worker's probes /startupz, /livez and /readyz; 0: a free one;"
-        " default: none",
-    )
-    health_host: str = Field(
-        "127.0.0.1", description="address that the probes are served at; 0.0.0.0: all"
-    )
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """The settings of the environment and of `overrides`. Raises ConfigurationError."""
+    """Returns the settings that all processes have. Raises ConfigurationError.
+
+    `overrides` come before the environment.
+    """
     return read_settings_of(Settings, overrides, flag_of)
 
 
 def read_settings_of(
     kind: type[T], overrides: Mapping[str, Any], named: Callable[[str], str] = str
 ) -> T:
-    """As `read_settings`, for a class of settings. `named` gives a setting's name for messages.
+    """Returns the settings of one class. Raises ConfigurationError.
 
-    An override that is None is left out.
+    `overrides` come before the environment, unless they are None. `named` returns the name that a
+    message has for a setting.
     """
     try:
-        return kind(**{name: it for name, it in overrides.items() if it is not None})
+        return kind(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
@@ -273,6 +92,6 @@ def read_settings_of(
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a setting, or how else a command line gives it."""
+    """Returns the command-line flag of a setting, or another way in which a command takes it."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

@@ -2,12 +2,12 @@
 
 from benchmarks.table.jobs import Request, Workload
 from benchmarks.table.rows.engine import drive
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.serve.build import build
 
 
 def test_a_guest_arrives_once_the_others_are_under_way() -> None:
-    engine = build(read_settings(model="model-free", max_num_seqs=8)).engine
+    engine = build(read_worker_settings(model="model-free", max_num_seqs=8)).engine
     others = [Request([5 + place] * 20, num_output=30) for place in range(3)]
     guest = Request([9] * 40, num_output=4, after=10)
     outcome = drive(engine, Workload("guests", [*others, guest]), first_id=1)
@@ -17,7 +17,8 @@ def test_a_guest_arrives_once_the_others_are_under_way() -> None:
 
 
 def test_a_loose_limit_ends_where_it_is_due() -> None:
-    engine = build(read_settings(max_num_seqs=8, max_model_len=512)).engine  # the shipped model
+    settings = read_worker_settings(max_num_seqs=8, max_model_len=512)  # the shipped model
+    engine = build(settings).engine
     requests = [Request([7] * 12, num_output=20, limit=200, end_token=3), Request([8] * 12, 33)]
     outcome = drive(engine, Workload("limits", requests), first_id=1)
     assert [trace.num_tokens for trace in outcome.traces] == [20, 33]

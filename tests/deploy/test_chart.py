@@ -17,7 +17,7 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from helm_python import Chart
 
 from promptq.shared.server.acl import ROLES, user_rules
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.command import command
 from tests.paths import ROOT
 from tests.servers import OwnServer
@@ -240,7 +240,7 @@ def test_the_commands_know_their_arguments() -> None:
             assert {option.partition("=")[0] for option in options} <= known
             environment = {it["name"] for it in pod["containers"][0]["env"]}
             of_ours = {it for it in environment if it.startswith("PROMPTQ_")}
-            assert of_ours <= {f"PROMPTQ_{name.upper()}" for name in Settings.model_fields}
+            assert of_ours <= {f"PROMPTQ_{name.upper()}" for name in WorkerSettings.model_fields}
 
 
 def test_keda_scales_workers_by_what_the_gateway_says() -> None:

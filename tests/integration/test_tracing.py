@@ -28,7 +28,7 @@ from promptq.producer.http.meter import trace_http
 from promptq.shared.errors import RequestExistsError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.tracing import Tracing, start_tracing
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
 from tests.model_free_worker import served_model_free
 from tests.processes import read_line, running, started
@@ -127,7 +127,7 @@ async def test_one_trace_leads_from_an_http_request_to_the_tokens(
             return request_id
 
         served = served_model_free(step_seconds=0.01)
-        worker = Worker(Settings(), served, connection, tracing=of_worker)
+        worker = Worker(WorkerSettings(), served, connection, tracing=of_worker)
         await worker.start()
         try:
             transport = httpx2.ASGITransport(app=app)

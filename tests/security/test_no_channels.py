@@ -16,7 +16,7 @@ from promptq.producer.calls import errors
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
 from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import live_gateway
@@ -47,7 +47,7 @@ def handmade(everybody: redis.Redis) -> str:
 async def test_a_worker_does_not_start(everybody: redis.Redis, handmade: str) -> None:
     put(RequestQueue(everybody), "waits")
     async with redis.asyncio.Redis.from_url(handmade) as client:
-        worker = Worker(Settings(), served_model_free(), client)
+        worker = Worker(WorkerSettings(), served_model_free(), client)
         with pytest.raises(NoPermissionError, match="channel"):
             await worker.start()
         assert not worker.health.has_started
@@ -61,7 +61,7 @@ async def test_a_worker_that_may_publish_but_not_listen_does_not_start(
         everybody.execute_command("ACL", "SETUSER", "handmade", *rules, "&*:events:*")
         async with redis.asyncio.Redis.from_url(handmade) as client:
             with pytest.raises(NoPermissionError):
-                await Worker(Settings(), served_model_free(), client).start()
+                await Worker(WorkerSettings(), served_model_free(), client).start()
 
 
 def test_a_client_is_refused_before_anything_has_changed(

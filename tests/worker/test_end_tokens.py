@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
 from tests.worker.engine.tiny_models import save_model
@@ -27,7 +27,9 @@ def served(folder: Path, eos_token: Any) -> Served:
     config = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**config, "eos_token": eos_token}))
-    return build(Settings(model=str(folder), kv_cache_memory="4M", max_num_seqs=4, device="cpu"))
+    return build(
+        WorkerSettings(model=str(folder), kv_cache_memory="4M", max_num_seqs=4, device="cpu")
+    )
 
 
 AS_OBJECT = {"__type": "AddedToken", "content": "<|im_end|>", "special": True, "lstrip": False}

@@ -15,7 +15,7 @@ import pytest
 
 from promptq.shared.errors import ModelNotFoundError
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.serve.build import build
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
@@ -109,11 +109,11 @@ def test_says_that_a_model_is_not_there_or_none(worker_url: str, tmp_path: Path)
     missing = tmp_path / "nowhere"
     assert str(missing) in one_sentence(run("--redis", worker_url, "--model", str(missing)))
     with pytest.raises(ModelNotFoundError, match=re.escape(str(tmp_path))):
-        build(read_settings(model=str(tmp_path)))
+        build(read_worker_settings(model=str(tmp_path)))
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelNotFoundError, match="causal"):
-        build(read_settings(model=str(tmp_path)))
+        build(read_worker_settings(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import identify
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import batches, document
@@ -313,7 +313,7 @@ def test_each_format_of_weights_is_another_model_for_a_queue() -> None:
         {"quantization": "int4", "quantize_embeddings": False},
         {"kv_cache_dtype": "int8"},
     ]
-    fingerprints = [identify(Settings(**each)).fingerprint for each in formats]
+    fingerprints = [identify(WorkerSettings(**each)).fingerprint for each in formats]
     assert len(set(fingerprints)) == len(formats)
-    without_effect = Settings(quantization_group="128", quantize_embeddings=False)
+    without_effect = WorkerSettings(quantization_group="128", quantize_embeddings=False)
     assert identify(without_effect).fingerprint == fingerprints[0]

@@ -15,7 +15,8 @@ from promptq.shared.protocol.request import Pooling
 from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.quick_imports import quick_imports
-from promptq.shared.settings.common import Settings, flag_of
+from promptq.shared.settings.common import flag_of
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.port import Engine, EnginePort, Progress, unheard
 from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments
@@ -77,7 +78,9 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def build(settings: Settings, progress: Progress = unheard, known: Verdict | None = None) -> Served:
+def build(
+    settings: WorkerSettings, progress: Progress = unheard, known: Verdict | None = None
+) -> Served:
     """Load the model that the settings name. `known` is the verdict of an earlier load of it.
 
     Raises ConfigurationError, ModelError.
@@ -97,7 +100,7 @@ def build(settings: Settings, progress: Progress = unheard, known: Verdict | Non
     return _build_model(settings, memory, progress, known)
 
 
-def identify(settings: Settings) -> ModelIdentity:
+def identify(settings: WorkerSettings) -> ModelIdentity:
     """Returns the identity of the model that the settings name; loads no weights. Raises
     ModelError."""
     if settings.model == MODEL_FREE and settings.engine == NATIVE:
@@ -111,7 +114,7 @@ def identify(settings: Settings) -> ModelIdentity:
     return _identity(settings, tokenizer)
 
 
-def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
+def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
     """`settings.model` is the model that an inference server serves."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
@@ -125,7 +128,7 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     )
 
 
-def _formats(settings: Settings) -> list[str]:
+def _formats(settings: WorkerSettings) -> list[str]:
     """Returns the number formats that change texts by more than processors do."""
     formats: list[str] = []
     if settings.quantization != "none":
@@ -139,7 +142,7 @@ def _formats(settings: Settings) -> list[str]:
     return formats
 
 
-def fits_beside_others(settings: Settings) -> bool:
+def fits_beside_others(settings: WorkerSettings) -> bool:
     """Returns whether the model can surely be loaded while others stay in memory."""
     if settings.engine != NATIVE:
         return settings.upstream is not None  # otherwise its server takes what it takes
@@ -159,7 +162,7 @@ def fits_beside_others(settings: Settings) -> bool:
     )
 
 
-def _build_model_free(settings: Settings, memory: int | None) -> Served:
+def _build_model_free(settings: WorkerSettings, memory: int | None) -> Served:
     from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner
 
     runner = ModelFreeRunner(
@@ -173,7 +176,7 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
 
 
 def _build_model(
-    settings: Settings, memory: int | None, progress: Progress, known: Verdict | None
+    settings: WorkerSettings, memory: int | None, progress: Progress, known: Verdict | None
 ) -> Served:
     progress("libraries")
     with quick_imports():
@@ -238,10 +241,10 @@ def _build_model(
     )
 
 
-def _build_upstream(settings: Settings, progress: Progress) -> Served:
+def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     require("an engine behind HTTP", "upstream")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
-    from promptq.worker.upstream.connecting import DIALECTS, find_server, start_server
+    from promptq.worker.upstream.connecting import DIALECTS, find_server, key_of, start_server
     from promptq.worker.upstream.forwarding_engine import ForwardingEngine
     from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
 
@@ -285,7 +288,7 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
     )
     engine = ForwardingEngine(
         found.url,
-        settings.upstream_key,
+        key_of(settings),
         dialect,
         limits,
         found.description.model,
@@ -312,7 +315,7 @@ def _end_token_ids(
     return of_model if own is None or own >= vocab_size else of_model | {own}
 
 
-def _way(runner: ModelRunner, settings: Settings) -> str:
+def _way(runner: ModelRunner, settings: WorkerSettings) -> str:
     way, origin = runner.own_code, "of"
     if runner.why_no_own_code:
         is_compiled = runner.compiled is not None and runner.compiled.is_compiled
@@ -328,7 +331,11 @@ def _way(runner: ModelRunner, settings: Settings) -> str:
 
 
 def _engine(
-    runner: Runner, settings: Settings, speculative_tokens: int, *, async_scheduling: bool = False
+    runner: Runner,
+    settings: WorkerSettings,
+    speculative_tokens: int,
+    *,
+    async_scheduling: bool = False,
 ) -> Engine:
     """`speculative_tokens` and `async_scheduling` are the defaults of the settings."""
     if settings.speculative_tokens is not None:
@@ -347,7 +354,7 @@ def _engine(
     )
 
 
-def shown_name(settings: Settings) -> str:
+def shown_name(settings: WorkerSettings) -> str:
     """Returns the name by which clients know the model."""
     if settings.served_model_name is not None:
         return settings.served_model_name

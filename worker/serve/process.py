@@ -22,7 +22,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.printable import printable
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import explain, open_async_redis, without_password
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.health.probes import Health, HealthServer
 from promptq.worker.health.systemd import notify
 from promptq.worker.health.watchdogs import EngineStuckError, watched
@@ -51,7 +51,7 @@ class Turn(Protocol):
         """Set the events when the owner has the process end, as a signal would."""
         ...
 
-    async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> Verdict | None:
+    async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Return when the model may be loaded, with the verdict of an earlier load of it."""
         ...
 
@@ -60,7 +60,7 @@ class Turn(Protocol):
         ...
 
 
-def serve_until_stopped(settings: Settings, redis_url: str, turn: Turn | None = None) -> None:
+def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | None = None) -> None:
     """Run a worker until SIGTERM or SIGINT; with `turn`, only when it is its turn.
 
     Raises PromptqError.
@@ -80,7 +80,7 @@ def _explain(error: RedisError, redis_url: str) -> PromptqError:
     return explain(error, redis_url, wrong_role)
 
 
-async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
+async def _serve(settings: WorkerSettings, redis_url: str, turn: Turn | None) -> None:
     Keys(settings.queue)  # refuses a wrong name before a model is loaded
     started = time.monotonic()
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -222,7 +222,7 @@ async def open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.
 
 
 def _ready_line(
-    settings: Settings, served: Served, redis_url: str, seconds: float, stages: str
+    settings: WorkerSettings, served: Served, redis_url: str, seconds: float, stages: str
 ) -> str:
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20

@@ -26,7 +26,7 @@ from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_less
 from promptq.shared.server.retry import keep_trying
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.health.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.health.probes import Health
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: WorkerSettings,
         served: Served,
         client: redis.asyncio.Redis,
         start_up_seconds: Mapping[str, float] | None = None,

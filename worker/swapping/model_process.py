@@ -10,10 +10,10 @@ from enum import Enum, auto
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.swapping.standby import Known, Order, Report
 
-Target = Callable[[Settings, str, Connection], None]
+Target = Callable[[WorkerSettings, str, Connection], None]
 
 
 class ProcessState(Enum):
@@ -62,7 +62,7 @@ class ModelProcess:
         self,
         context: ForkServerContext,
         target: Target,
-        settings: Settings,
+        settings: WorkerSettings,
         redis_url: str,
         known: Known | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from redis.exceptions import NoPermissionError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import fits_beside_others, identify
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Standby:
 
         loop.add_reader(self._owner.fileno(), read)
 
-    async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> Verdict | None:
+    async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Register the model with its queue, so that clients find it, and wait for its turn.
 
         Returns the verdict of an earlier load if the files have not changed. Raises

@@ -18,7 +18,7 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.tasks import end
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.health.probes import HealthServer
 from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.health.systemd import notify, watchdog_seconds
@@ -38,7 +38,7 @@ _LEAVING_SECONDS = 10.0
 """How long a process may take to end after it drained."""
 
 
-async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
+async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None:
     """Run a worker for each of several models, of which one is loaded, until SIGTERM or SIGINT."""
     first, started = settings[0], time.monotonic()
     by_queue = {each.queue: _of_one(each, nth) for nth, each in enumerate(settings)}
@@ -80,7 +80,7 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
             await asyncio.to_thread(probed.close)
 
 
-def _queue_of(settings: Settings, client: redis.asyncio.Redis) -> AsyncRequestQueue:
+def _queue_of(settings: WorkerSettings, client: redis.asyncio.Redis) -> AsyncRequestQueue:
     crashes = settings.max_crashes
     lease_ms = settings.lease_ms
     return AsyncRequestQueue(client, settings.queue, lease_ms=lease_ms, max_crashes=crashes)
@@ -107,14 +107,14 @@ async def _notify_service_manager() -> None:
         await asyncio.sleep(seconds)
 
 
-def _of_one(settings: Settings, nth: int) -> Settings:
+def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
     """Returns the settings of the `nth` process: a separate metrics port, and no port for probes,
     which the owner answers."""
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
 
-def _libraries(settings: Sequence[Settings]) -> list[str]:
+def _libraries(settings: Sequence[WorkerSettings]) -> list[str]:
     """Returns the modules that take long to import before a model can be loaded."""
     is_needed = any(each.engine == NATIVE and each.model != MODEL_FREE for each in settings)
     return ["promptq.worker.engine.runner.model_runner"] if is_needed else []
@@ -126,7 +126,7 @@ def _cores() -> set[int] | None:
 
 
 def _serve_in_turn(
-    cores: set[int] | None, settings: Settings, redis_url: str, owner: Connection
+    cores: set[int] | None, settings: WorkerSettings, redis_url: str, owner: Connection
 ) -> None:
     """Run a worker that loads its model when the owner says so."""
     os.setpgid(0, 0)  # Ctrl-C is for the owner, which then stops this process

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineLimits
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
@@ -46,7 +46,7 @@ class FoundServer:
     description: ServerDescription
     probe_token_ids: list[int] | None
 
-    def limits(self, settings: Settings, vocab_size: int) -> EngineLimits:
+    def limits(self, settings: WorkerSettings, vocab_size: int) -> EngineLimits:
         """How much of the server this worker uses."""
         found = self.description
         longest = min(found.max_model_len, settings.max_model_len or found.max_model_len)
@@ -72,7 +72,13 @@ class FoundServer:
             )
 
 
-def start_server(dialect: Dialect, settings: Settings) -> ServerProcess:
+def key_of(settings: WorkerSettings) -> str | None:
+    """Returns the key that the server wants, in the clear."""
+    key = settings.upstream_key
+    return None if key is None else key.get_secret_value()
+
+
+def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
     """Start a server of this worker's own. Raises ConfigurationError."""
     if settings.model is None:
         raise ConfigurationError(
@@ -83,7 +89,9 @@ def start_server(dialect: Dialect, settings: Settings) -> ServerProcess:
     return ServerProcess(dialect.start_command(settings, port), port)
 
 
-def find_server(dialect: Dialect, settings: Settings, process: ServerProcess | None) -> FoundServer:
+def find_server(
+    dialect: Dialect, settings: WorkerSettings, process: ServerProcess | None
+) -> FoundServer:
     """Wait for the server: as long as its process lives, or for --redis-wait seconds.
 
     Raises ConfigurationError if there is none, or if it cannot be used.
@@ -108,11 +116,11 @@ def _checked(url: str) -> str:
 
 
 async def _find(
-    dialect: Dialect, url: str, settings: Settings, process: ServerProcess | None
+    dialect: Dialect, url: str, settings: WorkerSettings, process: ServerProcess | None
 ) -> FoundServer:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.redis_wait
-    server, told = Server(url, settings.upstream_key), ""
+    server, told = Server(url, key_of(settings)), ""
     try:
         while True:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
 from benchmarks.table.jobs import Job, Outcome, Request, Trace, Workload, main, now
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.build import build
@@ -27,7 +27,7 @@ FORMATS: dict[str, dict[str, object]] = {
 def load(
     model: str, max_num_seqs: int, max_model_len: int, kv_cache_bytes: int, format: str
 ) -> Engine:
-    settings = read_settings(
+    settings = read_worker_settings(
         model=model,
         dtype="bfloat16",
         max_num_seqs=max_num_seqs,

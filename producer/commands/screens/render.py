@@ -261,11 +261,11 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
 
 
 def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
-    """The name and the value of each setting, and below them its description."""
+    """Returns the settings under the names of their processes, each with value and description."""
     lines: list[RenderableType] = []
     for process, group in groupby(rows, key=itemgetter("process")):
-        if process:
-            lines.append(Text(f"\nOnly of {process}:", style="bold"))
+        title = (process or "common to all processes").capitalize()
+        lines.append(Text(f"\n{title}:" if lines else f"{title}:", style="bold"))
         for row in group:
             lines += [_setting(row), Padding(Text(row["description"]), (0, 0, 0, 4))]
     return Group(*lines)

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling, scaling
+from promptq.producer.admin.scaling import Scaling, scaling
+from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 from promptq.producer.http.errors import described
 from promptq.producer.http.state import ThisGateway
 from promptq.shared.errors import RedisSideError, SpoiltRecordError

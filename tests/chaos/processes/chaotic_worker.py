@@ -12,7 +12,7 @@ from typing import Any
 from promptq.shared.protocol.claims import Claims, Room
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.__main__ import main as run_command
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
@@ -58,7 +58,7 @@ class NotingQueue(AsyncRequestQueue):
         return claims
 
 
-def build_chaotic(settings: Settings, *rest: Any) -> Served:
+def build_chaotic(settings: WorkerSettings, *rest: Any) -> Served:
     """As `promptq.worker.serve.build.build`, but for the model-free engine."""
     if settings.model != MODEL_FREE:
         return build(settings, *rest)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from promptq.shared.protocol.request import Request
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.__main__ import main
 from promptq.worker.engine.api.port import Progress
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -114,7 +114,7 @@ def _text(request: Request) -> str:
     return request.prompt if isinstance(request.prompt, str) else ""
 
 
-def build(settings: Settings, progress: Progress, known: object) -> Served:
+def build(settings: WorkerSettings, progress: Progress, known: object) -> Served:
     runner = FaultyRunner(num_blocks=1024, step_seconds=STEP_SECONDS)
     engine = LLMEngine(
         runner,

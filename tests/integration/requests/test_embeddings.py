@@ -23,7 +23,7 @@ from promptq import AsyncClient, Client
 from promptq.producer.batches.local_batch import errors_beside, run_batch
 from promptq.shared.errors import ConfigurationError, InvalidRequestError, RequestFailedError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
@@ -49,7 +49,7 @@ async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
 @pytest.fixture(scope="module")
 def served() -> Served:
     """The shipped model in fp32, in whose prefill there are many steps."""
-    return build(Settings(dtype="float32", max_num_seqs=4, prefill_chunk=2))
+    return build(WorkerSettings(dtype="float32", max_num_seqs=4, prefill_chunk=2))
 
 
 @torch.inference_mode()
@@ -221,7 +221,7 @@ def save_model(directory: Path, pooling: dict[str, Any]) -> Path:
 async def test_the_models_own_files_say_how_to_pool(redis_url: str, tmp_path: Path) -> None:
     """And its tokenizer says which special tokens a text has."""
     directory = save_model(tmp_path, {"pooling_mode_mean_tokens": True})
-    served = build(Settings(model=str(directory), dtype="float32"))
+    served = build(WorkerSettings(model=str(directory), dtype="float32"))
     async with running_worker(redis_url, served), AsyncClient(redis_url) as client:
         found = await client.embed("a b c")
         assert found.usage.prompt_tokens == 4

@@ -15,7 +15,7 @@ from promptq import Client
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.events import Result, TokenEvent
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
 from tests.processes import started
 from tests.producer.gateway.living import live_worker
@@ -61,7 +61,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             until(lambda: server.xlen(log_of(fork)) > 2)
             assert server.xlen(log_of(source)) < NUM_TOKENS, "the fork came too late"
             killed.process.kill()
-        with live_worker(url, build(Settings(dtype="float32")), lease_ms=LEASE_MS):
+        with live_worker(url, build(WorkerSettings(dtype="float32")), lease_ms=LEASE_MS):
             yield Story(client, source, fork)
 
 

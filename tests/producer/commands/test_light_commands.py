@@ -9,7 +9,8 @@ import sys
 import pytest
 
 RUN = """
-import json, runpy, sys
+import json, os, runpy, sys
+os.execv = lambda *_: sys.exit()  # here `promptq worker` becomes another program
 module, sys.argv = sys.argv[1], ["promptq", *sys.argv[2:]]
 try:
     runpy.run_module(module, run_name="__main__")
@@ -43,6 +44,7 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
             HTTP,
         ),
         (CALL_READER, ["info", "text"], {"promptq.producer.apis.responses.read"}, HTTP),
+        (CLI, ["worker"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
         (CLI, ["--help"], {"promptq.producer.gateway.server"}, {"fastapi", "httpx", "rq", "torch"}),
         (
             WORKER,

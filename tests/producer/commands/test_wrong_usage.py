@@ -1,4 +1,4 @@
-"""What is wrong is said in one sentence; help and settings."""
+"""What is wrong is said in one sentence; help."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from promptq.producer.commands.app import app
-from promptq.producer.settings.gateway import GatewaySettings
-from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.shared.settings.common import Settings
 from tests.producer.playing import Run, old_server
 from tests.roles import as_role
 from tests.servers import free_port
@@ -33,46 +30,6 @@ def test_stats(run: Run) -> None:
     assert "No worker is alive: start one with `promptq worker`." in table
     table = " ".join(run("stats", "--queue", "another").stdout.split())
     assert "start one with `promptq worker --queue another`." in table
-
-
-def test_settings(run: Run) -> None:
-    """Every setting with its value, default and meaning, and no password."""
-    env = {
-        "PROMPTQ_MAX_NUM_SEQS": "7",
-        "PROMPTQ_REDIS_URL": "redis://me:hush@host:1/0",
-        "PROMPTQ_JOBS_REDIS_URL": "redis://me:hush@host:2/0",
-        "PROMPTQ_WEBHOOK_SECRET": "whsec_hush",
-        "PROMPTQ_UPSTREAM": "http://me:hush@host:3",
-        "PROMPTQ_UPSTREAM_KEY": "hush",
-        "PROMPTQ_OTLP_ENDPOINT": "http://me:hush@host:4",
-    }
-    listed = run("settings", "--json", **env).stdout
-    rows = {row["variable"]: row for row in json.loads(listed)}
-    slots = rows["PROMPTQ_MAX_NUM_SEQS"]
-    assert (slots["value"], slots["default"], slots["option"]) == (7, 64, "--max-num-seqs")
-    assert rows["PROMPTQ_REDIS_URL"]["value"] == "redis://me:***@host:1/0"
-    assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
-    assert rows["PROMPTQ_UPSTREAM"]["value"] == "http://me:***@host:3"
-    assert rows["PROMPTQ_UPSTREAM_KEY"]["value"] == "***"
-    assert rows["PROMPTQ_OTLP_ENDPOINT"]["value"] == "http://me:***@host:4"
-    processes = {rows[f"PROMPTQ_{name}"]["process"] for name in ("QUEUE", "MODEL")}
-    assert processes == {None}
-    assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
-    assert rows["PROMPTQ_BATCH_WORKERS"]["process"] == "jobs"
-    assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
-    shown = run("settings", COLUMNS="80", **env).stdout
-    assert set(re.findall(r"PROMPTQ_\w+", shown)) == set(rows)
-    for settings in (Settings, GatewaySettings, JobsSettings):
-        for name, field in settings.model_fields.items():
-            variable = f"PROMPTQ_{name.upper()}"
-            assert rows[variable]["description"] == field.description
-            if variable not in env and name != "files_dir":  # a folder in the user's home
-                assert f"{variable}  {'–' if field.default is None else field.default}\n" in shown
-    assert "hush" not in listed + shown
-    assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
-    assert all(row["description"] in words for row in rows.values()), "no word is broken"
 
 
 @pytest.mark.parametrize(
@@ -120,14 +77,6 @@ def test_what_stands_behind_two_dashes_is_for_the_workers_server(run: Run) -> No
     done = run("worker", "--model", "model-free", "--", "--swap-space", "0")
     assert done.returncode == 1
     assert "-- ARGUMENTS: belongs to an inference server" in done.stderr
-
-
-def test_a_wrong_setting(run: Run) -> None:
-    """The variable is named."""
-    done = run("stats", PROMPTQ_LOG_LEVEL="loud")
-    assert done.returncode == 1
-    assert "PROMPTQ_LOG_LEVEL" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_no_server(run: Run) -> None:

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import Served, build
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.roles import as_role
@@ -81,7 +81,7 @@ def letters(letters_gateway: LiveGateway) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def stories_gateway() -> Iterator[LiveGateway]:
     """On the shipped model."""
-    with own_gateway(build(Settings(max_num_seqs=8))) as gateway:
+    with own_gateway(build(WorkerSettings(max_num_seqs=8))) as gateway:
         yield gateway
 
 

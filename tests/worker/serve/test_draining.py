@@ -10,7 +10,7 @@ import redis.asyncio
 from promptq import AsyncClient
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
 from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
@@ -79,7 +79,7 @@ async def test_a_drain_ends_workers_of_its_database_alone(redis_url: str) -> Non
         AsyncClient(in_role("operator", 0)) as here,
         AsyncClient(in_role("operator", 1)) as there,
     ):
-        worker = Worker(Settings(), served_model_free(), connection)
+        worker = Worker(WorkerSettings(), served_model_free(), connection)
         await worker.start()
         serving = asyncio.create_task(worker.serve(asyncio.Event()))
         channels = [here.queue.keys.drain, here.queue.keys.control]
@@ -101,7 +101,7 @@ async def test_a_message_drains_the_worker_that_it_names(
     redis_url: str, queue: AsyncRequestQueue, message: str
 ) -> None:
     async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
-        worker = Worker(Settings(), served_model_free(step_seconds=0.005), client)
+        worker = Worker(WorkerSettings(), served_model_free(step_seconds=0.005), client)
         await worker.start()
         serving = asyncio.create_task(worker.serve(asyncio.Event()))
         request_id = await async_put(queue, seed=2, max_tokens=40)
@@ -136,7 +136,7 @@ async def test_a_second_signal_ends_a_drain_at_once(
 ) -> None:
     async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         served = served_model_free(step_seconds=0.01)
-        worker = Worker(Settings(drain_seconds=3600), served, client)
+        worker = Worker(WorkerSettings(drain_seconds=3600), served, client)
         await worker.start()
         request_id = await async_put(queue, max_tokens=4000)
         await until_tokens(queue, request_id, 2)

@@ -11,7 +11,7 @@ import redis.asyncio
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve.worker import Worker
@@ -43,7 +43,7 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
         engine = LLMEngine(FailingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
         served = replace(served_model_free(), engine=engine)
         async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
-            worker = Worker(Settings(lease_ms=1000, max_crashes=2), served, client)
+            worker = Worker(WorkerSettings(lease_ms=1000, max_crashes=2), served, client)
             await worker.start()
             with pytest.raises(RuntimeError, match="device-side assert"):
                 await worker.serve(asyncio.Event())
@@ -64,7 +64,7 @@ async def test_a_failing_engine_gives_back_at_once_what_it_was_running(
     engine = LLMEngine(FailingRunner(step_seconds=0.01), max_num_seqs=4, max_num_batched_tokens=64)
     served = replace(served_model_free(), engine=engine)
     async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
-        worker = Worker(Settings(), served, client)
+        worker = Worker(WorkerSettings(), served, client)
         await worker.start()
         await until_tokens(queue, innocent, 3)
         poison = await async_put(queue, prompt="!")

@@ -13,7 +13,7 @@ import redis.asyncio
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.metrics import BETWEEN_TOKENS
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.leases import coalescer
@@ -154,7 +154,7 @@ async def test_tokens_that_wait_for_others_are_sent_before_a_failure_ends_the_wo
     """Whatever the engine fails with, even what a timer would say."""
     runner = PausingRunner(error)
     async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
-        worker = Worker(Settings(**never_due), served_by(runner), client)
+        worker = Worker(WorkerSettings(**never_due), served_by(runner), client)
         await worker.start()
         request_id = await async_put(queue, seed=3, max_tokens=40)
         await asyncio.to_thread(runner.has_paused.wait)

@@ -12,7 +12,7 @@ from promptq.shared.errors import ModelMismatchError
 from promptq.shared.protocol.claims import Held, ModelIdentity, Room
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_put, until_tokens
@@ -152,7 +152,7 @@ async def test_a_worker_listens_on_a_server_that_has_no_command_acl(
     server = OwnServer(tmp_path, "--rename-command", "ACL", "")
     try:
         async with redis.asyncio.Redis.from_url(as_role(role, server.url)) as client:
-            worker = Worker(Settings(), served_model_free(), client)
+            worker = Worker(WorkerSettings(), served_model_free(), client)
             await worker.start()
             serving = asyncio.create_task(worker.serve(asyncio.Event()))
             while not serving.done():

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.serve.build import build
 from promptq.worker.serve.start_up import StartUp
@@ -58,7 +58,7 @@ def test_building_the_shipped_model_goes_through_all_stages() -> None:
     def progress(stage: str, share: float | None = None) -> None:
         heard.append(stage)
 
-    build(Settings(max_num_seqs=2, device="cpu"), progress)
+    build(WorkerSettings(max_num_seqs=2, device="cpu"), progress)
     assert heard == [
         "libraries",
         "weights",
@@ -98,9 +98,10 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
 
 def test_the_way_a_model_is_computed_is_said() -> None:
     settings = {"max_num_seqs": 2, "device": "cpu"}
-    assert build(Settings(**settings)).way == "native code"
-    assert build(Settings(**settings, native=False)).way == "no native code (it is turned off)"
-    assert "float16" in build(Settings(**settings, dtype="float16")).way
+    assert build(WorkerSettings(**settings)).way == "native code"
+    turned_off = build(WorkerSettings(**settings, native=False))
+    assert turned_off.way == "no native code (it is turned off)"
+    assert "float16" in build(WorkerSettings(**settings, dtype="float16")).way
 
 
 @pytest.mark.usefixtures("logs_in_json")
@@ -109,7 +110,7 @@ def test_the_way_a_model_is_computed_is_said() -> None:
 def test_a_worker_that_would_be_faster_in_fp32_says_so(
     dtype: Literal["float32", "bfloat16"], native: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build(Settings(max_num_seqs=2, device="cpu", dtype=dtype, native=native))
+    build(WorkerSettings(max_num_seqs=2, device="cpu", dtype=dtype, native=native))
     is_slow = dtype == "bfloat16" and not native and not has_fast_bf16_products()
     assert ("--dtype float32 is many times faster" in capsys.readouterr().err) == is_slow
 
@@ -120,4 +121,4 @@ def test_weights_that_do_not_fit_are_refused_beforehand(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(8 * 2**40)  # takes no room on the disk
     with pytest.raises(ConfigurationError, match=r"--model: .* 8,192\.0 GiB, and [\d.,]+ GiB"):
-        build(Settings(model=str(tmp_path), device="cpu"))
+        build(WorkerSettings(model=str(tmp_path), device="cpu"))

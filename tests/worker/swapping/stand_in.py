@@ -7,11 +7,11 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.swapping.standby import Order, Report
 
 
-def pretend(notes: Path, settings: Settings, _redis_url: str, owner: Connection) -> None:
+def pretend(notes: Path, settings: WorkerSettings, _redis_url: str, owner: Connection) -> None:
     """The model `large` has room alone only, and `broken` does not load."""
 
     def note(what: str) -> None:

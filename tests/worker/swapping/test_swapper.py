@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
 from promptq.worker.swapping.swapper import ModelFailedError, Swapper
@@ -29,7 +29,10 @@ async def swapping(
 ) -> AsyncIterator[Callable[[], list[str]]]:
     """Swaps a model of the queue `a` with one of `b`. Gives what was noted since `a` served."""
     context = forking("tests.worker.swapping.stand_in")
-    settings = {"a": Settings(queue="a", model="small"), "b": Settings(queue="b", model=model_of_b)}
+    settings = {
+        "a": WorkerSettings(queue="a", model="small"),
+        "b": WorkerSettings(queue="b", model=model_of_b),
+    }
     swapper = Swapper(
         {"a": "small", "b": model_of_b},
         lambda name, known: ModelProcess(
@@ -88,7 +91,7 @@ def test_what_this_process_starts_later_may_import_from_its_folder(
     before = dict(os.environ)
     context = forking("tests.worker.swapping.stand_in")
     target = partial(pretend, tmp_path / "notes")
-    process = ModelProcess(context, target, Settings(queue="a", model="small"), "")
+    process = ModelProcess(context, target, WorkerSettings(queue="a", model="small"), "")
     process.kill()
     assert dict(os.environ) == before
 
@@ -107,7 +110,7 @@ async def test_if_the_first_one_does_not_load_that_is_told(
     queue: AsyncRequestQueue, tmp_path: Path
 ) -> None:
     context = forking("tests.worker.swapping.stand_in")
-    settings = Settings(queue="b", model="broken")
+    settings = WorkerSettings(queue="b", model="broken")
     swapper = Swapper(
         {"b": "broken"},
         lambda _, known: ModelProcess(

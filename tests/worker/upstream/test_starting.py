@@ -14,7 +14,7 @@ import pytest
 from promptq import Client
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime import extras
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
 from tests.processes import StartedWorker
 from tests.roles import as_role
@@ -64,7 +64,7 @@ def test_the_tokenizers_end_token_is_one_beside_the_configurations(
     folder = save_byte_model(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 10}))
-    settings = Settings(engine="vllm", model=str(folder), upstream=stand_in.url)
+    settings = WorkerSettings(engine="vllm", model=str(folder), upstream=stand_in.url)
     assert build(settings).end_token_ids == {10, 256}
 
 
@@ -230,7 +230,7 @@ def test_says_which_packages_read_a_gguf_file(
     monkeypatch.setattr(extras, "_is_complete", lambda extra: extra == "upstream")
     said = r"packages .*\[gguf,worker\].*; or name the directory of the model's tokenizer"
     with pytest.raises(ConfigurationError, match=said):
-        build(Settings(engine="llama.cpp", model=str(file), engine_command="/no/such"))
+        build(WorkerSettings(engine="llama.cpp", model=str(file), engine_command="/no/such"))
 
 
 def test_a_gguf_file_has_all_that_llama_cpp_and_its_worker_need(

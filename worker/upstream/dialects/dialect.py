@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.upstream.dialects.transport import Server
 
@@ -83,7 +83,7 @@ class Dialect(Protocol):
 
     abilities: EngineAbilities
 
-    def start_command(self, settings: Settings, port: int) -> list[str]:
+    def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         """What starts a server of this kind as the settings say. Raises ConfigurationError."""
         ...
 

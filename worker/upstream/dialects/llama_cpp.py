@@ -11,7 +11,7 @@ from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.upstream.dialects.dialect import (
@@ -61,7 +61,7 @@ class LlamaCppDialect:
             inexact_with=frozenset({"temperature"}),  # the random numbers begin anew
         )
 
-    def start_command(self, settings: Settings, port: int) -> list[str]:
+    def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         names_file = {"-m", "--model"}.intersection(settings.engine_arguments)
         if not (names_file or is_gguf(settings.model or "")):
             raise ConfigurationError(

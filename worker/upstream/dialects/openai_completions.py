@@ -10,7 +10,7 @@ from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
@@ -57,7 +57,7 @@ class OpenAIDialect:
             inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
         )
 
-    def start_command(self, settings: Settings, port: int) -> list[str]:
+    def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         raise ConfigurationError(
             "--engine openai: give --upstream, the URL of a running server; only vllm and llama.cpp"
             " can be started from here"

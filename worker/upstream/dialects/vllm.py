@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
@@ -55,7 +55,7 @@ class VllmDialect:
             inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
         )
 
-    def start_command(self, settings: Settings, port: int) -> list[str]:
+    def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         command = [
             *(settings.engine_command or "vllm", "serve", str(settings.model)),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),

@@ -8,7 +8,7 @@ import pytest
 from playwright.async_api import expect
 
 from promptq import AsyncClient
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
 from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def test_tokens_come_with_their_probabilities(
     redis_url: str, client: AsyncClient, open_page: Open
 ) -> None:
-    async with running_worker(redis_url, build(Settings(max_num_seqs=8))):
+    async with running_worker(redis_url, build(WorkerSettings(max_num_seqs=8))):
         page = await open_page("#/playground")
         await page.get_by_label("Prompt").fill("Once upon a time")
         await page.get_by_label("Max tokens").fill("40")

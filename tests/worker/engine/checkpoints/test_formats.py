@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.load_check.comparison import off_by
@@ -260,7 +260,7 @@ def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """With its tokenizer, its own name and fingerprint, wherever it is started."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(FILES / "qwen3-q8_0.gguf", "small-q8_0.GGUF")  # another model of the same name
-    settings = read_settings(model=str(FILES / "small-q8_0.gguf"), kv_cache_memory="4M")
+    settings = read_worker_settings(model=str(FILES / "small-q8_0.gguf"), kv_cache_memory="4M")
     served = build(settings)
     assert served.identity.name == "small-q8_0"
     assert "weights of GGUF Q8_0" in served.way
@@ -269,7 +269,7 @@ def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert served.dtype == "bfloat16"
     assert served.end_token_ids == {2}
     assert identify(settings) == served.identity
-    other = identify(read_settings(model="small-q8_0.GGUF"))
+    other = identify(read_worker_settings(model="small-q8_0.GGUF"))
     assert other.name == "small-q8_0"
     assert other.fingerprint != served.identity.fingerprint
     assert fits_beside_others(settings)

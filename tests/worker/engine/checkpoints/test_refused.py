@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from promptq.shared.errors import ConfigurationError, ModelError, UnsupportedModelError
 from promptq.shared.runtime import extras
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.model.loading import load_model
 from promptq.worker.serve.build import build, identify
 from tests.worker.engine.checkpoints.test_formats import FILES
@@ -177,7 +177,7 @@ def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     said = r"a GGUF file needs packages that are not installed: pip install .*whl\)\[gguf\]"
     for load in (build, identify):
         with pytest.raises(ConfigurationError, match=said):
-            load(read_settings(model=str(FILES / "small-q8_0.gguf")))
+            load(read_worker_settings(model=str(FILES / "small-q8_0.gguf")))
 
 
 def test_a_gguf_file_that_is_damaged_is_named(tmp_path: Path) -> None:

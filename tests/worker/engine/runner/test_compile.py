@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.settings.common import read_settings
+from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.api.port import Engine
 from promptq.worker.engine.attention.kv_cache import KVCache
@@ -84,11 +84,11 @@ def engine_of(runner: ModelRunner) -> LLMEngine:
 def test_a_worker_compiles_if_asked() -> None:
     """The shipped model gives the tokens that it gives uncompiled, and the worker says so."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
-    plain = build(read_settings(native=False, **options))
+    plain = build(read_worker_settings(native=False, **options))
     expected = serve(plain.engine)
     assert not plain.way.endswith("compiled")
     assert num_graphs() == 0
-    compiled = build(read_settings(native=False, compile=True, **options))
+    compiled = build(read_worker_settings(native=False, compile=True, **options))
     assert compiled.way.endswith(", compiled")
     assert num_graphs() == 2
     assert serve(compiled.engine) == expected

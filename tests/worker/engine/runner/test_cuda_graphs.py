@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.settings.common import Settings
+from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.step_buffers import StepKind
@@ -153,7 +153,7 @@ def test_the_warm_up_of_kernels_replays_no_graph(
 def test_the_ready_line_says_why_there_are_no_graphs(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runner, settings = load_tiny(tmp_path), Settings()
+    runner, settings = load_tiny(tmp_path), WorkerSettings()
     assert _way(runner, settings) == "no native code (it is turned off)"
     monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
     assert _way(runner, settings) == "no fused kernels (it is turned off)"

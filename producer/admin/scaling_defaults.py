@@ -1,0 +1,6 @@
+"""Default times for scaling, in a file that loads nothing: every start of a command reads them."""
+
+TARGET_SECONDS = 30.0
+"""How long a request should wait at most."""
+HOLD_SECONDS = 60.0
+"""How long fewer workers must be enough before one of them ends."""

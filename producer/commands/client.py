@@ -1,0 +1,27 @@
+"""The client that a command makes from its options."""
+
+from __future__ import annotations
+
+from promptq.producer.clients.sync_client import Client
+from promptq.shared.settings.common import read_settings
+
+
+def open_client(redis: str | None, queue: str | None, model: str | None = None) -> Client:
+    """The client for a command's `--redis`, and `--queue` or `--model`. Raises PromptqError."""
+    if model is not None:
+        return Client(redis, queue, model=model)
+    return Client(redis, queue or read_settings().queue)
+
+
+def names_queue(queue: str | None) -> bool:
+    """Whether `--queue` or PROMPTQ_QUEUE says which queue is meant."""
+    return queue is not None or "queue" in read_settings().model_fields_set
+
+
+def open_client_of(redis: str | None, queue: str | None, request_id: str) -> Client:
+    """The client of `--queue`, or else of the queue in which a request is known."""
+    client = open_client(redis, queue)
+    if names_queue(queue):
+        return client
+    with client:
+        return Client(redis, client.queue_of_request(request_id))
