@@ -25,14 +25,14 @@ MAX_PARTS = 64
 FIELDS = 7
 """The numbers that describe a span (see `cut`)."""
 START_TOKENS = 64
-"""How many tokens a program reads in the time that it takes to start a span."""
+"""Number of tokens that a program reads in the time that starting a span takes."""
 MAX_SPAN_TOKENS = 4096
 
 _Numbers = npt.NDArray[np.int64]
 
 
 def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
-    """[1 + num_spans, FIELDS]: the work list of decodes whose contexts are so long.
+    """Returns [1 + num_spans, FIELDS]: the work list of decodes with contexts of these lengths.
 
     The first row begins with the number of spans. Each further row is a span: its sequence, its
     first token and the one after its last, the place of its first part in the memory for results,
@@ -63,7 +63,7 @@ def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """The tokens of each sequence's spans: parts of these sizes, as many as make the launch short.
+    """Returns the tokens of each sequence's spans: the number of parts that makes the launch short.
 
     Long spans are started less often, and short ones are shared more evenly.
     """
@@ -92,19 +92,19 @@ def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
-    """How many pieces of so many tokens there are: one of a sequence without tokens."""
+    """Returns the number of pieces of `tokens` tokens; a sequence without tokens has one."""
     quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
     return quotient
 
 
 def most_parts(context: int) -> int:
-    """How many parts a context of up to so many tokens may have, in a layer of any pattern."""
+    """Returns the most parts of a context of up to `context` tokens, for layers of any pattern."""
     return min(max(1, -(-context // PART_TOKENS)), MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class PartResults:
-    """What the parts of a layer leave for the program that combines them."""
+    """Results of a layer's parts, for the program that combines them."""
 
     sums: torch.Tensor
     """[places, num_heads, value_size], float32: a part's weighted mean of the values."""
@@ -116,11 +116,11 @@ class PartResults:
 
 
 class DecodeWork:
-    """The work lists of decodes, one for each SpanList that layers ask for, and memory for results.
+    """Work lists of decodes, one for each SpanList that layers request, and memory for results.
 
     There is room for `contexts`, the lengths of the sequences. `fill` may replace them by others
-    that are no longer. The tensors then stay where they are, as graphs that are replayed need it.
-    Lists that are on the device already are given.
+    that are not longer. The tensors keep their addresses, as replayed graphs need. `lists` has the
+    work lists that are on the device already.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DecodeWork:
 
     @property
     def asked(self) -> Sequence[SpanList]:
-        """The lists that were asked for."""
+        """The lists that layers requested."""
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
@@ -150,7 +150,7 @@ class DecodeWork:
             self._write(asked)
 
     def spans(self, asked: SpanList) -> torch.Tensor:
-        """The list (see `cut`) that layers ask for. Rows after its end mean nothing."""
+        """Returns the list (see `cut`) that layers request. Rows after its end mean nothing."""
         if asked in self._given and asked not in self._lists:
             self._lists[asked] = self._given[asked]
         if asked not in self._lists:

@@ -88,7 +88,7 @@ class StepBuffers:
 
     @staticmethod
     def _contexts(layout: StepLayout, kind: StepKind) -> list[int]:
-        """Of all rows: those of the decodes, of the chunks' rows, and of padding."""
+        """Returns the contexts of all rows: of decodes, of the chunks' rows, and of padding."""
         decodes, num_rows = layout.context_lens[: layout.num_decodes], layout.query_starts[-1]
         of_chunks = [-1] * (num_rows - len(decodes))
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
@@ -138,7 +138,8 @@ class StepBuffers:
         )
 
     def _layout(self, kind: StepKind) -> StepLayout:
-        """Its lengths are only right in the work lists, where each row may be a decode."""
+        """Returns a layout with upper bounds as lengths: each row may be a decode of the longest
+        context. The true lengths are in the work lists."""
         rows, longest = kind.num_rows, self._block_tables.shape[1] * self._block_size
         return StepLayout(
             num_decodes=rows,

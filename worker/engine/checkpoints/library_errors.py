@@ -1,4 +1,4 @@
-"""What functions of transformers raise when files are not as they should be."""
+"""Exceptions that transformers' functions raise for files with faults."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MAX_ROWS = 16
-"""Drafts are made only for steps of at most so many rows, drafted ones included."""
+"""The most rows of a step with drafts, drafted ones included."""
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
@@ -21,14 +21,14 @@ more, because some libraries multiply one row differently. The values are high f
 dtypes."""
 
 _ALLOWANCE = 0.01
-"""How much failing drafts may cost, as a share of all steps."""
+"""The cost that failing drafts may have, as a share of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
 """Credits are in tokens. With a higher limit, a text that no longer repeats itself would be
 drafted for longer in vain."""
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
-"""How many tokens have to match. A single one means too little."""
+"""Numbers of tokens that have to match. A match of a single token means too little."""
 
 
 class PromptLookup:
@@ -65,7 +65,7 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class Drafter:
-    """Drafts for one sequence, as much as pays off.
+    """Drafts for one sequence, as many tokens as pay off.
 
     Drafts are paid for from a credit. Accepted tokens add to it, and each step adds a little. So
     drafts that fail cost at most that little, and drafts that are right become longer.

@@ -1,4 +1,4 @@
-"""How much of an engine each tenant has, and which sequence makes room for another tenant."""
+"""Computes each tenant's share of an engine, and which sequence makes room for another tenant."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class NotOfThisKindError(Exception):
-    """The model is not of the kind that our own decoders compute; the message says where."""
+    """The model is not of the kind that promptq's decoders compute; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class LlamaParts:
     num_kv_heads: int
     head_size: int
     epsilon: float
-    """Of all norms."""
+    """The epsilon of all norms."""
     scale: float
-    """Of all scores."""
+    """The scale of all attention scores."""
     rotary: nn.Module
 
     @classmethod
@@ -109,7 +109,7 @@ class LlamaParts:
 
 
 def is_of_llama_kind(model: PreTrainedModel) -> bool:
-    """Whether it has the parts of this kind. The check at load shows if it computes the same."""
+    """Whether a model has this kind's parts. The check at load shows if it computes the same."""
     try:
         LlamaParts.of(model)
     except Exception:  # a family may have anything in the places of these parts

@@ -1,4 +1,4 @@
-"""Whether the processor is fast in bf16, and how to run a model exactly in fp32 for a while."""
+"""Tests whether the processor is fast in bf16, and runs a model exactly in fp32 for a while."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
 """The share of free memory that fp32 copies of the weights may take."""
 _PART = 2**22
-"""How many numbers of a weight are widened at a time."""
+"""Count of a weight's numbers that are widened at a time."""
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch has vector code for bf16 products here. If not, it takes number by number."""
+    """Whether torch has vector code for bf16 products here. If not, it multiplies one by one."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -31,7 +31,7 @@ def exact_products(device: torch.device) -> Iterator[bool]:
     """Switch TF32 off, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
 
     Yields whether products are exact now. They are not if the environment forces TF32, as
-    NVIDIA_TF32_OVERRIDE=1 does, so this is tried and not asked for.
+    NVIDIA_TF32_OVERRIDE=1 does, so we test a product instead of reading torch's flag.
     """
     with _without_tf32():
         # 1 + 2^-12 is exact in fp32, and 1 in TF32.
@@ -68,12 +68,15 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     fp32. It is left unchanged if there is too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
-    if any(it.is_floating_point() and it.dtype not in (*_HALVES, torch.float32) for it in tensors):
+    if any(
+        tensor.is_floating_point() and tensor.dtype not in (*_HALVES, torch.float32)
+        for tensor in tensors
+    ):
         yield False
         return
-    widening = [it for it in model.modules() if by_parts and _widens(it)]
+    widening = [module for module in model.modules() if by_parts and _widens(module)]
     kept = {id(module.weight) for module in widening}
-    halves = [it for it in tensors if it.dtype in _HALVES and id(it) not in kept]
+    halves = [tensor for tensor in tensors if tensor.dtype in _HALVES and id(tensor) not in kept]
     needed = sum(4 * tensor.numel() for tensor in halves)
     if halves and needed > _SHARE * free_bytes(halves[0].device):
         yield False

@@ -91,7 +91,7 @@ def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
 def record_layers(
     loaded: LoadedModel, token_ids: list[int], true_patterns: dict[Pattern, Pattern]
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """The attention modules in order of call, and what each asks for, with the current windows.
+    """Returns the attention modules in order of call, and the spec of each, with current windows.
 
     Raises UnsupportedModelError if a layer does not make exactly one call, or if it asks for
     something unknown.

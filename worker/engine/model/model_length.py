@@ -1,4 +1,4 @@
-"""How long a sequence may be that a model computes correctly."""
+"""Determines the longest sequence that a model computes correctly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from promptq.worker.engine.model.loading import LoadedModel
 
 
 def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
-    """The longest sequence that is computed correctly: `asked`, or what the model allows.
+    """Returns the longest sequence that is computed correctly: `asked`, or the model's limit.
 
     None if nothing limits it. Raises ConfigurationError if the model has fewer positions than
     `asked`. Raises UnsupportedModelError if, at that length, its rotary embedding would make the

@@ -1,4 +1,4 @@
-"""Gives our own decoders weights of few bits, saved or rounded, and such a KV cache."""
+"""Passes weights of few bits, saved or rounded, to promptq's decoders, and such a KV cache."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
-    """Whether anything was saved in few bits, or is to be rounded."""
+    """Whether weights were saved in few bits, or the options round weights or the KV cache."""
     return bool(loaded.format or asked_options(options))
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
-    """Refuse what the options or the device rule out, before anything is loaded.
+    """Refuse quantization that the options or the device rule out, before anything is loaded.
 
     Raises ConfigurationError.
     """
@@ -47,7 +47,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
     if not (asked := asked_options(options)):
         return
     if not options.native:
-        raise ConfigurationError(f"{asked} needs code of our own; omit --no-native")
+        raise ConfigurationError(f"{asked} needs promptq's code; omit --no-native")
     if options.kv_cache_dtype == "auto":
         return
     wanted = "int8" if device.type == "cpu" else "fp8"
@@ -67,19 +67,18 @@ def quantize(
     loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
 ) -> CheckedModel:
     """Replace the weights of a checked model by quantized ones. Returns the model with the cache
-    that was asked for.
+    that the options request.
 
-    What the decoder makes of them is checked, unless it is known, or `check_packed` does it later.
+    Checks the decoder's logits, unless an earlier load did, or `check_packed` does it later.
 
-    Weights that were saved in few bits are served as wide numbers where no decoder of our own
-    serves the model.
+    Weights that were saved in few bits are widened if none of promptq's decoders serves the model.
     Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
     asked = asked_options(options)
     if checked.decoder is None:
         if asked:
             raise UnsupportedModelError(
-                f"{loaded.family}: {asked} needs code of our own, which does not serve this model"
+                f"{loaded.family}: {asked} needs promptq's code, which does not serve this model"
                 f" ({checked.why_no_own_code})"
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
@@ -114,22 +113,23 @@ def quantize(
 
 
 def _wide(loaded: LoadedModel) -> int:
-    """How many linear layers have no weights of few bits, beside the output layer."""
+    """Returns the number of linear layers with wide weights, without the output layer."""
     model: Any = loaded.model
     head = model.get_output_embeddings()
-    return sum(type(it) is nn.Linear and it is not head for it in model.modules())
+    return sum(type(module) is nn.Linear and module is not head for module in model.modules())
 
 
 def _more_bytes(loaded: LoadedModel) -> int:
-    """How much more quantized modules would take as plain ones."""
-    weights = {id(it.quantized): it.quantized for it in _quantized_modules(loaded)}.values()
-    wide = sum(prod(it.shape) for it in weights) * loaded.model.dtype.itemsize
-    return wide - sum(each.nbytes for it in weights for each in it.tensors)
+    """Returns the additional bytes of the quantized modules if they are widened."""
+    weights = {id(each.quantized): each.quantized for each in _quantized_modules(loaded)}.values()
+    wide = sum(prod(weight.shape) for weight in weights) * loaded.model.dtype.itemsize
+    return wide - sum(each.nbytes for weight in weights for each in weight.tensors)
 
 
 def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:
     model: nn.Module = loaded.model
-    return [it for it in model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)]
+    kinds = (QuantizedLinear, QuantizedEmbedding)
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
@@ -141,7 +141,7 @@ def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
 
 
 def asked_options(options: LoadOptions) -> str:
-    """The options that ask for rounding, or nothing."""
+    """Returns the options that request rounding, as text; empty without any."""
     asked = []
     if options.quantization != "none":
         asked.append(f"--quantization {options.quantization}")

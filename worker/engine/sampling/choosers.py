@@ -30,16 +30,16 @@ from promptq.worker.engine.sampling.filters import (
 from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 DRAWS = ("uniform", "temperature", *FILTERS)
-"""What decides a row's token besides its logits: a random number in [0, 1) and parameters. The
-temperature is 0 if the likeliest token is taken."""
+"""Inputs that decide a row's token besides its logits: a random number in [0, 1) and parameters.
+The temperature is 0 if the likeliest token is chosen."""
 
 _COLDEST = 1e-30
 """Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
 
 
 class Distributions:
-    """How the tokens of some rows are drawn. Tensors are only made for the kernels that use them:
-    Triton reads all from the draws of the step."""
+    """Parameters with which the tokens of some rows are drawn. Tensors are built only for kernels
+    that use them: Triton reads all from the draws of the step."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         # Greedy rows are computed together with the others, which costs less than leaving them out,
@@ -58,7 +58,7 @@ class Distributions:
 
     @cached_property
     def is_sampled(self) -> torch.Tensor:
-        """[R], bool: False if the likeliest token is taken."""
+        """[R], bool: False if the likeliest token is chosen."""
         return to_device(np.array(self._is_sampled), self._device)
 
     @cached_property

@@ -17,8 +17,8 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Asked` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""How many of the likeliest tokens are examined first for top_p. If they are not enough, eight
-times as many are examined next."""
+"""Number of likeliest tokens that are examined first for top_p. If they are not enough, eight times
+this number is examined next."""
 
 _LOWEST = -60.0
 """A token this far below the likeliest is never drawn. This keeps sums of exponentials finite."""
@@ -26,7 +26,7 @@ _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[float, int, float]]:
-    """Of each row, in the order of FILTERS. A top_k that keeps all tokens is 0."""
+    """Returns each row's values in the order of FILTERS. A top_k that keeps all tokens is 0."""
     return [
         (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
         for each in params
@@ -55,7 +55,7 @@ class Filters:
 
 
 def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
-    """The threshold of each row, [R, 1]; None if nothing is filtered.
+    """Returns the threshold of each row, [R, 1]; None if nothing is filtered.
 
     `scaled` [R, vocab_size] are logits over temperature, shifted so that each row's maximum is 0.
     The order is that of vLLM and transformers: min_p relative to the likeliest token, then top_k

@@ -27,7 +27,7 @@ class PendingMasks:
 
     rows: list[int]
     num_rows: int
-    """How many rows the whole step has."""
+    """Number of rows of the whole step."""
     words: Future[tuple[torch.Tensor, dict[int, str]]]
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:

@@ -42,8 +42,8 @@ def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """The same, and between them 32 bytes: bit i of a byte is the upper bit of its place in the 32
-    inputs that are number i."""
+    """Scales and minima; then 32 bytes with the inputs' upper bits (bit i of byte j is for input
+    32 i + j); then the lower bits as in Q4_K."""
     scales, offsets = _scales_and_offsets(blocks)
     upper = _bits(blocks[..., 16:48]).transpose(-1, -2).flatten(-2)
     numbers = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2) | upper << 4
