@@ -1,4 +1,4 @@
-"""Which of several models should be loaded."""
+"""Chooses which of several models should be loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from promptq.shared.queue.statistics import Work
 
 _SPARE_SECONDS = 2.0
-"""So much earlier than necessary a model is loaded for a deadline."""
+"""How much earlier than necessary a model is loaded for a deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class SwapTimes:
     """The limits of the rule, in seconds."""
 
     least_loaded: float
-    """A model that has work stays loaded for so long."""
+    """A model that has work stays loaded for at least this number of seconds."""
     longest_wait: float
-    """Requests wait so long for their model while another one has work."""
+    """Seconds that requests wait for their model while another one has work."""
     idle: float
     """A model without work is unloaded after this time."""
 
@@ -30,7 +30,7 @@ class Loaded:
     queue: str
     since: float
     worked_at: float
-    """When its queue had work, the last time."""
+    """When its queue last had work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Candidate:
 
     work: Work
     left_at: float
-    """When its model was unloaded; minus infinity if it never was loaded."""
+    """When its model was unloaded; minus infinity if it was never loaded."""
     load_seconds: float
-    """How long it takes until the model serves."""
+    """Seconds of a load until the model serves."""
 
     def has_waited(self, now: float) -> float:
-        """How long its requests have waited for the model. While it was loaded does not count."""
+        """Returns the seconds that its requests have waited since the model was unloaded."""
         return min(self.work.oldest_ms / 1000, now - self.left_at)
 
     @property
@@ -79,18 +79,18 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """What should be loaded in place of what is; None: nothing else. `own` is the loaded model's.
+    """Returns the model to load in place of the loaded one; None: keep it. `own` is its work.
 
-    Queues are compared as their requests would be if they waited in one queue: by the score, which
-    is the time of arrival with the priority added. So a request of another queue that is a level of
-    priority more urgent counts as one that came a minute earlier.
+    The score decides between queues, as it would between requests of one queue: the time of arrival
+    with the priority added. So a request of another queue that is a level of priority more urgent
+    counts like one that came a minute earlier.
     """
-    waiting = {queue: it for queue, it in candidates.items() if it.is_waiting}
+    waiting = {queue: candidate for queue, candidate in candidates.items() if candidate.is_waiting}
 
     def first_by(key: Callable[[Candidate], float]) -> str | None:
         return min(waiting, key=lambda queue: key(waiting[queue]), default=None)
 
-    first = first_by(lambda it: it.front)
+    first = first_by(lambda candidate: candidate.front)
     if loaded is None:
         return Choice(first, "it has work") if first is not None else None
     has_work = own.num_active > 0 or (own.num_waiting > 0 and not own.is_paused)
@@ -101,12 +101,12 @@ def choose(
         return None
     if has_work and now - loaded.since < times.least_loaded:
         return None
-    at_risk = {queue: it for queue, it in waiting.items() if it.must_start_now}
+    at_risk = {queue: candidate for queue, candidate in waiting.items() if candidate.must_start_now}
     if at_risk:
-        queue = min(at_risk, key=lambda it: at_risk[it].work.deadlines_ms[0])
+        queue = min(at_risk, key=lambda each: at_risk[each].work.deadlines_ms[0])
         if not own.deadlines_ms or at_risk[queue].work.deadlines_ms[0] < own.deadlines_ms[0]:
             return Choice(queue, "a request would miss its deadline")
-    longest = first_by(lambda it: -it.has_waited(now))
+    longest = first_by(lambda candidate: -candidate.has_waited(now))
     assert longest is not None
     if waiting[longest].has_waited(now) >= times.longest_wait:
         return Choice(longest, f"a request has waited for {waiting[longest].has_waited(now):.0f} s")

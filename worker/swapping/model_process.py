@@ -11,13 +11,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 from promptq.shared.settings.common import Settings
-from promptq.worker.swapping.standby import Known, Tells, Told
+from promptq.worker.swapping.standby import Known, Order, Report
 
 Target = Callable[[Settings, str, Connection], None]
 
 
 class ProcessState(Enum):
-    """What a process does. It has a model in memory from LOADING to DRAINING."""
+    """The state of a process. It has a model in memory from LOADING to DRAINING."""
 
     STARTING = auto()
     STANDBY = auto()
@@ -28,9 +28,9 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Makes processes that have imported these modules already, since that takes seconds.
+    """Returns a context whose processes have already imported these modules, which takes seconds.
 
-    They are forked from a process that does nothing else: this one has threads.
+    It forks them from a process that does nothing else: this one has threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*libraries])
@@ -72,7 +72,7 @@ class ModelProcess:
         self.failure = ""
         """Why it ended, in a sentence, if it knew that."""
         self.served = ""
-        """What it serves, once it does: its ready line."""
+        """Its ready line, once it serves."""
         self.known = known
         self._state = ProcessState.STARTING
         self._line, its_end = context.Pipe()
@@ -87,7 +87,7 @@ class ModelProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; the negative number of the signal that ended it."""
+        """Exit code: None while it runs; negative for the signal that ended it."""
         return self._process.exitcode
 
     @property
@@ -97,7 +97,7 @@ class ModelProcess:
         return self._state in busy
 
     def look(self) -> ProcessState:
-        """Take note of what it told, and of its end. Gives the new state."""
+        """Read the process' reports and whether it has ended. Returns the new state."""
         has_ended = self._process.exitcode is not None  # before its last words are read
         with suppress(EOFError, OSError):
             while self._line.poll():
@@ -107,19 +107,19 @@ class ModelProcess:
         return self._state
 
     def load(self, *, is_alone: bool) -> None:
-        """Have it load its model; `is_alone` says that no other model is in memory."""
+        """Order it to load its model; `is_alone` says that no other model is in memory."""
         self._state, self.has_room = ProcessState.LOADING, True
-        self._tell(Told.LOAD_ALONE if is_alone else Told.LOAD)
+        self._send(Order.LOAD_ALONE if is_alone else Order.LOAD)
 
     def drain(self) -> None:
-        """Have it claim no more, finish what runs, and end."""
+        """Order it to claim no more, finish running requests, and end."""
         self._state = ProcessState.DRAINING
-        self._tell(Told.DRAIN)
+        self._send(Order.DRAIN)
 
     def stop(self) -> None:
-        """Have it give back what runs and end."""
+        """Order it to give back running requests, and end."""
         self._state = ProcessState.DRAINING
-        self._tell(Told.STOP)
+        self._send(Order.STOP)
 
     def kill(self) -> None:
         """End it for certain, and wait for that."""
@@ -127,17 +127,17 @@ class ModelProcess:
         self._process.join()
         self._line.close()
 
-    def _take_note(self, what: Tells, text: str, known: Known | None) -> None:
+    def _take_note(self, what: Report, text: str, known: Known | None) -> None:
         self.known = known or self.known
-        if what is Tells.FAILED:
+        if what is Report.FAILED:
             self.failure = text
-        elif what is Tells.NO_ROOM:
+        elif what is Report.NO_ROOM:
             self.has_room = False
-        elif what is Tells.REGISTERED and self._state is ProcessState.STARTING:
+        elif what is Report.REGISTERED and self._state is ProcessState.STARTING:
             self._state = ProcessState.STANDBY
-        elif what is Tells.SERVING and self._state is ProcessState.LOADING:
+        elif what is Report.SERVING and self._state is ProcessState.LOADING:
             self._state, self.served = ProcessState.SERVING, text
 
-    def _tell(self, what: Told) -> None:
+    def _send(self, order: Order) -> None:
         with suppress(OSError):  # it has ended, which is seen at the next look
-            self._line.send((what, self.known))
+            self._line.send((order, self.known))

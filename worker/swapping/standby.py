@@ -1,4 +1,4 @@
-"""The side of a process that serves one of several models: it loads when it is told to."""
+"""The process' side of taking turns: it loads its model when its owner orders it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from promptq.worker.engine.load_check.checked_model import Verdict
 
 
-class Told(StrEnum):
-    """What the owner tells a process."""
+class Order(StrEnum):
+    """An order of the owner to a process."""
 
     LOAD = "load"
     """Load once the model fits beside what is in memory."""
@@ -32,28 +32,28 @@ class Told(StrEnum):
     """Load now: no other model is in memory."""
     DRAIN = "drain"
     STOP = "stop"
-    """End without waiting for what runs."""
+    """End without waiting for running requests."""
 
 
-class Tells(StrEnum):
-    """What a process tells its owner."""
+class Report(StrEnum):
+    """A report of a process to its owner."""
 
     REGISTERED = "registered"
     NO_ROOM = "no room"
     """The model does not fit beside what is in memory."""
     SERVING = "serving"
-    """What follows says what serves."""
+    """The text is the ready line."""
     FAILED = "failed"
-    """What follows is a sentence that says why."""
+    """The text is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What an earlier process found out about the model of this fingerprint."""
+    """The verdict of an earlier process on the model with this fingerprint."""
 
     fingerprint: str
     verdict: bytes
-    """Pickled, as the owner has not imported what it is made of."""
+    """Pickled, because the owner has not imported its classes."""
 
 
 class Standby:
@@ -72,17 +72,17 @@ class Standby:
 
         def read() -> None:
             try:
-                told, known = self._owner.recv()
+                order, known = self._owner.recv()
                 self._known = known or self._known
             except (EOFError, OSError):
                 loop.remove_reader(self._owner.fileno())
-                told = Told.DRAIN
-            if told is Told.LOAD_ALONE:
+                order = Order.DRAIN
+            if order is Order.LOAD_ALONE:
                 self._is_alone.set()
-            if told in (Told.LOAD, Told.LOAD_ALONE):
+            if order in (Order.LOAD, Order.LOAD_ALONE):
                 self._loads.set()
             else:
-                (stop if told is Told.DRAIN else stop_now).set()
+                (stop if order is Order.DRAIN else stop_now).set()
                 stop.set()
 
         loop.add_reader(self._owner.fileno(), read)
@@ -90,7 +90,7 @@ class Standby:
     async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> Verdict | None:
         """Register the model with its queue, so that clients find it, and wait for its turn.
 
-        Gives the verdict of an earlier load, if the files are still those. Raises
+        Returns the verdict of an earlier load, if the files have not changed. Raises
         ModelNotFoundError, and ModelMismatchError if the queue has another model.
         """
         identity = await asyncio.to_thread(identify, settings)
@@ -98,11 +98,11 @@ class Standby:
         await queue.take_batch(Room(max_count=0, token_budget=0))
         with suppress(NoPermissionError):  # the worker warns of it once its model is loaded
             await queue.run(lookups.note_queue(settings.queue))
-        self.tell(Tells.REGISTERED)
+        self.report(Report.REGISTERED)
         await self._loads.wait()
         is_alone = self._is_alone.is_set()
         if not is_alone and not await asyncio.to_thread(fits_beside_others, settings):
-            self.tell(Tells.NO_ROOM)
+            self.report(Report.NO_ROOM)
             await self._is_alone.wait()
         self._fingerprint = identity.fingerprint
         if self._known is None or self._known.fingerprint != identity.fingerprint:
@@ -111,11 +111,11 @@ class Standby:
         return verdict
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Tell the owner that requests are claimed from now on; `line` says by what."""
+        """Report to the owner that this worker now claims requests; `line` is its ready line."""
         known = None if verdict is None else Known(self._fingerprint, pickle.dumps(verdict))
-        self.tell(Tells.SERVING, line, known)
+        self.report(Report.SERVING, line, known)
 
-    def tell(self, what: Tells, text: str = "", known: Known | None = None) -> None:
-        """Tell the owner, if it still lives."""
+    def report(self, what: Report, text: str = "", known: Known | None = None) -> None:
+        """Report to the owner, if it still lives."""
         with suppress(OSError):
             self._owner.send((what, text, known))

@@ -1,4 +1,4 @@
-"""Has several models take turns on one device, as the work of their queues asks for it."""
+"""Makes several models take turns on one device, by the work of their queues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelFailedError(PromptqError):
 
 @dataclass
 class _Place:
-    """The process of one model, and what is known of earlier ones."""
+    """The process of one model, and facts about earlier ones."""
 
     process: ModelProcess
     left_at: float = float("-inf")
@@ -53,9 +53,9 @@ class _Place:
 class Swapper:
     """Keeps the process of one model loaded, and those of the others ready to load theirs.
 
-    `start` makes the process of a queue. `overlaps` says whether a model may be loaded while the
-    one before it still runs, if there is memory for both. What should be loaded is decided by the
-    rule; all else follows from that and from the states of the processes.
+    `start` starts the process of a queue. `overlaps` says whether a model may be loaded while the
+    one before it still runs, if there is memory for both. `choose` decides which model should be
+    loaded; all else follows from that and from the states of the processes.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """Ready as long as models can be loaded: a queue without work has none."""
+        """Ready while models can be loaded: a queue without work needs none."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
@@ -96,7 +96,7 @@ class Swapper:
                 if place.process.state is ProcessState.ENDED:
                     why = place.process.failure or f"it ended with {place.process.exit_code}"
                     raise ModelFailedError(f"{self._described(name)}: {why}")
-            states = {it.process.state for it in self._places.values()}
+            states = {place.process.state for place in self._places.values()}
             if ProcessState.STARTING not in states:
                 self._arrange()
                 self._has_started = ProcessState.SERVING in states
@@ -123,10 +123,10 @@ class Swapper:
         notify("STOPPING=1")
         for place in self._places.values():
             place.process.drain()
-        deadline, is_told = time.monotonic() + seconds, False
+        deadline, is_stopping = time.monotonic() + seconds, False
         while self._running() and time.monotonic() < deadline:
-            if stop_now.is_set() and not is_told:
-                is_told = True
+            if stop_now.is_set() and not is_stopping:
+                is_stopping = True
                 for place in self._places.values():
                     place.process.stop()
             await asyncio.sleep(_LOOK_SECONDS)
@@ -138,7 +138,7 @@ class Swapper:
 
     def _running(self) -> bool:
         self._look()
-        return any(it.process.state is not ProcessState.ENDED for it in self._places.values())
+        return any(place.process.state is not ProcessState.ENDED for place in self._places.values())
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -152,7 +152,7 @@ class Swapper:
                 place.left_at = now
 
     def _replace_ended(self) -> None:
-        """Start the processes anew that have ended, whether they were told to or not."""
+        """Restart the processes that have ended, for any reason."""
         now = time.monotonic()
         for name, place in self._places.items():
             if place.process.state is not ProcessState.ENDED or now < place.not_before:
@@ -175,7 +175,7 @@ class Swapper:
             place.process = self._start(name, place.process.known)
 
     def _decide(self) -> None:
-        """Choose what should be loaded, if the works are known and nothing is on its way."""
+        """Choose the model to load, if the works are known and no load is under way."""
         now, own, loaded = time.monotonic(), Work(), None
         if not self._works:
             return
@@ -207,10 +207,10 @@ class Swapper:
         self._wanted, self._changed_at = choice.queue, now
 
     async def _tell_loadable(self) -> None:
-        """Tell which queues have models that are loaded, or can be."""
+        """Publish which queues have models that are loaded, or can be."""
         now = time.monotonic()
         names = [name for name, place in self._places.items() if place.not_before <= now]
-        with suppress(ResponseError):  # such as a server without memory: the models take turns on
+        with suppress(ResponseError):  # such as a server without memory: taking turns continues
             until_ms = await self._queue.run(lookups.server_time_ms()) + _TOLD_FOR_MS
             await self._queue.run([scripts.stand_by(Keys(name), until_ms) for name in names])
 
@@ -220,8 +220,8 @@ class Swapper:
     def _arrange(self) -> None:
         """Have the processes do what leads to the wanted one being the only one that serves."""
         wanted = self._places[self._wanted].process if self._wanted else None
-        others = [it for it in self._places.values() if it.process is not wanted]
-        is_alone = not any(it.process.holds_memory for it in others)
+        others = [place for place in self._places.values() if place.process is not wanted]
+        is_alone = not any(place.process.holds_memory for place in others)
         state = wanted.state if wanted else None
         if wanted and state is ProcessState.STANDBY and (is_alone or self._overlaps):
             wanted.load(is_alone=is_alone)
@@ -236,15 +236,15 @@ class Swapper:
                     place.process.drain()
 
     async def _read_on(self) -> None:
-        """Read the works of all queues, again and again, and tell which models can be loaded."""
+        """Read the works of all queues, again and again, and publish which models can be loaded."""
         names = [*self._places]
-        is_away, told_at = False, -math.inf
+        is_away, published_at = False, -math.inf
         while True:
             try:
                 read = await self._queue.run([measure_work(Keys(name)) for name in names])
                 self._works = dict(zip(names, read, strict=True))
-                if time.monotonic() >= told_at + _TELL_SECONDS:
-                    told_at = time.monotonic()
+                if time.monotonic() >= published_at + _TELL_SECONDS:
+                    published_at = time.monotonic()
                     await self._tell_loadable()
                 is_away = False
             except Exception as error:  # what a stranger wrote must not end the swapping

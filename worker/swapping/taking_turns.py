@@ -1,4 +1,4 @@
-"""A process for each of several models, of which one is loaded: how they are started and ended."""
+"""Starts and ends a process for each of several models, of which one is loaded."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from promptq.worker.serve.build import MODEL_FREE, NATIVE, shown_name
 from promptq.worker.serve.process import handle_signals, open_when_there, serve_until_told, unless
 from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
-from promptq.worker.swapping.standby import Standby, Tells
+from promptq.worker.swapping.standby import Report, Standby
 from promptq.worker.swapping.swapper import Swapper
 
 _LEAVING_SECONDS = 10.0
-"""How long a process may take to end after it drained."""
+"""Seconds in which a process must end after it drained."""
 
 
 async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
     """Run a worker for each of several models, of which one is loaded, until SIGTERM or SIGINT."""
     first, started = settings[0], time.monotonic()
-    by_queue = {it.queue: _of_one(it, nth) for nth, it in enumerate(settings)}
-    names = {queue: shown_name(it) for queue, it in by_queue.items()}
+    by_queue = {each.queue: _of_one(each, nth) for nth, each in enumerate(settings)}
+    names = {queue: shown_name(each) for queue, each in by_queue.items()}
     stop, stop_now = asyncio.Event(), asyncio.Event()
     handle_signals(stop, stop_now)
     client = await unless(stop, open_when_there(redis_url, first.redis_wait))
@@ -60,9 +60,9 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
             line = f"ready after {time.monotonic() - started:.1f} s: models take turns: {each}"
             print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
             notify("READY=1")
-            queues = [_queue_of(it, client) for it in by_queue.values()]
+            queues = [_queue_of(each, client) for each in by_queue.values()]
             beside = [_tell_service_manager(), _reap(queues)]
-            tasks = [asyncio.create_task(it) for it in beside]
+            tasks = [asyncio.create_task(coroutine) for coroutine in beside]
             try:
                 await swapper.run(stop)
             finally:
@@ -82,8 +82,8 @@ def _queue_of(settings: Settings, client: redis.asyncio.Redis) -> AsyncRequestQu
 
 
 async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
-    """Have requests of crashed processes wait again, since a queue whose model is not loaded has no
-    worker that does that. Only what waits gets its model loaded."""
+    """Return requests of crashed processes to their queues: a queue whose model is not loaded has
+    no worker for this, and only waiting requests get their model loaded."""
     reapers = [Reaper(queue) for queue in queues]
     while True:
         await asyncio.sleep(queues[0].lease_ms / 1000 / REAPS_PER_LEASE)
@@ -93,34 +93,34 @@ async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
 
 
 async def _tell_service_manager() -> None:
-    """Tell systemd that this loop runs, if it waits for that."""
+    """Report to systemd that this loop runs, if it waits for that."""
     while (seconds := watchdog_seconds()) is not None:
         notify("WATCHDOG=1")
         await asyncio.sleep(seconds)
 
 
 def _of_one(settings: Settings, nth: int) -> Settings:
-    """The settings of the `nth` process: it has a port of its own, and its owner answers probes."""
+    """Returns the settings of the `nth` process: a separate port; its owner answers probes."""
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
 
 def _libraries(settings: Sequence[Settings]) -> list[str]:
-    """What takes long to import before a model can be loaded."""
-    is_needed = any(it.engine == NATIVE and it.model != MODEL_FREE for it in settings)
+    """Returns modules that take long to import before a model can be loaded."""
+    is_needed = any(each.engine == NATIVE and each.model != MODEL_FREE for each in settings)
     return ["promptq.worker.engine.runner.model_runner"] if is_needed else []
 
 
 def _cores() -> set[int] | None:
-    """The cores that this process may use, where the system tells."""
+    """Returns the cores that this process may use, or None if the system cannot say."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def _serve_in_turn(
     cores: set[int] | None, settings: Settings, redis_url: str, owner: Connection
 ) -> None:
-    """Run a worker that loads its model when the owner says so."""
-    os.setpgid(0, 0)  # Ctrl-C is for the owner, which then tells this one
+    """Run a worker that loads its model when the owner orders it."""
+    os.setpgid(0, 0)  # Ctrl-C is for the owner, which then stops this process
     if cores is not None:
         os.sched_setaffinity(0, cores)  # a library bound the process that was forked to one core
     os.environ.pop("NOTIFY_SOCKET", None)  # the owner talks to the service manager
@@ -129,5 +129,5 @@ def _serve_in_turn(
     try:
         serve_until_told(settings, redis_url, standby)
     except PromptqError as error:
-        standby.tell(Tells.FAILED, str(error))
+        standby.report(Report.FAILED, str(error))
         sys.exit(1)

@@ -119,7 +119,7 @@ def _int_of(value: Any) -> int:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """Check `%` and `format`. Each field may be as wide as any number says."""
+    """Check `%` and `format`. Each field may be as wide as any number in the template or values."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
     num_fields = text.count("%") + text.count("{")
@@ -204,7 +204,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Generator(CodeGenerator):
-    """Gives to the environment what the code of a template would otherwise do itself."""
+    """Makes a template's code call the environment for operations that could grow without limit."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")

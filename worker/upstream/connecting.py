@@ -30,7 +30,7 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "llama.cpp": LlamaCppDialect,
     "openai": OpenAIDialect,
 }
-"""By the name of the engine. Each takes `is_exact`, whether the server computes in fp32, and
+"""Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32, and
 `shares_prefixes`, whether tenants share cached prefixes."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
@@ -40,14 +40,14 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, and how it tokenised the probe; None if it does not tell."""
+    """A server that answers, and its token ids of the probe; None if it does not report them."""
 
     url: str
     description: ServerDescription
     probe_token_ids: list[int] | None
 
     def limits(self, settings: Settings, vocab_size: int) -> EngineLimits:
-        """How much of the server this worker uses."""
+        """Returns the part of the server that this worker uses."""
         found = self.description
         longest = min(found.max_model_len, settings.max_model_len or found.max_model_len)
         slots = min(settings.max_num_seqs, found.max_num_seqs or settings.max_num_seqs)
@@ -84,7 +84,7 @@ def start_server(dialect: Dialect, settings: Settings) -> ServerProcess:
 
 
 def find_server(dialect: Dialect, settings: Settings, process: ServerProcess | None) -> FoundServer:
-    """Wait for the server: as long as its process lives, or for --redis-wait seconds.
+    """Wait for the server: while its process lives, or for --redis-wait seconds.
 
     Raises ConfigurationError if there is none, or if it cannot be used.
     """
@@ -112,7 +112,7 @@ async def _find(
 ) -> FoundServer:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.redis_wait
-    server, told = Server(url, settings.upstream_key), ""
+    server, reported = Server(url, settings.upstream_key), ""
     try:
         while True:
             try:
@@ -125,9 +125,9 @@ async def _find(
                     process.check()
                 elif loop.time() >= deadline:
                     raise ConfigurationError(f"--upstream: no server to use: {error}") from error
-                if str(error) != told:
-                    told = str(error)
-                    get_logger().info("waiting for the inference server", why=told)
+                if str(error) != reported:
+                    reported = str(error)
+                    get_logger().info("waiting for the inference server", why=reported)
             await asyncio.sleep(_RETRY_SECONDS)
     finally:
         await server.close()

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from promptq.shared.settings.common import Settings
-from promptq.worker.swapping.standby import Tells, Told
+from promptq.worker.swapping.standby import Order, Report
 
 
 def pretend(notes: Path, settings: Settings, _redis_url: str, owner: Connection) -> None:
@@ -18,24 +18,24 @@ def pretend(notes: Path, settings: Settings, _redis_url: str, owner: Connection)
         with notes.open("a") as file:
             file.write(f"{settings.queue} {what}\n")
 
-    def tell(what: Tells, text: str = "") -> None:
+    def report(what: Report, text: str = "") -> None:
         note(what)
         owner.send((what, text, None))
 
-    tell(Tells.REGISTERED)
+    report(Report.REGISTERED)
     while True:
         try:
-            told, _ = owner.recv()
+            order, _ = owner.recv()
         except EOFError:
             return
-        note(told)
-        if told in (Told.DRAIN, Told.STOP):
+        note(order)
+        if order in (Order.DRAIN, Order.STOP):
             time.sleep(0.05)
             note("ends")
             return
         if settings.model == "broken":
-            tell(Tells.FAILED, "it is broken")
+            report(Report.FAILED, "it is broken")
             sys.exit(1)
         time.sleep(0.2)  # loading takes longer than what else may happen at once
-        is_large = settings.model == "large" and told is Told.LOAD
-        tell(Tells.NO_ROOM if is_large else Tells.SERVING)
+        is_large = settings.model == "large" and order is Order.LOAD
+        report(Report.NO_ROOM if is_large else Report.SERVING)

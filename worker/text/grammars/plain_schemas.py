@@ -59,12 +59,12 @@ _STANDARD_FORMATS = frozenset(
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema for the library. Whatever matches it matches the given schema, too.
+    """Returns a schema for the library. Every value that matches it matches `schema`, too.
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
-    found: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
-    return found
+    result: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
+    return result
 
 
 class _Plain:
@@ -113,7 +113,7 @@ class _Plain:
 
 
 def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema that requires the properties by which schemas of a `oneOf` are told apart.
+    """Returns a schema that requires the properties that distinguish the schemas of a `oneOf`.
 
     pydantic leaves them out of `required` where they have a default.
     """
@@ -144,7 +144,7 @@ def _accepts_none(schema: Any) -> bool:
 
 
 def _accepts_texts(schema: Any) -> bool:
-    """Whether each text matches it. Names of properties are texts."""
+    """Whether each text matches the schema. Names of properties are texts."""
     if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
         schema = {key: value for key, value in schema.items() if key != "type"}
     return _accepts_all(schema)

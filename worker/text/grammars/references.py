@@ -23,7 +23,7 @@ def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
     if all(_RESOLVED.isdisjoint(node) for node in all_objects(schema)):
         return schema
     places: dict[tuple[str, str], str] = {}
-    """Where an anchor is, or for an empty one the schema with that address."""
+    """The pointers by (address, anchor); with an empty anchor to the schema of that address."""
     dynamic: Counter[str] = Counter()
     for node, path, base in _placed(schema, "#", ""):
         _, _, former = _text(node, "$id").partition("#")  # draft 7 has anchors there
