@@ -26,7 +26,7 @@ _SEPARATORS = ",[{"
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Make content one text and arguments of tool calls objects, and replace other names of roles.
 
-    A `function_call`, the former name, becomes a tool call. Normalised messages stay as they are.
+    A `function_call`, the former name, becomes a tool call. Normalised messages do not change.
     Raises ValueError that names the part that is wrong.
     """
     num_values = 0
@@ -121,7 +121,7 @@ def _object(where: str, arguments: Any) -> dict[str, Any]:
 
 
 def _num_values(arguments: Any) -> int:
-    """At least the number of JSON values in a text, each of which follows a separator."""
+    """Returns an upper bound of the JSON values in a text, each of which follows a separator."""
     if not isinstance(arguments, str):
         return 0
     count = sum(map(arguments.count, _SEPARATORS))

@@ -1,4 +1,4 @@
-"""What a request wants its output to be: any text, JSON, text of a form, or the call of a tool.
+"""The kind of output that a request wants: any text, JSON, text of a form, or a tool call.
 
 `response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API, to which the types
 `regex`, `choice` and `grammar` are added.
@@ -81,7 +81,7 @@ def wanted_output(
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: str | Mapping[str, Any] | None,
 ) -> Output | None:
-    """What the three fields ask for together; None for any text.
+    """Returns the output that the three fields require together; None for any text.
 
     A call that is required is no text, so it does not follow the `response_format`.
 
@@ -105,7 +105,7 @@ def wanted_output(
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for a tool whose type is not `function`, or whose function has no name.
 
-    An object without a type may be what the chat template of a model takes.
+    An object without a type is accepted: some models' chat templates take such tools.
     """
     for tool in tools:
         if tool.get("type", "function") != "function":
@@ -140,7 +140,7 @@ def _text_output(
     if not (
         isinstance(asked, list)
         and 0 < len(asked) <= MAX_CHOICES
-        and all(it and isinstance(it, str) for it in asked)
+        and all(name and isinstance(name, str) for name in asked)
     ):
         raise ValueError(
             f"response_format: choice must be a list of 1 to {MAX_CHOICES:,} texts, none of them"

@@ -1,4 +1,4 @@
-"""How a model family writes what is not content: calls of tools, and its reasoning."""
+"""A model family's way to write tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class OutputStyle:
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """The style of a chat that is shown no tools, if another template renders it and reasoning is
-    written in another way there."""
+    """The style of a chat without tools, if another template renders such chats and writes
+    reasoning in another way."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
-        """Returns the style of a chat that is shown tools, or of one that is not."""
+        """Returns the style of a chat with tools, or of one without."""
         return self if with_tools else self.without_tools or self
 
     @property
     def has_calls(self) -> bool:
-        """Whether the form is one that is known here."""
+        """Whether this release knows the form."""
         return self.form in (OBJECT, NAMED, TAGGED)
 
     @property

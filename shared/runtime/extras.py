@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution, requires
 from promptq.shared.errors import ConfigurationError
 
 _REQUIREMENT = re.compile(
-    r"""(?P<name>[\w.-]+)(\[(?P<extras>[\w,\s.-]+)\])?   # a distribution, with extras of its own
+    r"""(?P<name>[\w.-]+)(\[(?P<extras>[\w,\s.-]+)\])?   # a distribution, with its extras
         [^;]*(;.*\bextra\s*==\s*["'](?P<of>[\w.-]+)["'])?""",
     re.VERBOSE,
 )
@@ -29,7 +29,7 @@ def require(what: str, *extras: str) -> None:
 
 
 def require_one_of(what: str, *extras: str) -> None:
-    """The same unless all that one of these extras needs is installed."""
+    """Raises an error unless all requirements of one of these extras are installed."""
     if not any(map(_is_complete, extras)):
         raise _lacks(what, extras[:1])
 

@@ -70,8 +70,8 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """The value as JSON in ASCII. Its lists are emptied on the way: to free many objects at once
-    takes long, too."""
+    """Returns the value as JSON in ASCII. Empties its lists on the way: freeing many objects at
+    once takes long, too."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

@@ -41,7 +41,7 @@ class Tracing:
         return self._propagator.extract(carrier) if carrier else None
 
     def context_of(self, span: Span) -> TraceContext:
-        """What a request carries to make its later spans children of this one."""
+        """Returns the context that makes a request's later spans children of this one."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Tracing:
         return TraceContext(**carrier)
 
     def close(self) -> None:
-        """Send what is left; waits for some seconds at most."""
+        """Send the remaining spans; waits for some seconds at most."""
         flush = getattr(self._provider, "force_flush", None)
         shut_down = getattr(self._provider, "shutdown", None)
         if flush is not None and shut_down is not None:

@@ -1,4 +1,4 @@
-"""Notes where the embedded servers of this user are, so that commands find them without an address.
+"""Notes the addresses of this user's embedded servers, so that commands find them.
 
 Each server has a file in a folder of the user: the one for running programs if the system has one
 (`XDG_RUNTIME_DIR`), else one in HOME. The file has the address with the password, so only the user
@@ -9,9 +9,10 @@ The server keeps the file locked, by a descriptor that it got from its parent, a
 releases the lock when the server ends, however it ends. If the lock is free, then the server has
 ended, and another program may listen at its address now.
 
-The password of such a server begins with a mark of the folder. So whoever sees that folder still
-recognises a copied address when the file is gone, and sends nothing there. Without the folder, as
-in another HOME or container, nobody can know whether the server lives, and the password suffices.
+The password of such a server begins with a mark of the folder. So a program that sees that folder
+still recognises a copied address when the file is gone, and sends nothing there. Without the
+folder, as in another HOME or container, it cannot know whether the server lives, and the password
+suffices.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OTHERS = 0o077
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on this loopback port."""
+    """Whether no process listens on this loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -49,8 +50,8 @@ def is_free(port: int) -> bool:
 class Advertisement:
     """The file of a server that is about to start.
 
-    The server inherits `descriptor`, its lock. `file` has to be removed before the server is told
-    to end, because it closes its port a moment before it ends.
+    The server inherits `descriptor`, its lock. `file` has to be removed before the server is
+    stopped, because it closes its port a moment before it ends.
     """
 
     def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
@@ -109,7 +110,7 @@ def all_advertised() -> Iterator[str]:
 
 
 def how_to_find(url: str) -> str:
-    """How other programs of this user get the address of a living server, with its password."""
+    """Returns how other programs of this user get the address of a living server."""
     if advertised(urlsplit(url).port) == url:
         return "`promptq url` prints the password"
     return f"no other command finds it: {_folder()} cannot be used, or other users may use it"
@@ -132,11 +133,11 @@ def _mark_of(folder: Path) -> str:
 
 
 def liveness_of(url: str) -> Callable[[], bool] | None:
-    """A function that tells whether the server of an advertised address lives.
+    """Returns a function that tests whether the server of an advertised address lives.
 
     None for an address that is none, or that was advertised in a folder that cannot be seen here.
 
-    The server is recognised by its password, however the rest of the address is written. Call the
+    The password identifies the server, in any spelling of the rest of the address. Call the
     function after a connection was opened and before it is used. Then a yes is certain: the server
     lived when the connection was made, so it was the one that listened.
     """
@@ -147,7 +148,9 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
 
     def is_living() -> bool:
         known = (_read(file) for folder in _folders() for file in _files(folder))
-        return any(it is not None and it[1] and f":{password}@" in it[0] for it in known)
+        return any(
+            record is not None and record[1] and f":{password}@" in record[0] for record in known
+        )
 
     return is_living
 
@@ -165,7 +168,7 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """All folders where a file may be, because `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
+    """Returns all folders where a file may be: `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
     found = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         found.add(Path.home() / ".local" / "state" / "promptq")

@@ -1,4 +1,4 @@
-"""Opens connections to a server and says in one sentence why that does not work."""
+"""Opens connections to a server, and explains failures in one sentence."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def open_redis(url: str) -> redis.Redis:
 
 
 async def open_async_redis(url: str) -> redis.asyncio.Redis:
-    """Like `open_redis`, for asyncio."""
+    """Opens an asyncio client, checked like that of `open_redis`."""
     client = make_async_redis(url)
     try:
         check_version(await client.info("server"), url)
@@ -159,7 +159,7 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """What is wrong with the URL. Its password is masked, so no piece of it is shown."""
+    """Returns the fault of a URL. Its password is masked, so no part of it is shown."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -256,11 +256,11 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _retry(kind: Callable[..., T], url: str) -> T:
-    """Tries again for some seconds after a lost connection; `from_url` would not try again.
+    """Returns a policy that retries for some seconds after a lost connection; `from_url` has none.
 
     Repeating is safe: the scripts reply `duplicate` or `finished` if they have done it already. A
-    server that accepts the connection and then does not answer is not asked again. If the server
-    has become a replica, each try connects anew, to where its name or load balancer leads by then.
+    call is not retried if the server accepts the connection and then does not answer. If the server
+    has become a replica, each try connects anew, to the current target of its name or balancer.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)

@@ -20,7 +20,7 @@ _PORT = 26379
 
 
 def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
-    """A client of the server that the sentinels call the master of a service, now and later.
+    """Returns a client of the server that the sentinels name as a service's master at any time.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the options of any other. The sentinels' own credentials, if they have any, are the options

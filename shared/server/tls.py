@@ -1,4 +1,4 @@
-"""Says in one sentence what is wrong with an encrypted connection, and what to do."""
+"""Explains the fault of an encrypted connection in one sentence, with its remedy."""
 
 from __future__ import annotations
 
