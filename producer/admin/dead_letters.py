@@ -16,19 +16,19 @@ _RECORDS = 100
 
 
 class DeadLetter(BaseModel):
-    """A request that was given up."""
+    """A request that is no longer tried, because it crashed its workers."""
 
     request_id: str
     buried_at: int
-    """When it was given up, in Unix milliseconds of the server."""
+    """When it became a dead letter, in Unix milliseconds of the server."""
     crashes: int
     attempts: int
     message: str
-    """Why it was given up."""
+    """Why it is no longer tried."""
     payload: str
     """The payload as it was enqueued, JSON."""
     num_tokens: int
-    """How many tokens it had emitted."""
+    """Number of tokens that it had emitted."""
     history: list[EndedAttempt]
     """The last attempts, oldest first."""
 
@@ -43,7 +43,7 @@ def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
 
 
 def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]:
-    """Requests that were given up because they crash their workers, the latest first."""
+    """Returns the dead letters, the latest first."""
     ids = yield lookups.dead_ids(keys, limit)
     found = []
     for start in range(0, len(ids), _RECORDS):
@@ -57,7 +57,7 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """None if it is not a dead letter, for example if it was purged after its id was read."""
+    """Returns None for no dead letter, for example if it was purged after its id was read."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

@@ -120,7 +120,7 @@ def _goes_on(piece: bytes) -> bool:
 
 
 def count_lines(path: Path) -> int:
-    """How many lines a file has, without blank ones.
+    """Returns the number of a file's lines, without blank ones.
 
     Raises BatchFileError if it is empty, has over 50,000 lines or as many blank ones, is larger
     than 200 MB, or is not UTF-8 from its beginning.
@@ -132,7 +132,7 @@ def count_lines(path: Path) -> int:
         )
     count = 0
     with path.open("rb") as file:
-        # By blocks, as a file may be line breaks alone, of which each would cost a call.
+        # By blocks: a file may be line breaks alone, and each line would cost a call.
         while block := file.read(_BLOCK_BYTES):
             if file.tell() == len(block):
                 _check_encoding(block)

@@ -46,7 +46,7 @@ _SHORTEST_TURN_SECONDS = 5.0
 not replace each other all the time."""
 
 LEASE_MS = 15_000
-"""If a runner does not renew its lease for this time, another process gets the batch."""
+"""A runner that does not renew its lease for this time loses its batch to another process."""
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str) -> str:
@@ -170,7 +170,7 @@ class _BatchJob:
         return True
 
     def _queues(self, record: BatchRecord) -> ServedQueues:
-        """Those of the gateway that took the batch."""
+        """Returns the queues of the gateway that accepted the batch."""
         # Imported here, as it imports all of FastAPI.
         from promptq.producer.calls.queues import ServedQueues, log_unreadable
 
@@ -215,7 +215,7 @@ class _BatchJob:
             return False
         waiting, running = await self._batches.turns()
         own = record.tenant_as_written
-        return any(only_waits or running[it] < running[own] for it in waiting if it != own)
+        return any(only_waits or running[each] < running[own] for each in waiting if each != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
         """Make files from the written lines. Files that an earlier process made stay."""
@@ -267,7 +267,7 @@ class RunnerLease:
         return await self._set(LEASE_MS)
 
     async def let_go(self) -> None:
-        """Give the lease back, if it is ours."""
+        """Return the lease, if this process holds it."""
         await self._set(0)
 
     async def _set(self, ttl_ms: int) -> bool:

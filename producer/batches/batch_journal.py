@@ -78,7 +78,7 @@ class Journal:
         self.num_failed += 1
 
     def flush(self) -> None:
-        """Give everything to the system: from now on a killed process loses nothing."""
+        """Pass everything to the system: from now on a killed process loses nothing."""
         self._output.flush()
         self._errors.flush()
 

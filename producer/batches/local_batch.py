@@ -28,14 +28,14 @@ from promptq.shared.server.connection import open_async_redis
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """How a local batch ended. `is_complete`: every line is in the output or the error file."""
+    """The end of a local batch. `is_complete`: every line is in the output or the error file."""
 
     is_complete: bool
     progress: BatchProgress
 
 
 def errors_beside(output: Path) -> Path:
-    """Where the lines without an answer go, unless told otherwise: `out.errors.jsonl`."""
+    """Returns the default file for lines without an answer: `out.errors.jsonl`."""
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 

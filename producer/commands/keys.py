@@ -32,7 +32,7 @@ def create(
         str | None,
         typer.Option(
             help="The tenant of the key. Its requests use that tenant's share, and it sees that"
-            " tenant's files. Default: a tenant of its own, with the key's name."
+            " tenant's files. Default: a separate tenant with the key's name."
         ),
     ] = None,
     weight: Annotated[
@@ -57,15 +57,12 @@ def create(
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"What it may call: {', '.join(SCOPES)}. Can be given several times."
-            " Default: all of them."
+            help=f"APIs that it may call: {', '.join(SCOPES)}. Repeatable. Default: all of them."
         ),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A model that it may use, by its name. Can be given several times. Default: all."
-        ),
+        typer.Option(help="A model that it may use, by its name. Repeatable. Default: all."),
     ] = None,
     expires_in: Annotated[
         str | None,
@@ -83,9 +80,9 @@ def create(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Make a key and print it. It cannot be shown again.
+    """Create a key and print it. It cannot be printed again.
 
-    As soon as there is a key, the gateway answers nobody without one.
+    Once there is a key, the gateway refuses calls without one.
 
     Examples:
 
@@ -105,8 +102,8 @@ def create(
         expires_at=_expiry(expires_in, expires_at),
     )
     with open_client(redis, queue) as client:
-        secret, made = client.create_api_key(key, weight)
-    print(json.dumps({"key": secret, **made.model_dump()}) if as_json else secret)
+        secret, created = client.create_api_key(key, weight)
+    print(json.dumps({"key": secret, **created.model_dump()}) if as_json else secret)
 
 
 @keys.command("list")
@@ -156,7 +153,7 @@ def revoke(
 
 
 def _expiry(expires_in: str | None, expires_at: str | None) -> int:
-    """Unix milliseconds; 0 where neither is given. Raises ConfigurationError."""
+    """Returns Unix milliseconds; 0 without either option. Raises ConfigurationError."""
     if expires_in is not None and expires_at is not None:
         raise ConfigurationError("expires-in: cannot be given together with --expires-at")
     now = time.time()

@@ -81,7 +81,7 @@ def forget(
     name: Annotated[str, typer.Argument(help="A further name, or a model without workers.")],
     redis: Redis = None,
 ) -> None:
-    """Forget a further name of a model, or a model that no worker serves any more.
+    """Forget a further name of a model, or a model that no worker serves.
 
     Its queues may then serve other models. Nothing may wait in them.
 
@@ -92,4 +92,4 @@ def forget(
     with open_client(redis, None) as client:
         queues = client.forget_model(name)
     for queue in queues:
-        print(f"queue {queue} has no model any more")
+        print(f"queue {queue} no longer has a model")

@@ -53,7 +53,7 @@ def open_client(redis: str | None, queue: str | None, model: str | None = None) 
 
 
 def names_queue(queue: str | None) -> bool:
-    """Whether `--queue` or PROMPTQ_QUEUE says which queue is meant."""
+    """Whether `--queue` or PROMPTQ_QUEUE names the queue."""
     return queue is not None or "queue" in read_settings().model_fields_set
 
 

@@ -85,8 +85,8 @@ def scaling(
         else:
             found = client.scalings(target_seconds)
     if as_json:
-        told = [one.model_dump(mode="json") for one in found]
-        write(json.dumps(told[0] if names_queue(queue) else told, indent=2))
+        dumped = [one.model_dump(mode="json") for one in found]
+        write(json.dumps(dumped[0] if names_queue(queue) else dumped, indent=2))
         return
     from promptq.producer.commands.screens.render import scaling_table
 
@@ -94,7 +94,7 @@ def scaling(
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Hand out no more requests. New ones are accepted and wait; those that run go on.
+    """Stop handing out requests. New ones are accepted and wait; running ones finish.
 
     Examples:
 
@@ -126,9 +126,9 @@ def drain(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Tell workers to claim no more, finish what runs and exit, as SIGTERM does.
+    """Make workers claim no more, finish running requests and exit, like SIGTERM.
 
-    Whatever keeps them running may start them again, for example `promptq up`.
+    A supervisor such as `promptq up` may start them again.
     To stop the queue, pause it first.
 
     Examples:
@@ -137,11 +137,11 @@ def drain(
     promptq drain --worker host-4711-a1b2c3
     """
     with open_client(redis, queue) as client:
-        told = client.drain(worker)
+        draining = client.drain(worker)
     if as_json:
-        write(json.dumps({"workers": told}))
-    elif told:
-        write("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
+        write(json.dumps({"workers": draining}))
+    elif draining:
+        write("\n".join(f"{worker_id} finishes its requests and exits" for worker_id in draining))
     else:
         write("no worker is alive" if worker is None else "no such worker is alive")
 
@@ -152,7 +152,7 @@ def reprioritise(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Change the priority of a waiting request. It moves as if it had always had it.
+    """Change the priority of a waiting request. It moves to the place of that priority.
 
     Examples:
 

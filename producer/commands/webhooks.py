@@ -55,8 +55,8 @@ def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
     promptq webhooks rotate --tenant web
     """
-    made = _secrets(queue).rotate(_checked(tenant))
-    print(json.dumps({"tenant": tenant, "secret": made}) if as_json else made)
+    created = _secrets(queue).rotate(_checked(tenant))
+    print(json.dumps({"tenant": tenant, "secret": created}) if as_json else created)
 
 
 @webhooks.command()

@@ -1,4 +1,4 @@
-"""Decides whose webhook is called next, as the places for calls are limited.
+"""Decides whose webhook is called next, because the places for calls are limited.
 
 Tenants take turns, and so do the receivers of a tenant. Nobody can take all places: a call begins
 only while more places are free than its tenant and its receiver hold together (a dynamic threshold:
@@ -33,7 +33,7 @@ class Turns:
             self._due.setdefault(tenant, {}).setdefault(receiver, deque()).append(request_id)
 
     def forget_due(self) -> None:
-        """Forget what is due. Webhooks that hold a place keep it."""
+        """Forget the due webhooks. Those that hold a place keep it."""
         with self._lock:
             self._due.clear()
 
@@ -67,7 +67,7 @@ class Turns:
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)
-        return lambda tenant, it: of_tenant[tenant] + of_receiver[tenant, it] < num_free
+        return lambda tenant, receiver: of_tenant[tenant] + of_receiver[tenant, receiver] < num_free
 
     def _to_the_end(self, tenant: str, receiver: str | None) -> None:
         by_receiver = self._due.pop(tenant)

@@ -1,8 +1,8 @@
-"""Signs webhooks with a secret for each tenant, made from a master secret that nobody is told.
+"""Signs webhooks with a secret for each tenant, derived from a master secret that stays here.
 
-A secret belongs to a tenant and not to a URL. A tenant that gives another tenant's URL gets its own
-signature, and that receiver refuses it. No secret is stored in Redis. Signatures follow
-https://www.standardwebhooks.com, and its library makes them.
+A secret belongs to a tenant and not to a URL. If a tenant names another tenant's URL, the message
+has its own signature, and that receiver refuses it. No secret is stored in Redis. Signatures follow
+https://www.standardwebhooks.com, and its library computes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.common import ENV_PREFIX
 
 OVERLAP_SECONDS = 86_400
-"""How long the previous secret signs, too."""
+"""How long the previous secret also signs."""
 _PREFIX = "whsec_"
 
 

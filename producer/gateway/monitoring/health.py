@@ -1,4 +1,4 @@
-"""Whether this process is alive, and whether a request would be served."""
+"""Probes: whether this process is alive, and whether a request would be served."""
 
 from __future__ import annotations
 

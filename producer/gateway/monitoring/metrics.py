@@ -74,7 +74,7 @@ async def _read(request: Request, gateway: Gateway) -> list[Reading]:
         found += _of_queue(served.name, overview)
         if overview is not None:
             waiting[overview.model] += overview.waiting
-    found += [(metrics.WAITING, (it, metrics.ENGINE), float(n)) for it, n in waiting.items()]
+    found += [(metrics.WAITING, (queue, metrics.ENGINE), float(n)) for queue, n in waiting.items()]
     if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
         found += http_meter.readings()
     return found
