@@ -117,8 +117,8 @@ class RequestError(PromptqError):
 class InvalidRequestError(RequestError):
     """A field of a request is wrong.
 
-    `field` is its name (empty when the payload as a whole is wrong). `error_type` and `code` are
-    what a last event reports as `error.type` and `error.code`.
+    `field` is its name (empty if the whole payload is wrong). `error_type` and `code` are
+    `error.type` and `error.code` of the last event.
     """
 
     def __init__(

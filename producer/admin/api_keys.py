@@ -155,7 +155,7 @@ def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
 
 
 def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
-    """Read what a key allows; None if there is no such key."""
+    """Read the rights of a key; None if there is no such key."""
     return Call(
         "",
         ["HGET", keys.api_keys, hash_of(secret)],

@@ -1,4 +1,4 @@
-"""Dead letters: requests that were given up because they crash their workers."""
+"""Dead letters: requests that are no longer tried because they crash their workers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _READS = 3
 
 
 class Overview(QueueStats):
-    """What the queue holds, how its workers do, and the latest statistics."""
+    """State of a queue and its workers, with the latest statistics."""
 
     priorities: dict[int, int]
     """Waiting requests by priority, lowest number first; an estimate if many wait."""
@@ -42,7 +42,7 @@ class WorkerView(BaseModel):
 
 
 def overview(keys: Keys, /) -> Operation[Overview]:
-    """What the queue holds, how its workers do, and the latest statistics."""
+    """Returns the state of the queue and its workers, with the latest statistics."""
     now = yield from stats(keys)
     priorities, latest, work = yield [
         queue_statistics.priorities(keys),

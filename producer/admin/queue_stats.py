@@ -22,7 +22,7 @@ class QueueStats(BaseModel):
     active: int
     """Requests that a worker holds: they run, or are prepared to run."""
     dead: int
-    """Dead letters: given up after crashes of their workers."""
+    """Dead letters: requests that are no longer tried after crashes of their workers."""
     workers: list[WorkerStats]
     has_standby: bool = False
     """Whether a worker has the model loaded, or loads it when its turn comes."""
@@ -33,7 +33,7 @@ class QueueStats(BaseModel):
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
-    """What the queue holds and how its workers do."""
+    """Returns statistics of the queue and its workers."""
     (model, standby_until), (earlier_model, paused), *numbers, server_warning = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
         Call("", ["HMGET", keys.config, "model", "paused"], list, lambda: [None] * 2),

@@ -146,7 +146,7 @@ def _has(keys: Keys, request_id: str) -> Operation[bool]:
 
 
 def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
-    """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
+    """Give a model the further name `alias`. Raises ConfigurationError."""
     if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"

@@ -183,7 +183,7 @@ class Batches:
     async def page(
         self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
-        """At most `limit` of the tenants' batches after the id `after`, the newest first, and
+        """Returns up to `limit` of the tenants' batches after the id `after`, the newest first, and
         whether there are more. Raises BatchMissingError."""
         listed: list[str] = []
         for tenant in tenants:

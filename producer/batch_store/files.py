@@ -165,7 +165,7 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """At most `limit` files of these tenants after the id `after`; whether there are more."""
+        """Returns up to `limit` of the tenants' files after the id `after`; whether more exist."""
         is_newest_first = order == "desc"
         found = [
             file

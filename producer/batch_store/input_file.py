@@ -29,7 +29,7 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _BLOCK_BYTES = 1 << 20
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
-"""Without half characters, which cannot be written to a file."""
+"""A custom id has no half characters, which cannot be written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class BrokenLineError(PromptqError):
 
 
 class RefusedLineError(PromptqError):
-    """A request that gets an HTTP error; `body` is what the gateway would answer."""
+    """A request that gets an HTTP error; `body` is the answer of the gateway."""
 
     def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
         super().__init__(f"line {line.number} is refused with {status}")

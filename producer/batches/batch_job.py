@@ -126,7 +126,7 @@ class _BatchJob:
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
-        """Run the lines. Gives whether the batch is over; if not, another process goes on."""
+        """Run the lines. Returns whether the batch is over; if not, another process continues."""
         self._log.info("batch begins", total=total)
         await self._batches.update(
             record.id,

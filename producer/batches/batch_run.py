@@ -110,8 +110,7 @@ class BatchRun:
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
         """Run the lines that are not done. Between two rounds, `look` may say how to end early.
 
-        Raises redis.RedisError or RedisSideError if the server stays away. A later run goes on from
-        there.
+        Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
         try:
             while self._ending is None:
@@ -286,7 +285,7 @@ class BatchRun:
         return [results[at] for at in range(len(asked))]
 
     async def _let_go(self) -> None:
-        """Let requests expire soon whose lines are written to the disk.
+        """Make requests expire soon whose lines are written to the disk.
 
         Dead letters stay, so that people can find out why they died. They never expire.
         """

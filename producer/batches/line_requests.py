@@ -90,7 +90,7 @@ class LineGateway:
         )
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Take what a line needs of its caller's rates. Gives the seconds to wait, or 0.
+        """Take a line's cost from its caller's rates. Returns the seconds to wait, or 0.
 
         A key has its rates a second time for its batches, apart from its other calls, as at
         OpenAI. Raises RefusedLineError if a line needs more than a whole minute allows.

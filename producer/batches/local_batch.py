@@ -57,7 +57,7 @@ def run_batch(
     `fields` are default fields of each request; its line may override them. If the run is
     interrupted, by a signal or a crash, the same call continues it: until all is done, a file
     `OUTPUT.batch` beside the output names the run. SIGINT and SIGTERM stop the run in good order.
-    Requests in flight then go on in the queue, and the next call collects them. If an event loop
+    Requests in flight then stay in the queue, and the next call collects them. If an event loop
     is running, call this function through `asyncio.to_thread`.
 
     Raises BatchFileError for an input that cannot be run, ConfigurationError if the output

@@ -81,7 +81,7 @@ class _Group(TyperGroup):
 
 
 class _ForWorker(TyperCommand):
-    """Leaves options that it does not know for a worker, if it may, and `--` and what follows."""
+    """A command that passes unknown options, and arguments after `--`, to a worker."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

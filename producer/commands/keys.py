@@ -108,7 +108,7 @@ def create(
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List the keys, what each allows, and when each was last used.
+    """List the keys, with the rights and the last use of each.
 
     Examples:
 

@@ -66,7 +66,7 @@ def alias(
     model: Annotated[str, typer.Argument(help="The model's own name.")],
     redis: Redis = None,
 ) -> None:
-    """Have gateways and clients take a name for a model, such as one that a program insists on.
+    """Give a model a further name, such as one that a program insists on.
 
     Examples:
 

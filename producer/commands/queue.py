@@ -33,7 +33,7 @@ _ALL = 2**31
 
 
 def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Show what the queue holds and how its workers do.
+    """Show the state of the queue and its workers.
 
     Examples:
 

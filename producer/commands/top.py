@@ -119,7 +119,7 @@ class _Screen:
 
 
 def _watch(console: Console, screen: _Screen) -> None:
-    """Show it until the user exits. Raises what the first look raises."""
+    """Show the screen until the user exits. Raises errors of the first look."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text

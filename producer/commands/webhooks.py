@@ -1,4 +1,4 @@
-"""Commands about webhooks: the secrets of tenants, and webhooks that were given up."""
+"""Commands about webhooks: the secrets of tenants, and webhooks that failed for good."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
 @webhooks.command()
 def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List webhooks that were given up, the latest first.
+    """List webhooks that failed for good, the latest first.
 
     Examples:
 

@@ -161,8 +161,8 @@ async def _look_at_server(gateway: Gateway) -> None:
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Have FastAPI make the routes of included routers now. Otherwise it makes them when it first
-    looks for a route, and the first calls wait."""
+    """Make FastAPI build the routes of included routers now. Otherwise it builds them at the first
+    call, which then waits."""
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

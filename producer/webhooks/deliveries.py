@@ -115,7 +115,7 @@ class Deliveries:
         self._forget()
 
     def go_on(self) -> None:
-        """Note the results of calls, read which requests have ended, and call what is due."""
+        """Note the results of calls, read which requests have ended, and call due webhooks."""
         try:
             self._note()
             if not self._is_known:

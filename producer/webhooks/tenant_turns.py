@@ -3,7 +3,7 @@
 Tenants take turns, and so do the receivers of a tenant. Nobody can take all places: a call begins
 only while more places are free than its tenant and its receiver hold together (a dynamic threshold:
 A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998).
-So one slow receiver gets a third of the places. Slow tenants leave places for those who have none,
+So one slow receiver gets a third of the places. Slow tenants leave places for others without any,
 and a tenant that is alone still gets many.
 """
 
@@ -38,7 +38,7 @@ class Turns:
             self._due.clear()
 
     def take(self) -> str | None:
-        """The next webhook, which holds a place until `give_back`; None if none may begin."""
+        """Returns the next webhook, which holds a place until `give_back`; None if no place."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():

@@ -1,4 +1,4 @@
-"""A claim: what a worker has room for, and what it gets."""
+"""The input and result of a claim: a worker's room, and the requests that it gets."""
 
 from __future__ import annotations
 

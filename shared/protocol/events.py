@@ -196,7 +196,7 @@ class TokenEvent(_TellsPrompt):
     embedding: str | None = None
     """The vector of a request with `embed`: base64 of little-endian float32."""
     stop_reason: str | None = None
-    """In a last event: the stop string that ended the output."""
+    """The stop string that ended the output; only in a last event."""
 
     @property
     def end(self) -> int:
@@ -208,8 +208,8 @@ class TokenEvent(_TellsPrompt):
         return self.finish_reason is not None
 
     def to_json(self) -> str:
-        """The public JSON form. `usage`, `stats`, `error`, `embedding`, `stop_reason` and what the
-        prompt's tokens are is only in it if it is set."""
+        """Returns the public JSON form. `usage`, `stats`, `error`, `embedding`, `stop_reason` and
+        the prompt's fields are left out if they are not set."""
         reason = "null" if self.finish_reason is None else f'"{self.finish_reason.value}"'
         parts = (("usage", self.usage), ("stats", self.stats), ("error", self.error))
         return token_event_json(

@@ -94,7 +94,7 @@ class Keys:
     workers = _Name("workers")
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
-    """Counts of what waits, for the limits of `enqueue`."""
+    """Counts of waiting requests and tokens, for the limits of `enqueue`."""
     api_keys = _Name("api_keys")
     api_keys_used = _Name("api_keys:used")
     """When each API key was last used."""

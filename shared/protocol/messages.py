@@ -105,7 +105,7 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns the arguments of a call; `{}` for none. Of a text that was cut, what came."""
+    """Returns the arguments of a call; `{}` for none, the part that arrived of a cut text."""
     read = arguments
     if isinstance(arguments, str):
         try:

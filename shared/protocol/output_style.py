@@ -16,14 +16,14 @@ class OutputStyle:
     A text has calls of one of three forms. NAME is the name of the tool, {...} its arguments:
 
     - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
-      several objects may stand there.
+      there may be several objects.
     - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, the name may end there
-      already, and what follows up to `middle` does not count.
+      already, and the text from there to `middle` does not count.
     - `tagged`: `opening`, NAME, `middle`, then for each argument `key_before`, its name,
       `key_after`, its value and `value_after`, and at the end `closing`.
 
-    In the first two forms `opening` stands before the first call and `closing` after the last. A
-    `prelude` may stand before a call that the model makes by itself.
+    In the first two forms `opening` is before the first call and `closing` after the last. A
+    `prelude` may be before a call that the model makes by itself.
 
     A reader that does not know the form finds no calls. Gateways of earlier releases know
     `arguments_key`, `before` and `after` alone, so a forced call in the form `object` is written
@@ -74,7 +74,7 @@ class OutputStyle:
 
     @property
     def reasoning_marks(self) -> tuple[str, ...]:
-        """Both marks of reasoning; none if the model never reasons."""
+        """The two marks of reasoning; none if the model never reasons."""
         marks = (self.reasoning_before, self.reasoning_after)
         return marks if all(marks) else ()
 

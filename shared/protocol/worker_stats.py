@@ -30,7 +30,7 @@ class SlotState(StrEnum):
 class SlotStats(_Observation):
     """A sequence of a worker's batch, or one that waits inside the engine to join it.
 
-    Times are Unix milliseconds of the server, None for what has not happened.
+    Times are Unix milliseconds of the server, None for events that have not happened.
     """
 
     slot: int | None = None
@@ -83,7 +83,7 @@ class Sample(_Observation):
     workers: int = 0
     tokens_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
-    """Without tokens that were found in the cache."""
+    """Prompt tokens a second, without tokens that were found in the cache."""
     worker_tokens_per_second: float = 0.0
     """Tokens a second of one worker while requests wait, from the samples; 0: not measured yet."""
     finished: int = 0

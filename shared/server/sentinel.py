@@ -52,7 +52,7 @@ def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
     own |= {name: options[name] for name in options if name.startswith(kept)} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one is asked
+    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one follows
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
@@ -89,7 +89,7 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """Closes the connections to the sentinels too, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections, or, when the master has changed, those that nobody uses.
+        """Closes all connections, or, when the master has changed, the idle ones.
 
         redis-py closes an idle connection only some turns of the event loop later. By then another
         call may have taken it, and fails with an AttributeError. So those leave the pool first.

@@ -39,8 +39,8 @@ def forking(*libraries: str) -> ForkServerContext:
 
 @contextmanager
 def _not_importing_from_here() -> Iterator[None]:
-    """The server of forks, which the first start starts, would else import from the current folder.
-    This process goes on as it was, and so does what it starts later."""
+    """Keep the fork server, which the first start starts, from importing from the current folder.
+    Afterwards this process and its later children are as before."""
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -66,7 +66,7 @@ class ModelProcess:
         redis_url: str,
         known: Known | None = None,
     ) -> None:
-        """`known` is what an earlier process of this model found out."""
+        """Start the process. `known` is the verdict of an earlier process of this model."""
         self.has_room = True
         """Whether its model fits beside those that are in memory."""
         self.failure = ""

@@ -67,7 +67,7 @@ class Swapper:
         *,
         overlaps: bool = True,
     ) -> None:
-        """`queues` gives the name of each queue's model."""
+        """Prepares the swapping. `queues` has the name of each queue's model."""
         self._names = queues
         self._start = start
         self._queue = queue
@@ -118,7 +118,7 @@ class Swapper:
             reading.cancel()
 
     async def drain(self, stop_now: asyncio.Event, seconds: float) -> None:
-        """Let what runs finish, and end all processes."""
+        """Let running requests finish, and end all processes."""
         self._is_leaving = True
         notify("STOPPING=1")
         for place in self._places.values():
@@ -218,7 +218,7 @@ class Swapper:
         return f"{self._names[name]} (queue {name})" if name else "none"
 
     def _arrange(self) -> None:
-        """Have the processes do what leads to the wanted one being the only one that serves."""
+        """Take the next step towards the wanted process being the only one that serves."""
         wanted = self._places[self._wanted].process if self._wanted else None
         others = [place for place in self._places.values() if place.process is not wanted]
         is_alone = not any(place.process.holds_memory for place in others)
@@ -247,7 +247,7 @@ class Swapper:
                     published_at = time.monotonic()
                     await self._tell_loadable()
                 is_away = False
-            except Exception as error:  # what a stranger wrote must not end the swapping
+            except Exception as error:  # a stranger's record must not end the swapping
                 if not is_away:
                     self._log.warning("models stay as they are", error=str(error))
                 is_away, self._works = True, {}

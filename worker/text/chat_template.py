@@ -1,4 +1,4 @@
-"""Finds out how a model family writes tool calls and reasoning, from what comes with the model."""
+"""Detects how a model family writes tool calls and reasoning, from the model's templates."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StopStrings:
         return released
 
     def flush(self) -> str:
-        """End the text, and return what was held back."""
+        """End the text, and return the part that was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -131,7 +131,7 @@ def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
 
 
 def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
-    """Check the length of what a method of a text gives."""
+    """Check the length of the result of a text's method."""
     match name, args:
         case "center" | "ljust" | "rjust" | "zfill", [width, *_]:
             _check(_int_of(width))
@@ -147,7 +147,7 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the length of what a filter gives."""
+    """Check the length of a filter's result."""
     given = [*args, *kwargs.values()]
     width = max(map(_int_of, given), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):

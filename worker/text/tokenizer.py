@@ -380,7 +380,7 @@ def _num_ids(tokenizer: Any) -> int:
 
 
 def _longest_token(tokenizer: Any) -> int:
-    """The most characters that a token can stand for. A token's name has at least as many."""
+    """Returns an upper bound of a token's characters: a token's name has at least as many."""
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 

@@ -1,4 +1,4 @@
-"""Finds the server, asks what it is, and checks that it computes the model that is meant."""
+"""Finds the server, reads its description, and checks that it computes the right model."""
 
 from __future__ import annotations
 

@@ -427,10 +427,10 @@ class ForwardingEngine:
         is_blameless: bool = False,
         seconds: float | None = None,
     ) -> None:
-        """Have a request go back to the queue.
+        """Return a request to the queue.
 
-        It is blamed once servers have broken it off several times, so that a request that kills
-        them becomes a dead letter. Nobody claims it again for some `seconds`.
+        The request is blamed once servers have broken it off several times, so that a request that
+        kills them becomes a dead letter. No worker claims it again for some `seconds`.
         """
         if self._sequences.pop(sequence.sequence_id, None) is None:
             return  # aborted meanwhile
@@ -483,7 +483,7 @@ class ForwardingEngine:
         self._schedule()
 
     def _fail(self, error: Exception) -> None:
-        """Give everything back without blame, and have `fetch` raise the error."""
+        """Give everything back without blame, and make `fetch` raise the error."""
         if not self.has_failed:
             self.has_failed = True
             self.is_accepting = False

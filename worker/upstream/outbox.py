@@ -37,13 +37,13 @@ class Outbox:
         self._note_change()
 
     def drop(self, sequence_id: int) -> None:
-        """Forget what waits of a sequence."""
+        """Forget the waiting outputs of a sequence."""
         self._growing.pop(sequence_id, None)
         self._outputs = [output for output in self._outputs if output.sequence_id != sequence_id]
         self._note_change()
 
     def fail(self, error: Exception) -> None:
-        """Have `fetch` raise the error once nothing else waits."""
+        """Make `fetch` raise the error once nothing else waits."""
         self._failure = error
         self._fetchable.set()
 

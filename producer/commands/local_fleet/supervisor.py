@@ -35,7 +35,7 @@ class _Place:
     is_leaving: bool = False
     """Whether this process was asked to end, so that it is not restarted."""
     is_extra: bool = False
-    """The others go on without it if it does not start."""
+    """Whether the others continue without it if it does not start."""
 
 
 class Supervisor:
@@ -79,7 +79,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Start one more process. The others go on without an extra one that keeps ending."""
+        """Start one more process. The others continue without an extra one that keeps ending."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)
@@ -96,14 +96,14 @@ class Supervisor:
         return [place for place in self._places if place.command == tuple(command)]
 
     def remove(self, name: str) -> None:
-        """Let one finish what runs and end."""
+        """Let one process finish its work and end."""
         for place in self._places:
             if place.name == name:
                 place.is_leaving = True
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Let them finish what runs, and kill those that still run when it `is_enough`."""
+        """Let all processes finish their work, and kill the rest once `is_enough` returns True."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()

@@ -148,7 +148,7 @@ class StreamPrinter:
             return f"the server does not answer; it is asked again for {GIVE_UP_SECONDS:.0f} s"
         except PromptqError:  # the stream reports the server's error
             return ""
-        if stats.paused and not has_begun:  # what runs goes on
+        if stats.paused and not has_begun:  # running requests continue
             return "the request waits: the queue is paused; `promptq resume` ends that"
         if stats.workers:
             return ""

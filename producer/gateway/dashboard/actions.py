@@ -68,7 +68,7 @@ class DeadLetters(BaseModel):
 async def admin_log(request: Request, admin: ThisAdmin, served: ThisQueue) -> Any:
     """Returns a logger of an administrator's actions, with name and address: `log(action=...)`.
 
-    Raises ApiError 403 for callers who are no administrators.
+    Raises ApiError 403 for callers without administrators' rights.
     """
     address = request.client.host if request.client else ""
     return partial(
@@ -142,7 +142,7 @@ async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, lis
 async def requeue(
     log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Run dead letters again; gives new ids by old ones. Skips those that somebody else took."""
+    """Run dead letters again; returns new ids by old ones. Skips letters that another call took."""
     new_ids = {}
     for dead_id in await _chosen(served, letters):
         try:
@@ -155,7 +155,7 @@ async def requeue(
 
 @router.post("/dead/purge")
 async def purge(log: AdminLog, served: ThisQueue, letters: TheseLetters) -> dict[str, int]:
-    """Delete dead letters; gives how many there were."""
+    """Delete dead letters; returns how many there were."""
     chosen = await _chosen(served, letters)
     count = await served.client.purge(chosen)
     log(action="purge", request_ids=chosen, purged=count)

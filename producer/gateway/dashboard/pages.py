@@ -253,7 +253,7 @@ async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, 
 async def _request(
     served: ServedQueue, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Both sources write into one bounded mailbox, so a slow page delays only itself."""
+    """Streams a request's timeline and tokens through one bounded mailbox: a slow page waits."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 

@@ -131,7 +131,7 @@ class _Wanted:
         for _ in range(MAX_SCANS):
             position, found = await self._queue.run(_scan(position, pattern))
             looked_at += SCAN_COUNT
-            fresh = set(found) - seen  # SCAN may give a key twice
+            fresh = set(found) - seen  # SCAN may return a key twice
             seen |= fresh
             rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:

@@ -19,7 +19,7 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """How far one sequence's output has matched. Used by one thread at a time."""
+    """The state of one sequence's match. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:

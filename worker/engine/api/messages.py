@@ -139,7 +139,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """Why an engine gives a sequence back without an end."""
+    """A sequence that an engine gives back without an end, and the reason."""
 
     reason: str
     is_blamed: bool = True

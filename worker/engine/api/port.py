@@ -18,9 +18,9 @@ class Progress(Protocol):
     """A callback for each stage of a start, such as loading weights and the check."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` goes on, and that the stage before it is over.
+        """Report that `stage` is under way, and that the stage before it is over.
 
-        `share` is how much of the stage is done, from 0 to 1; None if that is unknown.
+        `share` is the part of the stage that is done, from 0 to 1; None if that is unknown.
         """
         ...
 
@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Compute the work of a step that raised `error` again, in parts if necessary.
 
         Sequences that fail alone end with an error. A sequence that is out of memory even alone
-        waits without blocks, is tried some more times, and is then given back. Raises if the engine
+        waits without blocks, is tried some more times, and then goes back. Raises if the engine
         itself is broken, or was broken before the work of the step was known.
         """
         ...
@@ -78,7 +78,7 @@ class Engine(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Audit blocks and slots. Raises RuntimeError that names what is inconsistent."""
+        """Audit blocks and slots. Raises RuntimeError that names the inconsistency."""
         ...
 
 
@@ -148,6 +148,6 @@ class EnginePort(Protocol):
         ...
 
     def seconds_without_progress(self) -> float:
-        """How long one piece of work has taken so far. About 0 while the engine waits for work, or
-        for a call of `fetch`."""
+        """Returns how long one piece of work has taken so far. About 0 while the engine waits for
+        work or for a call of `fetch`."""
         ...

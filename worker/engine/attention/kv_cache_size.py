@@ -13,7 +13,7 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 
 MIN_BLOCKS = 2
-"""With one block, a sequence that fills it could never go on."""
+"""The fewest blocks: with one, a sequence that fills it could never continue."""
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
 """The cache's share of the memory that the largest step and the graphs leave free. The rest is a

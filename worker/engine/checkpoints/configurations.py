@@ -1,4 +1,4 @@
-"""Reads what a model's configurations say beside its weights: end tokens and pooling."""
+"""Reads end tokens and pooling from a model's configurations."""
 
 from __future__ import annotations
 

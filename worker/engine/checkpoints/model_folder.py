@@ -1,4 +1,4 @@
-"""A directory of safetensors files, or what a hub has by a name."""
+"""A directory of safetensors files, or a model of a hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Format(Protocol):
     """Reads the layers of one way to quantize."""
 
     marker: str
-    """The part of a layer's tensors that tells that it is quantized."""
+    """The name of the tensor that marks a layer as quantized."""
     bits: int
     """Bits of a number; words of 32 bits hold several."""
 

@@ -52,9 +52,9 @@ def check_files(folder: Path) -> None:
 
 
 def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
-    """Refuse a `tokenizer_config.json` that names a file which is not the model's.
+    """Refuse a `tokenizer_config.json` that names a file outside of the model.
 
-    The library would read some of these files, and make tokens of what they hold.
+    The library would read some of these files, and turn their content into tokens.
     """
     for name, value in config.items():
         if not isinstance(value, str) or not (name in _CONTENTS or name.endswith("_file")):

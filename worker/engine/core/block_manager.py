@@ -172,7 +172,7 @@ class BlockManager:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compare all blocks with the block tables of `sequences`, which are all that have blocks.
 
-        Raises RuntimeError that says what is inconsistent.
+        Raises RuntimeError that names the inconsistency.
         """
         entries = Counter(block for sequence in sequences for block in sequence.block_table)
         states = {"free": self._free, "cached without owner": self._cached, "owned": entries}

@@ -56,12 +56,12 @@ class _Step:
 
 
 class LLMEngine:
-    """The engine around a runner; see `Engine` in api/messages.py for what it promises.
+    """The engine around a runner; implements `Engine` of api/port.py.
 
-    `max_model_len` is lowered to what the model and its KV cache can hold. `prefill_chunk` is how
-    many tokens of one prompt a step computes at most, by default the whole token budget of a step.
-    `speculative_tokens` is how many tokens are drafted for a sequence in a step at most, unless a
-    request sets its own number. With `async_scheduling`, a step is launched before the tokens of
+    `max_model_len` is lowered to the capacity of the model and its KV cache. `prefill_chunk` is the
+    most tokens of one prompt in a step, by default the whole token budget of a step.
+    `speculative_tokens` is the most tokens that are drafted for a sequence in a step, unless a
+    request sets another number. With `async_scheduling`, a step is launched before the tokens of
     the step before it are collected, for a runner that computes meanwhile; results for sequences
     that stopped in between are dropped. With `share_prefix_cache`, tenants share cached prefixes;
     by default each tenant has its own.
@@ -100,7 +100,7 @@ class LLMEngine:
         self._speculative_tokens = speculative_tokens
         self._async_scheduling = async_scheduling
         self._under_way: _Step | None = None
-        self._uncommitted: Batch | None = None  # what a failed step was to compute
+        self._uncommitted: Batch | None = None  # the work of a failed step
         self._full_steps_from = 0  # the step from which on steps have full size again
         self._block_manager = BlockManager(
             layout.num_blocks, layout.block_size, shares_tenants=share_prefix_cache

@@ -63,7 +63,7 @@ class Pacing:
             return MIN_CHUNK
         chunk = max(MIN_CHUNK, self._tokens_within(STRETCH))
         if chunk == MIN_CHUNK and len(sizes) == 1:
-            return 2 * sizes.pop()  # another size tells the fixed time from that of tokens
+            return 2 * sizes.pop()  # another size separates the fixed time from that of tokens
         return min(chunk, _GROWTH * max(sizes))
 
     @property

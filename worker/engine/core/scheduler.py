@@ -1,4 +1,4 @@
-"""Decides what a step computes: which sequences go on, which join, and which make room."""
+"""Decides what a step computes: which sequences continue, which join, and which make room."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Scheduler:
         return Batch(list(plan.shares.values()))
 
     def check_integrity(self) -> None:
-        """Audit slots and queues. Raises RuntimeError that names what is inconsistent."""
+        """Audit slots and queues. Raises RuntimeError that names the inconsistency."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         if sorted(slots + self._free_slots) != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots: owned {slots} and free {self._free_slots} do not add up")
@@ -299,7 +299,7 @@ class Scheduler:
                 return
 
     def _draft(self, plan: _Plan) -> None:
-        """Let decodes draft tokens, with rows and blocks that no other sequence needs."""
+        """Draft tokens for decodes, with rows and blocks that no other sequence needs."""
         num_rows = min(MAX_ROWS - plan.num_tokens, plan.num_tokens_left)
         for share in list(plan.shares.values()):
             if num_rows < 1:
@@ -526,7 +526,7 @@ def _runs(share: ScheduledSequence) -> bool:
 
 
 def _is_free(share: ScheduledSequence) -> bool:
-    """Whether the next share of its sequence can be planned, whatever token it samples."""
+    """Whether the next share of its sequence can be planned without the token that it samples."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

@@ -60,7 +60,7 @@ class LlamaDecoder(ABC):
     def takes(cls, weight: FewBits) -> bool:
         """Whether it multiplies with this weight without widening it."""
 
-    @classmethod  # noqa: B027  # a decoder may take them as they are
+    @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:
         """Lay the weights of a model that is served out as the decoder needs them. This is done
         before free memory is counted for the KV cache."""

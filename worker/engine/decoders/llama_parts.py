@@ -1,8 +1,8 @@
-"""Takes a model of the library apart whose layers are of the Llama kind.
+"""Splits a library's model of the Llama kind into its parts.
 
-A layer's modules tell what it computes: their names, shapes and types. The check at load compares
-a decoder's result with the library's own model. So a family that has the same module names but
-another formula is detected, and is served through its own modules.
+The names, shapes and types of a layer's modules show what it computes. The check at load compares a
+decoder's result with the library's model. So a family that has the same module names but another
+formula is detected, and is served through its own modules.
 """
 
 from __future__ import annotations

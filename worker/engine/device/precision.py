@@ -61,7 +61,7 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
-    """Let a model with 16-bit weights compute in fp32, and restore it on exit.
+    """Make a model with 16-bit weights compute in fp32, and restore it on exit.
 
     `by_parts`: linear layers and embeddings keep their weights, and widen a part of them at a time
     while they run. Otherwise, all weights are converted. Yields whether the model now computes in
@@ -106,8 +106,8 @@ def product(
     bias: torch.Tensor | None,
     weight_of: Callable[[slice], torch.Tensor],
 ) -> torch.Tensor:
-    """A linear layer in fp32. `weight_of` gives some rows of its weight in fp32, since all of them
-    may be too many to have at once."""
+    """Computes a linear layer in fp32. `weight_of` returns some rows of its weight in fp32, because
+    all rows at once may need too much memory."""
     step = max(1, _PART // x.shape[-1])
     parts = [slice(first, first + step) for first in range(0, num_outputs, step)]
     y = torch.cat([nn.functional.linear(x.float(), weight_of(part)) for part in parts], dim=-1)

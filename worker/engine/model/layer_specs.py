@@ -93,8 +93,8 @@ def record_layers(
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
     """Returns the attention modules in order of call, and the spec of each, with current windows.
 
-    Raises UnsupportedModelError if a layer does not make exactly one call, or if it asks for
-    something unknown.
+    Raises UnsupportedModelError if a layer does not make exactly one call, or needs an unknown
+    argument.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)

@@ -1,4 +1,4 @@
-"""The files of a model, whatever their form."""
+"""The files of a model in any format."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _check_memory(
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
     if files.is_quantized and decoder is not None:
-        # Once they are read, it is checked what they take in fact.
+        # After reading, the true size is checked.
         require_memory(files.source, files.num_saved_bytes, device)
         return
     needed = files.num_bytes(_DTYPES.get(dtype))

@@ -201,7 +201,7 @@ def _body(model: Any) -> nn.Module:
 
 
 def leave_seam(modules: Sequence[nn.Module]) -> None:
-    """Take from the modules what a PackedModel gave them, so that its cache can be freed."""
+    """Remove a PackedModel's attributes from the modules, so that its cache can be freed."""
     for module in modules:
         for name in (_ATTRIBUTE, _NUMBER):
             vars(module).pop(name, None)
@@ -236,7 +236,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within each sequence of the packed step.
 
-    `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] give
+    `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] result in
     [1, T, num_heads, value_size]. The check at load has already refused unknown `others`.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)

@@ -1,4 +1,4 @@
-"""Loads the native code and declares what it offers; src/interface.h says what each part means."""
+"""Loads the native code and declares its functions; src/interface.h documents each."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding of a model in `dtype`. Its parameter `weight` is empty, and gives numbers their
+    """An embedding of a model in `dtype`. Its parameter `weight` is empty and sets the output's
     dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype) -> None:

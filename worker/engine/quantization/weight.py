@@ -120,7 +120,7 @@ class QuantizedWeight:
             numbers = self.numbers.float()
         if missing := -self.inputs % self.group:
             numbers = nn.functional.pad(numbers, (0, missing))
-        # As it is large, what follows is computed in place.
+        # In place from here on, because it is large.
         groups = numbers.reshape(*numbers.shape[:-1], -1, self.group)
         scales = self.scales.float().unsqueeze(-1)
         if self.offsets is None:

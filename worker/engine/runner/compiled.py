@@ -73,7 +73,7 @@ class CompiledModel:
         return compute()
 
     def undo(self) -> None:
-        """Let the layers run uncompiled."""
+        """Make the layers run uncompiled again."""
         self.is_compiled = False
         for layer in self._layers:
             vars(layer).pop("forward", None)

@@ -63,15 +63,15 @@ def graph_bytes(
     capture: Callable[[list[StepKind]], GraphedModel],
     device: torch.device,
 ) -> int:
-    """An estimate of the memory that the graphs of these kinds take, in bytes.
+    """Returns an estimate of the bytes that the graphs of these kinds take.
 
-    The two largest are captured and dropped again. The first holds the results of the
-    largest step, in which the smaller steps find room. So each further one is counted as what the
-    second one added, which is mostly the driver's own.
+    Captures the two largest and drops them again. The first holds the results of the largest step,
+    in which the smaller steps find room. So each further graph counts like the second one, whose
+    memory is mostly the driver's.
     """
 
     largest, *others = sorted(kinds, reverse=True)
-    capture([largest])  # what a first capture sets up stays, and is not a graph's
+    capture([largest])  # libraries' memory of a first capture stays, and is not a graph's
     first = bytes_held(device, lambda: capture([largest]))
     if not others:
         return first
@@ -124,8 +124,8 @@ class GraphedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PackedModel. Graphs give no states, so the step must not be padded, and is not
-        replayed."""
+        """See PackedModel. Graphs return no states, so the step must not be padded, and runs
+        without a graph."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
@@ -219,7 +219,7 @@ class _Capture:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Have torch raise RuntimeError where the host would wait for the device."""
+    """Make torch raise RuntimeError where the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode")  # a prototype

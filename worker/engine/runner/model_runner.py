@@ -100,7 +100,7 @@ class PooledStates:
     """Copies of one tensor [sum of `num_pooled`, hidden size], fp32, in the order of `shares`."""
 
     def hand_out(self) -> None:
-        """Wait for them, and give each share its own."""
+        """Wait for the states, and store each share's in `states`."""
         (states,) = self.copies.arrays()
         end = 0
         for share in self.shares:
@@ -188,7 +188,7 @@ class ModelRunner:
 
         `progress` is called with each stage. `known` is the verdict of an earlier load of the same
         files with the same options. Raises ModelNotFoundError, UnsupportedModelError or
-        ConfigurationError, with one sentence that says what is wrong.
+        ConfigurationError, with one sentence that names the fault.
         """
         device = resolve_device(options.device)
         backends_on(device, options.attention)  # raises before anything is loaded
@@ -327,7 +327,7 @@ class ModelRunner:
         pools = any(item.num_pooled for item in batch.scheduled)
         reporting = batch.reporting
         if (pools or reporting) and isinstance(model, GraphedModel):
-            model = model.plain  # graphs give the logits of sampled rows alone
+            model = model.plain  # graphs return the logits of sampled rows alone
         step = self._packer.pack(
             batch,
             draws,

@@ -2,7 +2,7 @@
 torch.
 
 All compute the same, except for the rounding of fp32: exponentials and their sums can differ in
-the last bit. So a seed gives the same token in all, unless its number falls within about 1e-6 of
+the last bit. So a seed draws the same token in all, unless its number falls within about 1e-6 of
 the border between two tokens. On the same kind of machine the token is always the same.
 """
 
@@ -80,8 +80,8 @@ class Kernels(Protocol):
     """The logits [R, vocab_size] are not changed by any method."""
 
     def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
-        """Choose a token in each row. `draws` [len(DRAWS), R], float64, are those of `asked`, with
-        random numbers."""
+        """Choose a token in each row. `draws` [len(DRAWS), R], float64, are the parameters of
+        `asked` and random numbers."""
         ...
 
     def report(

@@ -11,7 +11,7 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""Of each occurrence: the index of its sequence among those with penalties, and the token id."""
+"""For each occurrence: the index of its sequence among those with penalties; its token id."""
 
 
 class Penalties:

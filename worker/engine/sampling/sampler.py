@@ -99,8 +99,8 @@ class Sampler:
         further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
         has the last token of each row on the device, for rows whose last one the host does not know
         yet. `draws` are the result of the method of that name, if they are on the device already.
-        `chosen` is what has been chosen with them from the unchanged logits. It counts if no row
-        asks for changed ones.
+        `chosen` are tokens that were chosen with them from the unchanged logits. They count if no
+        row needs changed ones.
         """
         rows = self._rows_of(sequences)
         raw = logits

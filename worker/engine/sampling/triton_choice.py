@@ -1,7 +1,7 @@
 """Chooses a token for each row in Triton: no row is sorted, and the host waits for nothing.
 
 The parameters are read from the device, so a launch in a CUDA graph serves any of them. A row does
-only the work that its own parameters ask for.
+only the work that its own parameters need.
 """
 
 from __future__ import annotations

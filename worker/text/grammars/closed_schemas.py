@@ -25,7 +25,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(schema: dict[str, Any]) -> set[str]:
-    """The paths of schemas that describe an object together with others, and what they refer to."""
+    """Returns the paths of schemas that describe an object with others, and of their references."""
     schemas = dict(_by_path(schema, "#"))
     pending = [
         other
@@ -51,7 +51,7 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """The paths of what describes the same value as a schema: what it refers to, and branches."""
+    """Returns the paths of schemas of the same value: a schema's reference and its branches."""
     found = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         found.append(unquote(reference).rstrip("/"))

@@ -7,7 +7,7 @@ from itertools import groupby
 
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _CHARACTER = re.compile(r"\\[dwsDWSnrt]|\\[^\w\s]|\[(?!\^?\]).*\]|[^\\\[\](){}.*+?^$|]", re.DOTALL)
-"""A token that stands for one character."""
+"""Matches a token that stands for one character."""
 _LONGEST = 1000
 _DEPTHS = {"(": 1, ")": -1}
 _ANY = r"[\s\S]*"

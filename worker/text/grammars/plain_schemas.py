@@ -172,7 +172,7 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""Tests whether a keyword's value is no constraint, whatever is beside it."""
+"""Tests whether a keyword's value is no constraint, beside any other keyword."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:

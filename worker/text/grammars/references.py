@@ -96,7 +96,7 @@ def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def target_of(reference: Any, root: Any) -> Any:
-    """Returns what a reference refers to; None if that is not in the same schema."""
+    """Returns the target of a reference; None if it is not in the same schema."""
     if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
         return None
     return [root, *(value for _, _, value in steps_of(reference, root))][-1]

@@ -53,7 +53,7 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 
 def num_patterns_of_lark(grammar: str) -> int:
-    """At most how many patterns one text may have to match by a Lark grammar, with its schemas."""
+    """Returns an upper bound of the patterns for one text in a Lark grammar with its schemas."""
     count = 0
     for found in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError):  # no schema, so the library refuses it, or a text

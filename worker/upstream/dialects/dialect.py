@@ -1,4 +1,4 @@
-"""The Protocol of all kinds of inference servers, and what they have in common."""
+"""The Protocol of all kinds of inference servers, and their common abilities."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Dialect(Protocol):
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
-    """The abilities of a dialect: what all servers have in common, and its own."""
+    """Returns the abilities of a dialect: those of all servers, and its own."""
     return EngineAbilities(
         grammars=False,
         preempts_inexact=False,

@@ -46,7 +46,7 @@ class LlamaCppDialect:
     def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
         del shares_prefixes  # it knows no tenants
         self.abilities = server_abilities(
-            logprobs=False,  # it gives no ranks
+            logprobs=False,  # it reports no ranks
             unheeded=frozenset(
                 {
                     "bad_words",

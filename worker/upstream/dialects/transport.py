@@ -127,7 +127,7 @@ class Server:
 
 @contextmanager
 def _as_faults(url: str) -> Iterator[None]:
-    """Turn what the client library raises into a fault of the server."""
+    """Turn the client library's exceptions into faults of the server."""
     try:
         yield
     except TimeoutError as error:

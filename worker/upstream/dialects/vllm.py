@@ -1,4 +1,4 @@
-"""vLLM's server, by the calls that take and give token ids (`--enable-scale-out`).
+"""vLLM's server, through the calls that take and return token ids (`--enable-scale-out`).
 
 Tried with vLLM 0.32.
 """

@@ -1,7 +1,7 @@
-"""The blocks of GGUF files in the form of our products.
+"""Converts the blocks of GGUF files to the format of promptq's products.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of an
-output; what it holds is described where it is read.
+output; each reader describes its content.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both [outputs, groups]. A block begins with their two factors in fp16, then 8 scales and 8
-    minima of 6 bits in 12 bytes."""
+    """Returns scales and offsets [outputs, groups]. A block begins with their two factors in fp16,
+    then 8 scales and 8 minima of 6 bits in 12 bytes."""
     factors, packed = _halves(blocks[..., :4]), blocks[..., 4:16]
     low, middle, high = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)

@@ -38,7 +38,7 @@ class FP8Product:
                 lambda outputs: self._weight.rows(outputs).dequantized(),
             )
         numbers, scales = rounded(rows)
-        # Not every card gives another dtype.
+        # Not every card can return another dtype.
         y: torch.Tensor = torch._scaled_mm(
             numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )

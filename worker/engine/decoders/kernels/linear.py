@@ -15,7 +15,7 @@ from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits, QuantizedLinear
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [T, inputs] give rows [T, outputs]."""
+"""Computes rows [T, outputs] from rows [T, inputs]."""
 
 
 class Linear:
