@@ -130,14 +130,14 @@ def create_api_key(
 
 def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
     """The gateway's keys, sorted by name."""
-    found, used = yield [
+    stored, used = yield [
         Call("", ["HGETALL", keys.api_keys], text_map),
         Call("", ["HGETALL", keys.api_keys_used], text_map, dict),
     ]
     return sorted(
         (
             key.model_copy(update={"last_used_at": whole(used.get(hashed))})
-            for hashed, key in _read_all(keys, found)
+            for hashed, key in _read_all(keys, stored)
         ),
         key=lambda key: key.name,
     )
@@ -145,8 +145,8 @@ def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
 
 def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
     """Make a key invalid from now on. Raises RequestNotFoundError."""
-    found = yield Call("", ["HGETALL", keys.api_keys], text_map)
-    named = {hashed: key for hashed, key in _read_all(keys, found) if key.name == name}
+    stored = yield Call("", ["HGETALL", keys.api_keys], text_map)
+    named = {hashed: key for hashed, key in _read_all(keys, stored) if key.name == name}
     if not named:
         raise RequestNotFoundError(f"there is no key {name!r}")
     # Two keys may have one name, if they were made at the same moment.
@@ -174,9 +174,9 @@ def count(keys: Keys) -> Call[int]:
     return Call("", ["HLEN", keys.api_keys], int)
 
 
-def _read_all(keys: Keys, found: dict[str, str]) -> list[tuple[str, ApiKey]]:
+def _read_all(keys: Keys, stored: dict[str, str]) -> list[tuple[str, ApiKey]]:
     """Hash and key of each entry."""
-    return readable(keys.api_keys, found.items(), lambda entry: (entry[0], _read(entry[1])))
+    return readable(keys.api_keys, stored.items(), lambda entry: (entry[0], _read(entry[1])))
 
 
 def _read(value: str | bytes) -> ApiKey:

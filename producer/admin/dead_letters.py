@@ -45,15 +45,15 @@ def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
 def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]:
     """Returns the dead letters, the latest first."""
     ids = yield lookups.dead_ids(keys, limit)
-    found = []
+    dead = []
     for start in range(0, len(ids), _RECORDS):
         page = ids[start : start + _RECORDS]
         records = yield [lookups.record(keys, request_id) for request_id in page]
         letters = readable(
             keys.dead, zip(page, records, strict=True), lambda pair: _dead_letter(*pair)
         )
-        found += [letter for letter in letters if letter is not None]
-    return found
+        dead += [letter for letter in letters if letter is not None]
+    return dead
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:

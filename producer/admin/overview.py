@@ -78,8 +78,8 @@ def statistics(keys: Keys, /, since_ms: int = 0) -> Operation[list[Sample]]:
 
     There is one for each 5 s of the last hour. The oldest comes first.
     """
-    found: list[Sample] = yield queue_statistics.samples(keys, since_ms)
-    return found
+    samples: list[Sample] = yield queue_statistics.samples(keys, since_ms)
+    return samples
 
 
 def keep_statistics(keys: Keys, /) -> Operation[None]:

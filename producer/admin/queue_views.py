@@ -104,14 +104,14 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
 
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
     """The models of all queues of the server, by name. A queue without a model is left out."""
-    found: dict[str, ServedModel] = {}
+    models: dict[str, ServedModel] = {}
     for view in (yield from views_of_queues(keys)):
         if view.model:
-            found.setdefault(view.model, ServedModel(view.model)).queues.append(view)
+            models.setdefault(view.model, ServedModel(view.model)).queues.append(view)
     for alias, name in sorted((yield from _aliases()).items()):
-        if name in found and alias not in found:
-            found[name].aliases.append(alias)
-    return [found[name] for name in sorted(found)]
+        if name in models and alias not in models:
+            models[name].aliases.append(alias)
+    return [models[name] for name in sorted(models)]
 
 
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
@@ -205,14 +205,14 @@ def not_served(model: str, served: Iterable[str]) -> str:
 
 def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
     """Returns the server's readable queues, sorted by name."""
-    found: list[QueueView] = []
+    views: list[QueueView] = []
     for name in sorted([keys.queue, *(yield from _others(keys))]):
         try:
-            found += [(yield from queue_view(Keys(name)))]
+            views += [(yield from queue_view(Keys(name)))]
         except ResponseError:
             if name == keys.queue:
                 raise
-    return found
+    return views
 
 
 def _others(keys: Keys) -> Operation[list[str]]:
@@ -225,8 +225,8 @@ def _others(keys: Keys) -> Operation[list[str]]:
 
 def _aliases() -> Operation[dict[str, str]]:
     with suppress(ResponseError):
-        found: dict[str, str] = yield lookups.aliases()
-        return found
+        aliases: dict[str, str] = yield lookups.aliases()
+        return aliases
     return {}
 
 

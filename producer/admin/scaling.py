@@ -90,11 +90,11 @@ def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[
 
 def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[list[Scaling]]:
     """Returns the scaling of all readable queues of the server."""
-    found: list[Scaling] = []
+    scalings: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
         with suppress(ResponseError):  # spoilt since it was looked at
-            found += [(yield from scaling(Keys(view.queue), target_seconds))]
-    return found
+            scalings += [(yield from scaling(Keys(view.queue), target_seconds))]
+    return scalings
 
 
 def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:

@@ -108,7 +108,7 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
         slot = next((each for each in slots if each.request_id == request_id), None)
     last = yield from sliced(object_in_parts(record.get("last_event")), PAUSE)
     forked_at, _, forked_from = record.get("forked_from", "").partition(" ")
-    found = Timeline(
+    result = Timeline(
         request_id=request_id,
         state=state,
         payload=record.get("payload", ""),
@@ -126,9 +126,9 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
         stats=_model(Stats, last.get("stats")),
         error=_model(ErrorInfo, last.get("error")),
     )
-    moments = _moments(found, record)
-    found.moments = sorted(moments, key=lambda each: (each.at, each.attempt, _RANKS[each.what]))
-    return found
+    moments = _moments(result, record)
+    result.moments = sorted(moments, key=lambda each: (each.at, each.attempt, _RANKS[each.what]))
+    return result
 
 
 def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
@@ -144,8 +144,8 @@ def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
     first_token_at = whole(record.get("first_token_at"))
     finished_at = whole(record.get("finished_at"))
     if at := first_token_at:
-        had = next((claim for claim in history if claim.claimed_at <= at <= claim.ended_at), last)
-        what, attempt, worker = Happened.FIRST_TOKEN, had.attempt, had.worker
+        holder = next((one for one in history if one.claimed_at <= at <= one.ended_at), last)
+        what, attempt, worker = Happened.FIRST_TOKEN, holder.attempt, holder.worker
         yield Moment(at=at, what=what, attempt=attempt, worker=worker)
     claimed_at = whole(record.get("claimed_at"))
     if claimed_at and timeline.attempts not in {ended.attempt for ended in history}:
@@ -189,8 +189,8 @@ def _state(record: dict[str, str]) -> RequestState:
 def _priority(record: dict[str, str]) -> int:
     with suppress(ValueError):
         return int(record.get("priority", ""))
-    given = json_object(record.get("payload")).get("priority")
-    return given if isinstance(given, int) else 0
+    priority = json_object(record.get("payload")).get("priority")
+    return priority if isinstance(priority, int) else 0
 
 
 def _model(kind: type[Any], value: Any) -> Any:

@@ -167,15 +167,15 @@ class FileStore:
     ) -> tuple[list[StoredFile], bool]:
         """Returns up to `limit` of the tenants' files after the id `after`; whether more exist."""
         is_newest_first = order == "desc"
-        found = [
+        files = [
             file
             for file in self.of(*tenants)
             if not file.is_over
             and purpose in (None, file.purpose)
             and (after is None or (file.id < after if is_newest_first else file.id > after))
         ]
-        found.sort(key=lambda file: file.id, reverse=is_newest_first)
-        return found[:limit], len(found) > limit
+        files.sort(key=lambda file: file.id, reverse=is_newest_first)
+        return files[:limit], len(files) > limit
 
     def of(self, *tenants: str) -> list[StoredFile]:
         """Returns all files of these tenants, also expired ones that are not deleted yet.

@@ -270,19 +270,19 @@ class BatchRun:
 
     async def _of_all(
         self,
-        asked: Sequence[Asked],
+        requests: Sequence[Asked],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
         """Make a call for each request, those of a queue in one round trip."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
-        for at, (item, _) in enumerate(asked):
+        for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)
         results: dict[int, T] = {}
         for queue, places in by_queue.items():
-            calls = [call(queue, asked[at][1]) for at in places]
+            calls = [call(queue, requests[at][1]) for at in places]
             replies = await self._persist(partial(queue.run, calls))
             results.update(zip(places, replies, strict=True))
-        return [results[at] for at in range(len(asked))]
+        return [results[at] for at in range(len(requests))]
 
     async def _let_go(self) -> None:
         """Make requests expire soon whose lines are written to the disk.

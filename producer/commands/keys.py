@@ -115,16 +115,16 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
     promptq keys list
     """
     with open_client(redis, queue) as client:
-        found = client.api_keys()
+        listed = client.api_keys()
     if as_json:
-        print(json.dumps([key.model_dump() for key in found], indent=2))
+        print(json.dumps([key.model_dump() for key in listed], indent=2))
         return
     from promptq.producer.commands.screens.render import api_keys_list
     from promptq.producer.commands.screens.terminal import console_for_list
 
-    if found:
+    if listed:
         console = console_for_list()
-        console.print(api_keys_list(found, console.width))
+        console.print(api_keys_list(listed, console.width))
     else:
         print("no keys: the gateway answers only on this machine")
 
@@ -158,14 +158,14 @@ def _expiry(expires_in: str | None, expires_at: str | None) -> int:
         raise ConfigurationError("expires-in: cannot be given together with --expires-at")
     now = time.time()
     if expires_in is not None:
-        if (found := _DURATION.fullmatch(expires_in)) is None:
+        if (match := _DURATION.fullmatch(expires_in)) is None:
             raise ConfigurationError(
                 f"expires-in: {expires_in!r} is not a number of minutes, hours, days or weeks, such"
                 " as 30m, 12h, 90d or 4w"
             )
-        if not int(found[1]):
+        if not int(match[1]):
             raise ConfigurationError(f"expires-in: {expires_in!r} is not more than 0")
-        return int((now + int(found[1]) * _SECONDS[found[2]]) * 1000)
+        return int((now + int(match[1]) * _SECONDS[match[2]]) * 1000)
     if expires_at is None:
         return 0
     try:

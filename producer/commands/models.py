@@ -30,11 +30,11 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     promptq models list
     """
     with open_client(redis, None) as client:
-        found = client.models()
+        listed = client.models()
     if as_json:
-        print(json.dumps([asdict(model) for model in found], indent=2))
+        print(json.dumps([asdict(model) for model in listed], indent=2))
         return
-    if not found:
+    if not listed:
         print("no models: no worker has come to a queue of this server yet")
         return
     from rich.text import Text
@@ -45,7 +45,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     numbered = ("workers", "waiting", "active", "longest")
     texts = ("model", "queue", "also called")
     table = plain_table(*texts[:2], *numbered, texts[2], left=texts)
-    for model in found:
+    for model in listed:
         for view in model.queues:
             numbers = (num_workers_of(view), str(view.num_waiting), str(view.num_active))
             length = "" if view.max_model_len is None else str(view.max_model_len)
@@ -53,7 +53,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
             table.add_row(*(Text(printable(cell)) for cell in cells))
     console = console_for_list()
     console.print(table)
-    for model in found:
+    for model in listed:
         if not any(view.has_worker for view in model.queues):
             name = printable(model.name)
             forget = f"promptq models forget {shlex.quote(name)}"

@@ -41,9 +41,9 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     promptq stats --json | jq .waiting
     """
     with open_client(redis, queue) as client:
-        found = client.stats()
+        statistics = client.stats()
     if as_json:
-        write(found.model_dump_json(indent=2))
+        write(statistics.model_dump_json(indent=2))
         return
     from rich.text import Text
 
@@ -54,13 +54,13 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     )
 
     console = SafeConsole()
-    console.print(queue_table(found))
-    if found.server_warning:
-        console.print(Text(f"warning: {found.server_warning}\n", style="bold yellow"))
-    if found.workers:
-        console.print(workers_table(found.workers))
+    console.print(queue_table(statistics))
+    if statistics.server_warning:
+        console.print(Text(f"warning: {statistics.server_warning}\n", style="bold yellow"))
+    if statistics.workers:
+        console.print(workers_table(statistics.workers))
     else:
-        console.print(Text(why_no_worker(found)))
+        console.print(Text(why_no_worker(statistics)))
 
 
 def scaling(
@@ -81,16 +81,16 @@ def scaling(
     """
     with open_client(redis, queue) as client:
         if names_queue(queue):
-            found = [client.scaling(target_seconds)]
+            scalings = [client.scaling(target_seconds)]
         else:
-            found = client.scalings(target_seconds)
+            scalings = client.scalings(target_seconds)
     if as_json:
-        dumped = [one.model_dump(mode="json") for one in found]
+        dumped = [one.model_dump(mode="json") for one in scalings]
         write(json.dumps(dumped[0] if names_queue(queue) else dumped, indent=2))
         return
     from promptq.producer.commands.screens.render import scaling_table
 
-    console_for_list().print(scaling_table(found))
+    console_for_list().print(scaling_table(scalings))
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:

@@ -143,13 +143,13 @@ def fork(
     promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 40 --append " But then"
     """
     changes = _parse_params(param or [])
-    given = {
+    fields = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
         "priority": priority,
     }
-    changes |= {name: value for name, value in given.items() if value is not None}
+    changes |= {name: value for name, value in fields.items() if value is not None}
     fork_id = new_request_id() if fork_id is None else fork_id
     with open_client_of(redis, queue, request_id) as client:
         try:
@@ -201,13 +201,14 @@ def embed(
     fields = _parse_params(param or [])
     if priority is not None:
         fields["priority"] = priority
-    given = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
+    inputs = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
     own_id = new_request_id()
-    request_ids = [own_id] if len(given) == 1 else [f"{own_id}:{nth}" for nth in range(len(given))]
+    num = len(inputs)
+    request_ids = [own_id] if num == 1 else [f"{own_id}:{nth}" for nth in range(num)]
     with open_client(redis, queue, model) as client:
         try:
-            found = client.embed(
-                given[0] if len(given) == 1 else given,
+            result = client.embed(
+                inputs[0] if len(inputs) == 1 else inputs,
                 pooling=cast("Any", pooling),
                 normalize=normalize,
                 dimensions=dimensions,
@@ -218,7 +219,7 @@ def embed(
             for request_id in request_ids:
                 client.cancel(request_id)
             raise
-    for vector in found.vectors:
+    for vector in result.vectors:
         write(json.dumps(vector))
 
 

@@ -166,7 +166,7 @@ class Deliveries:
             for raw, value in self._redis.hgetall(key).items():
                 [request_id] = ids_of([raw])
                 try:
-                    found = Waiting.model_validate_json(value)
+                    waiting = Waiting.model_validate_json(value)
                     check_request_id(request_id)
                 except (ValidationError, InvalidRequestError):
                     self._log.warning(
@@ -174,8 +174,8 @@ class Deliveries:
                     )
                     self._redis.hdel(key, raw)
                 else:
-                    found.tenant = tenant_of(found.tenant)
-                    self._plan(request_id, found)
+                    waiting.tenant = tenant_of(waiting.tenant)
+                    self._plan(request_id, waiting)
         except redis.ResponseError as error:
             if not is_wrong_type(error):
                 raise

@@ -128,12 +128,12 @@ def _connect(
         if left <= 0:
             break
         try:
-            found = socket.create_connection((str(address[0]), port), min(timeout, left))
+            connection = socket.create_connection((str(address[0]), port), min(timeout, left))
         except OSError as error:
             last = error
         else:
-            found.settimeout(timeout)
-            return found
+            connection.settimeout(timeout)
+            return connection
     raise last
 
 

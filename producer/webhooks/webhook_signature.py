@@ -73,14 +73,14 @@ class WebhookSecrets:
     def rotate(self, tenant: str) -> str:
         """Make the tenant's next secret. It is valid from now on, beside the last one."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
-            found = self._read()
-            last = found.get(self._name(tenant))
+            secrets = self._read()
+            last = secrets.get(self._name(tenant))
             version = 2 if last is None else last.version + 1
-            found[self._name(tenant)] = Rotation(version=version, since=self._clock())
+            secrets[self._name(tenant)] = Rotation(version=version, since=self._clock())
             new = self._rotations.with_suffix(".new")
             new.unlink(missing_ok=True)
             new.touch(0o600)
-            new.write_bytes(_ROTATIONS.dump_json(found))
+            new.write_bytes(_ROTATIONS.dump_json(secrets))
             new.replace(self._rotations)
         return self._make(tenant, version)
 

@@ -129,9 +129,9 @@ class Usage(_Wire):
 
 def sum_of_known(counts: Iterable[int | None]) -> int | None:
     """The sum, or None if a count is unknown."""
-    found = list(counts)
-    known = [count for count in found if count is not None]
-    return sum(known) if found and len(known) == len(found) else None
+    values = list(counts)
+    known = [count for count in values if count is not None]
+    return sum(known) if values and len(known) == len(values) else None
 
 
 class Stats(_Wire):

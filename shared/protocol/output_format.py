@@ -128,25 +128,25 @@ def _text_output(
         return None
     if kind == "json_object":
         return JsonOutput(ANY_OBJECT, strict=True)
-    asked = response_format.get(_TYPES[kind])
+    value = response_format.get(_TYPES[kind])
     if kind == "json_schema":
-        return _schema_output(asked)
+        return _schema_output(value)
     if kind == "regex":
-        if not isinstance(asked, str) or not asked:
+        if not isinstance(value, str) or not value:
             raise ValueError("response_format: regex must be a text with a regular expression")
-        return RegexOutput(asked)
+        return RegexOutput(value)
     if kind == "grammar":
-        return _grammar_output(asked)
+        return _grammar_output(value)
     if not (
-        isinstance(asked, list)
-        and 0 < len(asked) <= MAX_CHOICES
-        and all(name and isinstance(name, str) for name in asked)
+        isinstance(value, list)
+        and 0 < len(value) <= MAX_CHOICES
+        and all(name and isinstance(name, str) for name in value)
     ):
         raise ValueError(
             f"response_format: choice must be a list of 1 to {MAX_CHOICES:,} texts, none of them"
             " empty"
         )
-    return ChoiceOutput(tuple(asked))
+    return ChoiceOutput(tuple(value))
 
 
 _TYPES = {
@@ -233,7 +233,7 @@ def _strict(described: Mapping[str, Any], where: str) -> bool:
     return strict is not False
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: set[str], where: str) -> None:
-    for name in given:
+def _refuse_unknown(fields: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in fields:
         if name not in known:
             raise ValueError(f"{where}: {name!r} is not known; known are {sorted(known)}")

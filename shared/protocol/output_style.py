@@ -86,11 +86,11 @@ class OutputStyle:
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
         """Returns None if the text is not a style. Fields that are not known are ignored."""
         try:
-            given = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        style = cls._read(given)
-        if style is None or (other := cls._read(given.get("without_tools"))) is None:
+        style = cls._read(fields)
+        if style is None or (other := cls._read(fields.get("without_tools"))) is None:
             return style
         return replace(style, without_tools=other)
 

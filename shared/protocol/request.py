@@ -349,13 +349,13 @@ class Request(SamplingParams):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _check_template_kwargs(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in sorted(TEMPLATE_CALL_ARGUMENTS.intersection(given or ())):
+    def _check_template_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(TEMPLATE_CALL_ARGUMENTS.intersection(kwargs or ())):
             raise ValueError(
                 f"{name!r} is not a variable of the chat template. It is an argument of the call"
                 " that renders it, and a request may not set it"
             )
-        return given
+        return kwargs
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:

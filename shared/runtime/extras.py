@@ -60,14 +60,14 @@ def _needs(extra: str) -> Iterator[str]:
     except PackageNotFoundError:
         return
     for requirement in requirements:
-        found = _REQUIREMENT.match(requirement)
-        if found is None or found["of"] != extra or _IS_ELSEWHERE.search(requirement):
+        match = _REQUIREMENT.match(requirement)
+        if match is None or match["of"] != extra or _IS_ELSEWHERE.search(requirement):
             continue
-        if found["name"] == "promptq":
-            for other in (found["extras"] or "").split(","):
+        if match["name"] == "promptq":
+            for other in (match["extras"] or "").split(","):
                 yield from _needs(other.strip())
         else:
-            yield found["name"]
+            yield match["name"]
 
 
 def _is_installed(name: str) -> bool:

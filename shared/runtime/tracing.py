@@ -33,11 +33,11 @@ class Tracing:
         self._provider = provider
         self._propagator = TraceContextTextMapPropagator()
 
-    def parent(self, given: TraceContext | Mapping[str, str] | None) -> Context | None:
+    def parent(self, context: TraceContext | Mapping[str, str] | None) -> Context | None:
         """The context that came with a request or as HTTP headers; None if none did."""
-        if given is None:
+        if context is None:
             return None
-        carrier = given.carrier if isinstance(given, TraceContext) else given
+        carrier = context.carrier if isinstance(context, TraceContext) else context
         return self._propagator.extract(carrier) if carrier else None
 
     def context_of(self, span: Span) -> TraceContext:

@@ -127,8 +127,8 @@ def password_mark() -> str:
 
 def _mark_of(folder: Path) -> str:
     """Returns the folder's mark. Its path is none, as containers share paths and user ids."""
-    found = folder.stat()
-    which = f"{found.st_dev} {found.st_ino} {os.getuid()} {os.uname().nodename}".encode()
+    status = folder.stat()
+    which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
 
 
@@ -141,10 +141,10 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
     function after a connection was opened and before it is used. Then a yes is certain: the server
     lived when the connection was made, so it was the one that listened.
     """
-    found = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
-    if found is None or found[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
+    match = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
+    if match is None or match[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
         return None
-    password = found[0]
+    password = match[0]
 
     def is_living() -> bool:
         known = (_read(file) for folder in _folders() for file in _files(folder))
@@ -169,10 +169,10 @@ def _folder() -> Path:
 
 def _folders() -> set[Path]:
     """Returns all folders where a file may be: `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
-    found = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
+    folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
-        found.add(Path.home() / ".local" / "state" / "promptq")
-    return found
+        folders.add(Path.home() / ".local" / "state" / "promptq")
+    return folders
 
 
 def _prefix() -> str:
@@ -198,11 +198,11 @@ def _made_private(folder: Path) -> bool:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        found, named = folder.stat(), folder.lstat()  # a link's owner counts too
+        at, named = folder.stat(), folder.lstat()  # a link's owner counts too
     except OSError:
         return False
-    is_shut = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(found.st_mode) and is_shut and {found.st_uid, named.st_uid} == {os.getuid()}
+    is_shut = not at.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(at.st_mode) and is_shut and {at.st_uid, named.st_uid} == {os.getuid()}
 
 
 def _written_at(file: Path) -> int:
@@ -213,10 +213,10 @@ def _written_at(file: Path) -> int:
 
 
 def _living(file: Path) -> str | None:
-    found = _read(file)
-    if found is None:
+    record = _read(file)
+    if record is None:
         return None
-    url, is_living = found
+    url, is_living = record
     if not is_living:
         file.unlink(missing_ok=True)  # its server was killed
         return None
@@ -230,9 +230,9 @@ def _read(file: Path) -> tuple[str, bool] | None:
     except OSError:
         return None
     with open(descriptor, errors="replace") as opened:
-        found = os.fstat(descriptor)
-        is_private = found.st_uid == os.getuid() and not found.st_mode & _OTHERS
-        if not stat.S_ISREG(found.st_mode) or not is_private:
+        status = os.fstat(descriptor)
+        is_private = status.st_uid == os.getuid() and not status.st_mode & _OTHERS
+        if not stat.S_ISREG(status.st_mode) or not is_private:
             return None
         return opened.read(), _is_locked(descriptor)
 

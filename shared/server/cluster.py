@@ -71,22 +71,22 @@ class Nodes:
             each for each in random.sample(self.first, len(self.first)) if each not in known
         )
 
-    def owner(self, slot: int, reply: list[Any], asked: str) -> Address:
-        """Returns the node that has the slot, by the reply to CLUSTER SLOTS of the node at `asked`.
+    def owner(self, slot: int, reply: list[Any], host: str) -> Address:
+        """Returns the node that has the slot, by the reply to CLUSTER SLOTS of the node at `host`.
 
         Raises ClusterChangedError if no node has it.
         """
-        self._reported = [_address(node, asked) for _, _, *nodes in reply for node in nodes]
+        self._reported = [_address(node, host) for _, _, *nodes in reply for node in nodes]
         for first, last, primary, *_ in reply:
             if first <= slot <= last:
-                return _address(primary, asked)
+                return _address(primary, host)
         raise ClusterChangedError(f"no node of the cluster has the slot {slot}")
 
 
-def _address(node: list[Any], asked: str) -> Address:
-    """Returns a node's address. A node that does not know its host has the host `asked`."""
+def _address(node: list[Any], queried: str) -> Address:
+    """Returns a node's address. A node that does not know its host has the host `queried`."""
     host = (node[0] or b"").decode()
-    return (asked if host in ("", "?") else host), int(node[1])
+    return (queried if host in ("", "?") else host), int(node[1])
 
 
 class _Cluster:

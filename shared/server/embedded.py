@@ -244,10 +244,10 @@ def _write_private(file: Path, text: str) -> None:
         opened.write(text)
 
 
-def _ports(asked: int | None) -> list[int]:
+def _ports(requested: int | None) -> list[int]:
     """Returns the requested port, or several free ones, as another process may take one first."""
-    if asked is not None:
-        return [asked]
+    if requested is not None:
+        return [requested]
     free = []
     for _ in range(3):
         with socket.socket() as probe:

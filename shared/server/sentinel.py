@@ -79,10 +79,10 @@ class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
 def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
     """The error without the options of each unreached sentinel. redis-py shows them all, in some
     versions with passwords."""
-    said, _, unreached = str(error).partition(" : ")
+    text, _, unreached = str(error).partition(" : ")
     if unreached:
-        said += "; a sentinel does not answer, or refuses the connection or its credentials"
-    return type(error)(said)
+        text += "; a sentinel does not answer, or refuses the connection or its credentials"
+    return type(error)(text)
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):

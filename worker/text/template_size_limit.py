@@ -148,8 +148,8 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check the length of a filter's result."""
-    given = [*args, *kwargs.values()]
-    width = max(map(_int_of, given), default=0)
+    arguments = [*args, *kwargs.values()]
+    width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
         _check(_length(value))
     match name:
@@ -158,19 +158,19 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
         case "batch":
             _check(width * 8)
         case "indent":
-            steps = max(width, *map(_length, given), 4) if given else 4
+            steps = max(width, *map(_length, arguments), 4) if arguments else 4
             _check(_length(value) + (str(value).count("\n") + 1) * steps)
-        case "replace" if len(given) >= 2:
-            _check_method(str(value), "replace", [str(given[0]), str(given[1])])
+        case "replace" if len(arguments) >= 2:
+            _check_method(str(value), "replace", [str(arguments[0]), str(arguments[1])])
         case "format":
-            _check_format(str(value), given)
+            _check_format(str(value), arguments)
         case "wordwrap":
-            longest = max((len(item) for item in given if isinstance(item, str)), default=1)
+            longest = max((len(item) for item in arguments if isinstance(item, str)), default=1)
             _check(len(str(value)) * longest)
         case "round":
             _check(width // _MOST_DECIMALS * MOST_BYTES)
         case "tojson":
-            longest = max([width, *map(_length, given)], default=0)
+            longest = max([width, *map(_length, arguments)], default=0)
             _check(longest // _LONGEST_SEPARATOR * MOST_BYTES)
         case "sum" if any(isinstance(arg, _MEASURED) for arg in args[1:] or [kwargs.get("start")]):
             raise TemplateSizeError
@@ -182,18 +182,18 @@ def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        context, (value, *given) = args[:has_context], args[has_context:]
+        context, (value, *arguments) = args[:has_context], args[has_context:]
         if name == "join":
-            attribute = given[1] if len(given) > 1 else kwargs.get("attribute")
+            attribute = arguments[1] if len(arguments) > 1 else kwargs.get("attribute")
             of_item = (
                 str if attribute is None else make_attrgetter(context[0].environment, attribute)
             )
             value = [of_item(item) if attribute is not None else item for item in value]
-            separator = str(given[0] if given else kwargs.get("d", ""))
+            separator = str(arguments[0] if arguments else kwargs.get("d", ""))
             _check_method(separator, "join", [value])
             return _kept(separator.join(map(str, value)))
-        _check_filter(name, value, given, kwargs)
-        return _kept(original(*context, value, *given, **kwargs))
+        _check_filter(name, value, arguments, kwargs)
+        return _kept(original(*context, value, *arguments, **kwargs))
 
     return bounded
 

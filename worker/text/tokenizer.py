@@ -191,8 +191,8 @@ class HuggingFaceTokenizer:
 
     def _render(self, request: Request) -> str:
         """Returns the messages' text, as the model's template writes it."""
-        given = request.chat_template_kwargs or {}
-        if given and (names := self._call_arguments.intersection(given)):
+        arguments = request.chat_template_kwargs or {}
+        if arguments and (names := self._call_arguments.intersection(arguments)):
             name = min(names)
             raise InvalidRequestError(
                 f"chat_template_kwargs: {name!r} is no variable of the chat template, but an"
@@ -220,7 +220,7 @@ class HuggingFaceTokenizer:
                 if key not in self._reads_parts:
                     self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
                 messages = in_form(request.messages or (), self._reads_parts[key])
-                text = write(messages, tools, **given)
+                text = write(messages, tools, **arguments)
         except CpuTimeLimitError as error:
             raise InvalidRequestError(
                 "messages: take too long to render: the model's chat template had not written them"
@@ -235,7 +235,7 @@ class HuggingFaceTokenizer:
         return text
 
     def _written(
-        self, template: str, messages: list[Message], tools: Tools | None, /, **given: Any
+        self, template: str, messages: list[Message], tools: Tools | None, /, **arguments: Any
     ) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,
@@ -243,7 +243,7 @@ class HuggingFaceTokenizer:
             chat_template=template,
             add_generation_prompt=True,
             tokenize=False,
-            **given,
+            **arguments,
         )
         return text
 

@@ -48,16 +48,16 @@ class FoundServer:
 
     def limits(self, settings: Settings, vocab_size: int) -> EngineLimits:
         """Returns the part of the server that this worker uses."""
-        found = self.description
-        longest = min(found.max_model_len, settings.max_model_len or found.max_model_len)
-        slots = min(settings.max_num_seqs, found.max_num_seqs or settings.max_num_seqs)
-        kv_tokens = found.kv_tokens or slots * longest
+        server = self.description
+        longest = min(server.max_model_len, settings.max_model_len or server.max_model_len)
+        slots = min(settings.max_num_seqs, server.max_num_seqs or settings.max_num_seqs)
+        kv_tokens = server.kv_tokens or slots * longest
         return EngineLimits(
             max_num_seqs=slots,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=longest,
             kv_tokens=max(longest, int(kv_tokens * settings.upstream_share)),
-            block_size=found.block_size,
+            block_size=server.block_size,
             bytes_per_token=0,  # not known
             vocab_size=vocab_size,
         )

@@ -166,8 +166,11 @@ class ForwardingEngine:
 
     async def snapshot(self) -> EngineSnapshot:
         await asyncio.sleep(0)  # streams that are being closed get their turn
-        shown = [*self._running_sequences(), *sorted([*self._successors.values(), *self._waiting])]
-        return EngineSnapshot([self._shown(each) for each in shown])
+        sequences = [
+            *self._running_sequences(),
+            *sorted([*self._successors.values(), *self._waiting]),
+        ]
+        return EngineSnapshot([self._shown(each) for each in sequences])
 
     async def fetch(self) -> list[StepOutput]:
         return [StepOutput(await self._outbox.fetch(), self.stats)]
@@ -236,9 +239,9 @@ class ForwardingEngine:
             able, key=lambda each: (each.request.priority, each.request.order), default=None
         )
         if victim is None or victim.request.priority <= urgent.request.priority:
-            if (found := self._newcomer_and_victim(urgent.request.priority, able)) is None:
+            if (pair := self._newcomer_and_victim(urgent.request.priority, able)) is None:
                 return
-            urgent, victim = found
+            urgent, victim = pair
         victim.timing.preemptions += 1
         victim.timing.preempted_at.append(time.monotonic())
         victim.is_reported = False

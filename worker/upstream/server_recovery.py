@@ -52,20 +52,20 @@ class ServerRecovery:
                 self._process.check()
             try:
                 with malformed_as_fault():
-                    found = await self._dialect.describe(server)
+                    now = await self._dialect.describe(server)
                 break
             except (ServerFaultError, OverloadedError, RefusedError) as error:
                 if str(error) != self._reported:
                     self._reported = str(error)
                     log.warning("the inference server is not well yet", error=self._reported)
             await asyncio.sleep(self._spread())
-        if found.model != self._model:
-            said = f"serves {found.model!r:.200} now, and served {self._model!r:.200} before"
-            raise ConfigurationError(f"--upstream: {server.url} {said}")
-        if found.max_model_len < self._max_model_len:  # it would refuse what is accepted here
-            said = f"takes {found.max_model_len} tokens now, and took {self._max_model_len} before"
-            raise ConfigurationError(f"--upstream: {server.url} {said}")
-        log.info("the inference server is well", software=found.software)
+        if now.model != self._model:
+            change = f"serves {now.model!r:.200} now, and served {self._model!r:.200} before"
+            raise ConfigurationError(f"--upstream: {server.url} {change}")
+        if now.max_model_len < self._max_model_len:  # it would refuse what is accepted here
+            change = f"takes {now.max_model_len} tokens now, and took {self._max_model_len} before"
+            raise ConfigurationError(f"--upstream: {server.url} {change}")
+        log.info("the inference server is well", software=now.software)
         self._well_since = time.monotonic()
 
     def _spread(self) -> float:

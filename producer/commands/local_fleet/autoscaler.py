@@ -34,8 +34,8 @@ class WorkerRange:
     @classmethod
     def parse(cls, text: str) -> WorkerRange:
         """`2`, or a range such as `1-4`. Raises ConfigurationError."""
-        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if most < least:
             raise ConfigurationError(
                 f"--workers: {text!r} is not a number or a range, such as 2 or 1-4"

@@ -270,8 +270,8 @@ def _welcome(options: UpOptions, url: str) -> list[str]:
             f'  {cli} zadd "{prefix}pending" 0 $id',
             f'  {cli} xread block 5000 streams "{prefix}tokens:$id" 0',
         ]
-        if found := beside(url):
-            lines += ["", *(f"[yellow]{escape(line)}[/]" for line in found)]
+        if notes := beside(url):
+            lines += ["", *(f"[yellow]{escape(line)}[/]" for line in notes)]
     return [*lines, "", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
 
 

@@ -124,12 +124,12 @@ def queue_table(stats: QueueStats) -> Table:
     return table
 
 
-def scaling_table(found: Sequence[Scaling]) -> Table:
+def scaling_table(scalings: Sequence[Scaling]) -> Table:
     """Returns a table of the wanted workers, one row for each queue."""
     texts = ("queue", "because")
     columns = ("queue", "workers", "wanted", "because", "work waiting", "work running")
     table = plain_table(*columns, left=texts)
-    for one in found:
+    for one in scalings:
         work = (_seconds_of_work(seconds) for seconds in (one.waiting_seconds, one.running_seconds))
         cells = (f"{one.workers:,}", f"{one.desired:,}", one.because, *work)
         table.add_row(*(Text(cell) for cell in (printable(one.queue), *cells)))

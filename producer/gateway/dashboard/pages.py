@@ -100,8 +100,8 @@ async def file(name: str) -> Response:
 @router.get("/dashboard/api/caller")
 async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, object]:
     """Returns the caller's name and the queues, the gateway's own first."""
-    found = await gateway.queues.views()
-    queues = [{"name": served.name, "model": view.model} for served, view in found]
+    views = await gateway.queues.views()
+    queues = [{"name": served.name, "model": view.model} for served, view in views]
     return {"name": admin.name, "queues": queues}
 
 

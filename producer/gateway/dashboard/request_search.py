@@ -103,8 +103,8 @@ class _Wanted:
         latest_first: list[str | bytes | int] = ["REV"] if self._state == "dead" else []
         for name, size in zip(names, sizes, strict=True):
             if at < size and left > 0:
-                asked: list[str | bytes | int] = ["ZRANGE", name, at, at + left - 1]
-                pages.append(Call("", asked + latest_first, list, list))
+                command: list[str | bytes | int] = ["ZRANGE", name, at, at + left - 1]
+                pages.append(Call("", command + latest_first, list, list))
                 left -= min(left, size - at)
             at = max(0, at - size)
         ids = [request_id for page in await self._queue.run(pages) for request_id in page]
@@ -129,9 +129,9 @@ class _Wanted:
         looked_at, pattern = 0, self._pattern()
         start = len(self._keys.request(""))
         for _ in range(MAX_SCANS):
-            position, found = await self._queue.run(_scan(position, pattern))
+            position, keys = await self._queue.run(_scan(position, pattern))
             looked_at += SCAN_COUNT
-            fresh = set(found) - seen  # SCAN may return a key twice
+            fresh = set(keys) - seen  # SCAN may return a key twice
             seen |= fresh
             rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:
@@ -180,10 +180,10 @@ class _Wanted:
             calls.append(Call("", ["HMGET", key, "payload", *_FIELDS], list, list))
             is_delayed = ["ZSCORE", self._keys.delayed, name]
             calls.append(Call("", is_delayed, lambda score: score is not None, bool))
-        given = await self._queue.run(calls)
+        records = await self._queue.run(calls)
         return [
             _row(name, values[1:], is_delayed=is_delayed)
-            for name, values, is_delayed in zip(names, given[::2], given[1::2], strict=True)
+            for name, values, is_delayed in zip(names, records[::2], records[1::2], strict=True)
             if values and values[0] is not None
         ]
 
@@ -197,13 +197,13 @@ def _scan(position: int, pattern: str) -> Call[tuple[int, list[bytes]]]:
 
 
 def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:
-    found: dict[str, Any] = {"state": "waiting"}
+    fields: dict[str, Any] = {"state": "waiting"}
     for name, value in zip(_FIELDS, values, strict=True):
         text = "" if value is None else value.decode("utf-8", "replace")
         if value is not None and FoundRequest.model_fields[name].annotation is str:
-            found[name] = text
+            fields[name] = text
         elif _WHOLE.fullmatch(text):
-            found[name] = int(text)
-    if is_delayed and found["state"] == "waiting":
-        found["state"] = "delayed"
-    return FoundRequest(request_id=request_id, **found)
+            fields[name] = int(text)
+    if is_delayed and fields["state"] == "waiting":
+        fields["state"] = "delayed"
+    return FoundRequest(request_id=request_id, **fields)

@@ -119,8 +119,8 @@ def _text(text: str) -> str:
 
 def _resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     name = schema.get("$ref", "").rpartition("/")[2]
-    found: dict[str, Any] = document["components"]["schemas"][name] if name else schema
-    return found
+    part: dict[str, Any] = document["components"]["schemas"][name] if name else schema
+    return part
 
 
 def _kind(schema: dict[str, Any]) -> str:

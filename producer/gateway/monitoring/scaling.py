@@ -45,12 +45,12 @@ async def scale(
         names = [queue]
     else:
         names = [(await gateway.queues.named(queue)).name]
-    found: list[Scaling] = []
+    scalings: list[Scaling] = []
     for name in names:
         try:
             asking = scaling(Keys(name), target_seconds)
-            found.append(await carry_out_async(asking, gateway.queue.run))
+            scalings.append(await carry_out_async(asking, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
             if len(names) == 1:  # of several queues, one may be away or spoilt
                 raise
-    return ScalingOfQueues(queues=found)
+    return ScalingOfQueues(queues=scalings)

@@ -31,7 +31,7 @@ MAX_SPAN_TOKENS = 4096
 _Numbers = npt.NDArray[np.int64]
 
 
-def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
+def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
     """Returns [1 + num_spans, FIELDS]: the work list of decodes with contexts of these lengths.
 
     The first row begins with the number of spans. Each further row is a span: its sequence, its
@@ -42,7 +42,7 @@ def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
     -1, which stands for a row of a chunk, has none.
     """
     last = np.array(contexts, dtype=np.int64)
-    starts = [asked.pattern.first_visible(max(0, context - 1)) for context in contexts]
+    starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]
     first = np.array(starts, dtype=np.int64)
     length = last - first
     size = np.full_like(length, PART_TOKENS)
@@ -50,7 +50,7 @@ def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
         size[too_many] *= 2
     count = _quotient(length, size)
     first_place = np.cumsum(count) - count
-    tokens = _span_tokens(length, size, asked.at_once)
+    tokens = _span_tokens(length, size, spans.at_once)
     sequence, start = _spans(length, tokens)
     end = np.minimum(start + tokens[sequence], length[sequence])
     place = first_place[sequence] + start // size[sequence]
@@ -146,18 +146,18 @@ class DecodeWork:
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
         """Go on with sequences of other lengths."""
         self._contexts, self._given = contexts, lists
-        for asked in self._lists:
-            self._write(asked)
+        for key in self._lists:
+            self._write(key)
 
-    def spans(self, asked: SpanList) -> torch.Tensor:
+    def spans(self, key: SpanList) -> torch.Tensor:
         """Returns the list (see `cut`) that layers request. Rows after its end mean nothing."""
-        if asked in self._given and asked not in self._lists:
-            self._lists[asked] = self._given[asked]
-        if asked not in self._lists:
+        if key in self._given and key not in self._lists:
+            self._lists[key] = self._given[key]
+        if key not in self._lists:
             shape = (1 + self.max_parts, FIELDS)
-            self._lists[asked] = torch.empty(shape, dtype=torch.int32, device=self._device)
-            self._write(asked)
-        return self._lists[asked]
+            self._lists[key] = torch.empty(shape, dtype=torch.int32, device=self._device)
+            self._write(key)
+        return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
         """The memory for the parts of a layer of this shape. All such layers share it."""
@@ -172,8 +172,8 @@ class DecodeWork:
             )
         return self._results[shape]
 
-    def _write(self, asked: SpanList) -> None:
-        work = self._given.get(asked)
+    def _write(self, key: SpanList) -> None:
+        work = self._given.get(key)
         if work is None:
-            work = to_device(cut(self._contexts, asked), self._device)
-        self._lists[asked][: len(work)] = work
+            work = to_device(cut(self._contexts, key), self._device)
+        self._lists[key][: len(work)] = work

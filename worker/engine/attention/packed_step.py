@@ -191,7 +191,7 @@ def _reported(
     rows: list[int] = []
     following: list[int] = []
     for item in reporting:
-        first, asked = end_of[id(item)] - item.num_rows - item.start, item.reported_rows
-        rows += range(first + asked.start, first + asked.stop)
-        following += item.sequence.token_ids[asked.start + 1 : asked.stop + 1]
+        first, reported = end_of[id(item)] - item.num_rows - item.start, item.reported_rows
+        rows += range(first + reported.start, first + reported.stop)
+        following += item.sequence.token_ids[reported.start + 1 : reported.stop + 1]
     return np.array([rows, following], dtype=np.int64)

@@ -87,8 +87,8 @@ class PrefillWork:
         return tiles
 
     def _tiles(self, queries_per_tile: int) -> torch.Tensor:
-        given = self._given.get(queries_per_tile)
-        if given is not None:
-            return given
+        ready = self._given.get(queries_per_tile)
+        if ready is not None:
+            return ready
         tiles = self.cut(self._layout, queries_per_tile)
         return to_device(tiles, self._layout.block_tables.device)

@@ -80,7 +80,7 @@ class StepBuffers:
         """The work lists of a step that is padded to this kind. They go to the device with its
         inputs, and `fill` finds them in its layout."""
         contexts = self._contexts(layout, kind)
-        lists: Lists = {(kind, asked): cut(contexts, asked) for asked in self._decodes.asked}
+        lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.asked}
         if kind.is_mixed:
             chunks = self._chunks[kind]
             lists |= {(kind, size): chunks.cut(layout, size) for size in chunks.tile_sizes}
@@ -110,14 +110,14 @@ class StepBuffers:
         self._draws[:, num_drawn : kind.num_rows] = 0.0
         num_sequences, width = layout.block_tables.shape
         self._block_tables[:num_sequences, :width] = layout.block_tables
-        given: dict[Hashable, torch.Tensor] = {
+        lists: dict[Hashable, torch.Tensor] = {
             key[1]: each
             for key, each in layout.lists.items()
             if isinstance(key, tuple) and key[0] == kind
         }
-        self._decodes.fill(self._contexts(layout, kind), given)
+        self._decodes.fill(self._contexts(layout, kind), lists)
         if kind.is_mixed:
-            self._chunks[kind].fill(layout, given)
+            self._chunks[kind].fill(layout, lists)
 
     def step(self, kind: StepKind) -> PackedStep:
         """A step of this kind on the buffers. Until they are filled, its rows are padding."""

@@ -203,8 +203,8 @@ class BlockManager:
         if not all(map(self._hashes.__getitem__, self._cached)):
             raise RuntimeError("a cached block is not findable")
         num_hashed = self.num_blocks - self._hashes.count(None)
-        found = map(self._hashes.__getitem__, self._findable.values())
-        if num_hashed != len(self._findable) or list(found) != list(self._findable):
+        hashes = map(self._hashes.__getitem__, self._findable.values())
+        if num_hashed != len(self._findable) or list(hashes) != list(self._findable):
             raise RuntimeError("the index of findable blocks differs from the blocks' hashes")
 
     def _take(self) -> int:

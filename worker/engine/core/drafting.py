@@ -49,10 +49,10 @@ class PromptLookup:
         for size in range(_LONGEST, _SHORTEST - 1, -1):
             start = self._next_of.get(tuple(token_ids[end - size :])) if size < end else None
             if start is not None:
-                found = token_ids[start : start + count]
-                while len(found) < count:
-                    found += found[: count - len(found)]
-                return found
+                draft = token_ids[start : start + count]
+                while len(draft) < count:
+                    draft += draft[: count - len(draft)]
+                return draft
         return []
 
     def _index(self, token_ids: list[int]) -> None:

@@ -200,7 +200,7 @@ class LLMEngine:
         return StepOutput(outputs, self.stats)
 
     def snapshot(self) -> EngineSnapshot:
-        found = EngineSnapshot(
+        snapshot = EngineSnapshot(
             step_seconds=median(self._last_steps) if self._last_steps else 0.0,
             peak_memory_bytes=self._runner.peak_memory_bytes(),
         )
@@ -209,9 +209,9 @@ class LLMEngine:
         for sequence in (*by_slot, *self._scheduler.waiting):
             shared_here = self._block_manager.shared_blocks(sequence)
             shared.update(shared_here)
-            found.sequences.append(_snapshot_of(sequence, len(shared_here)))
-        found.num_shared_blocks = len(shared)
-        return found
+            snapshot.sequences.append(_snapshot_of(sequence, len(shared_here)))
+        snapshot.num_shared_blocks = len(shared)
+        return snapshot
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler

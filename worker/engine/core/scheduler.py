@@ -276,13 +276,13 @@ class Scheduler:
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
-        found: list[Sequence] = []
+        newcomers: list[Sequence] = []
         priority = self._waiting_by_urgency[0].request.priority
         for sequence in self.waiting:
             if sequence.request.priority == priority and sequence.request.tenant in tenants:
                 tenants.remove(sequence.request.tenant)
-                found.append(sequence)
-        return found
+                newcomers.append(sequence)
+        return newcomers
 
     def _admit_in_order(self, plan: _Plan) -> None:
         position = 0  # also the number of places kept for sequences that wait for a prefix

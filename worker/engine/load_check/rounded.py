@@ -28,16 +28,16 @@ from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.model_length import model_length
 
 
-def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> None:
+def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
     """Compare promptq's decoder of a model whose weights or KV cache are rounded now with the
     library's model, which computes with the widened weights. The formula was checked before.
 
-    `asked` names the options that request rounding; empty: the files have it. Raises
+    `options` names those that request rounding; empty: the files have it. Raises
     UnsupportedModelError.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():
-        _require_alike(loaded, compare(loaded, checked, probes, ROUNDING_TOLERANCE), asked)
+        _require_alike(loaded, compare(loaded, checked, probes, ROUNDING_TOLERANCE), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,20 @@ class Expectation:
 
 
 def check_packed(
-    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, asked: str
+    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
     """Compare a decoder that has packed the weights, on its cache that is not used yet.
 
-    `asked` names the options that request rounding. Raises UnsupportedModelError.
+    `options` names those that request rounding. Raises UnsupportedModelError.
     """
-    is_exact = loaded.model.dtype == torch.float32 and not (asked or loaded.format)
+    is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     with torch.inference_mode():
         logits = torch.cat(run_steps(decoder, cache, expected.probes, loaded.model.device)).float()
-    _require_alike(loaded, difference_of(logits, expected.logits, tolerance), asked)
+    _require_alike(loaded, difference_of(logits, expected.logits, tolerance), options)
 
 
-def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> None:
+def _require_alike(loaded: LoadedModel, difference: Difference, options: str) -> None:
     if difference.is_tolerable:
         return
     if not difference.is_finite_alone:
@@ -90,10 +90,10 @@ def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> N
             f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
         )
     by = f"{difference.median:.2g} of their spread in half of the rows"
-    if what := asked or loaded.format:
+    if what := options or loaded.format:
         raise UnsupportedModelError(
             f"{loaded.family}: {what} changes logits by {by}, beside what rounded weights change;"
-            f" {'leave it out' if asked else 'use --no-native'}"
+            f" {'leave it out' if options else 'use --no-native'}"
         )
     raise UnsupportedModelError(
         f"{loaded.family}: the products of native code change logits by {by} on this processor; use"

@@ -135,23 +135,23 @@ class PackedModel:
         rows `kept`: the library's `last_hidden_state`. Raises UnsupportedModelError if the family
         has none.
         """
-        found: list[torch.Tensor] = []
+        states_of_kept: list[torch.Tensor] = []
 
         def keep(body: nn.Module, arguments: Any, output: Any) -> None:
             states = getattr(output, "last_hidden_state", None)
             if states is not None:
-                found.append(states[0].index_select(0, kept))
+                states_of_kept.append(states[0].index_select(0, kept))
 
         hook = _body(self._model).register_forward_hook(keep)
         try:
             logits = self._forward(step, rows)
         finally:
             hook.remove()
-        if not found:
+        if not states_of_kept:
             raise UnsupportedModelError(
                 f"{self._model.config.model_type}: does not tell its final hidden states"
             )
-        return logits, found[-1]
+        return logits, states_of_kept[-1]
 
     def _forward(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         context = self._context

@@ -167,6 +167,6 @@ def load_native() -> Any:
     return library
 
 
-def _check(said: bytes | None, function: Any, arguments: Any) -> None:  # as ctypes calls it
-    if said is not None:
-        raise NativeError(said.decode(errors="replace"))
+def _check(error: bytes | None, function: Any, arguments: Any) -> None:  # as ctypes calls it
+    if error is not None:
+        raise NativeError(error.decode(errors="replace"))

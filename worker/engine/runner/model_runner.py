@@ -263,8 +263,8 @@ class ModelRunner:
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
         if isinstance(runner._model, NativeDecoder):
             if expected is not None:
-                asked = asked_options(options)
-                check_packed(loaded, runner._model, cache, expected, asked)
+                rounding = asked_options(options)
+                check_packed(loaded, runner._model, cache, expected, rounding)
             release(loaded.model.modules())
         give_back(device)  # what captures took besides the graphs
         progress("warm-up")

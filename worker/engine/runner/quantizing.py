@@ -44,10 +44,10 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is none of none, {', '.join(BITS)}"
         )
-    if not (asked := asked_options(options)):
+    if not (rounding := asked_options(options)):
         return
     if not options.native:
-        raise ConfigurationError(f"{asked} needs promptq's code; omit --no-native")
+        raise ConfigurationError(f"{rounding} needs promptq's code; omit --no-native")
     if options.kv_cache_dtype == "auto":
         return
     wanted = "int8" if device.type == "cpu" else "fp8"
@@ -74,11 +74,11 @@ def quantize(
     Weights that were saved in few bits are widened if none of promptq's decoders serves the model.
     Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
-    asked = asked_options(options)
+    rounding = asked_options(options)
     if checked.decoder is None:
-        if asked:
+        if rounding:
             raise UnsupportedModelError(
-                f"{loaded.family}: {asked} needs promptq's code, which does not serve this model"
+                f"{loaded.family}: {rounding} needs promptq's code, which does not serve this model"
                 f" ({checked.why_no_own_code})"
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
@@ -89,10 +89,10 @@ def quantize(
     bits, decoder = BITS.get(options.quantization), checked.decoder
     if loaded.format and bits is None and (wide := _wide(loaded)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
-    if not (asked or _quantized_modules(loaded)):
+    if not (rounding or _quantized_modules(loaded)):
         return checked
     try:
-        if asked:
+        if rounding:
             quantize_model(
                 loaded.model,
                 bits,
@@ -101,14 +101,14 @@ def quantize(
             )
     except (NativeError, NativeCodeError) as error:
         raise UnsupportedModelError(
-            f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
+            f"{loaded.name}: {rounding}: a weight cannot be rounded: {error}"
         ) from error
     if options.kv_cache_dtype == "int8":
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
     elif options.kv_cache_dtype == "fp8":
         checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
     if decoder.unpacked is None and not is_known:
-        check_quantized(loaded, checked, asked)
+        check_quantized(loaded, checked, rounding)
     return checked
 
 
@@ -142,9 +142,9 @@ def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
 
 def asked_options(options: LoadOptions) -> str:
     """Returns the options that request rounding, as text; empty without any."""
-    asked = []
+    names = []
     if options.quantization != "none":
-        asked.append(f"--quantization {options.quantization}")
+        names.append(f"--quantization {options.quantization}")
     if options.kv_cache_dtype != "auto":
-        asked.append(f"--kv-cache-dtype {options.kv_cache_dtype}")
-    return " ".join(asked)
+        names.append(f"--kv-cache-dtype {options.kv_cache_dtype}")
+    return " ".join(names)

@@ -54,7 +54,7 @@ class Filters:
         self.max_top_k = max(values[1])
 
 
-def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
+def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
     """Returns the threshold of each row, [R, 1]; None if nothing is filtered.
 
     `scaled` [R, vocab_size] are logits over temperature, shifted so that each row's maximum is 0.
@@ -62,13 +62,13 @@ def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> t
     of the rest, then, renormalised, the fewest of those that together reach top_p. `scratch` is
     like `scaled`.
     """
-    min_p, top_k, top_p = asked.min_p, asked.top_k, asked.top_p
+    min_p, top_k, top_p = kept.min_p, kept.top_k, kept.top_p
     if min_p is None and top_k is None and top_p is None:
         return None
     threshold = scaled.new_zeros(len(scaled), 1).log() if min_p is None else min_p.log()
     if top_k is None and top_p is None:
         return threshold
-    candidates = max(asked.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
+    candidates = max(kept.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
     likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
     if top_k is not None:
         kth = likeliest.gather(1, (top_k - 1).clamp_min(0))

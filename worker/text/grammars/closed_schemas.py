@@ -52,10 +52,10 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
     """Returns the paths of schemas of the same value: a schema's reference and its branches."""
-    found = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
+    paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
-        found.append(unquote(reference).rstrip("/"))
-    return found
+        paths.append(unquote(reference).rstrip("/"))
+    return paths
 
 
 def _closed(schema: Any, path: str, parts: set[str]) -> Any:

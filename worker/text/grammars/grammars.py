@@ -391,9 +391,9 @@ def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) 
             except ValueError as error:
                 return str(error)
 
-        if found := reason_of_schema(schema):
+        if fault := reason_of_schema(schema):
             place += path(place_of_fault(schema, reason_of_schema))
-            return f"{place}: {_reworded(found)}"
+            return f"{place}: {_reworded(fault)}"
     return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
 
 
@@ -403,10 +403,10 @@ _NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, whic
 def _reworded(reason: str) -> str:
     """The library's reason in the words of JSON schema."""
     reason = reason.split("failed to compile JSON schema: ")[-1]
-    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
-        return f"{found[1].replace(chr(34), '')} {_NOT_ENFORCED}"
-    if found := re.fullmatch(r"Unknown format: (.*)", reason):
-        return f"the format {shown(found[1])} {_NOT_ENFORCED}"
+    if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
+        return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
+    if match := re.fullmatch(r"Unknown format: (.*)", reason):
+        return f"the format {shown(match[1])} {_NOT_ENFORCED}"
     if reason.startswith("oneOf constraints are not supported"):
         return "one value may match two of these schemas; use anyOf, or let them exclude each other"
     if reason.startswith("regex parse error") and "look-around" in reason:

@@ -116,5 +116,5 @@ def all_objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 def all_references(schema: Any) -> set[str]:
     """Returns each `$ref` of a schema."""
-    found = (item.get("$ref") for item in all_objects(schema))
-    return {reference for reference in found if isinstance(reference, str)}
+    references = (item.get("$ref") for item in all_objects(schema))
+    return {reference for reference in references if isinstance(reference, str)}

@@ -55,9 +55,9 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 def num_patterns_of_lark(grammar: str) -> int:
     """Returns an upper bound of the patterns for one text in a Lark grammar with its schemas."""
     count = 0
-    for found in re.finditer(r"%json\s*", grammar):
+    for match in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError):  # no schema, so the library refuses it, or a text
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
             count += num_combined_patterns({"schema": schema})
     num_intersections = _LARK_TEXT.sub("", grammar).count("&")
     return count + (num_intersections + 1 if num_intersections else 0)

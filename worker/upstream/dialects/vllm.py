@@ -70,8 +70,8 @@ class VllmDialect:
             version = (await server.get("/version"))["version"]
             (model, *_) = (await server.get("/v1/models"))["data"]
             metrics = str(await server.get("/metrics"))
-            found = _CACHE_CONFIG.search(metrics)
-            cache = dict(_LABEL.findall(found[1] if found else ""))
+            match = _CACHE_CONFIG.search(metrics)
+            cache = dict(_LABEL.findall(match[1] if match else ""))
             description = ServerDescription(
                 software=f"vLLM {version!s:.80}",
                 model=model["id"],
