@@ -1,7 +1,7 @@
 """API keys of the gateway: the rights of each, and their storage.
 
 A key is 256 random bits. Nobody can guess it, so it is enough to keep its plain SHA-256. The key
-itself is shown once, when it is made, and is stored nowhere.
+itself is printed once, when it is created, and is stored nowhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ApiKey(BaseModel):
     tenant: str | None = Field(None, pattern=NAME)
     """The tenant whose share its requests use, and whose files it sees.
 
-    A key that was made without a tenant gets its own name as tenant when it is read. None is the
+    A key that was created without a tenant gets its own name as tenant when it is read. None is the
     tenant without a name, which only callers without a key have.
     """
     is_own_tenant: bool = False
@@ -184,7 +184,7 @@ def _read(value: str | bytes) -> ApiKey:
 
 
 def _of_a_tenant(key: ApiKey) -> ApiKey:
-    """The key, with its own name as tenant if it was made without one."""
+    """Returns the key, with its name as tenant if it was created without one."""
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})

@@ -12,7 +12,7 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.spoilt import readable
 
 _RECORDS = 100
-"""The most that are read in one round trip, as each may be large."""
+"""The most dead letters in one round trip, because each may be large."""
 
 
 class DeadLetter(BaseModel):

@@ -160,7 +160,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
 
 
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
-    """Forget a further name of a model, or a model that no worker serves. Gives its queues.
+    """Forget a further name of a model, or a model that no worker serves. Returns its queues.
 
     Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
     """

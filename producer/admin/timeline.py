@@ -1,4 +1,4 @@
-"""One request's life: what happened to it, and when."""
+"""One request's life: its moments in order of time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The id of the dead letter from which it was made."""
+    """The id of the dead letter that was run again as this request."""
     forked_from: str = ""
     """The id of the request whose output it continues."""
     forked_at: int | None = None

@@ -191,7 +191,7 @@ class FileStore:
         return [file for file in known.values() if file.tenant in tenants]
 
     def sweep(self) -> int:
-        """Delete expired files, and what interrupted uploads left. Gives how many files."""
+        """Delete expired files and remains of uploads. Returns the number of deleted files."""
         count = 0
         known = set()
         for file_id in list(self._ids()):

@@ -50,7 +50,7 @@ LEASE_MS = 15_000
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str) -> str:
-    """Run a batch to its end, unless another process runs it. Gives its status."""
+    """Run a batch to its end, unless another process runs it. Returns its status."""
     return asyncio.run(_run(settings, batch_id))
 
 
@@ -263,7 +263,7 @@ class RunnerLease:
         self._holder = secrets.token_hex(8)
 
     async def hold(self) -> bool:
-        """Take or renew the lease. Gives whether it is ours now."""
+        """Take or renew the lease. Returns whether this process holds it."""
         return await self._set(LEASE_MS)
 
     async def let_go(self) -> None:

@@ -222,7 +222,7 @@ class BatchRun:
         return time.monotonic() < self._full_until.get(item.served.name, 0.0)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Enqueue requests, unless they are in the queue. Gives false if the item is held back."""
+        """Enqueue requests that are not in the queue. Returns False if the item is held back."""
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:

@@ -190,7 +190,7 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """Read a page of requests that have ended. Gives how many there were."""
+        """Read a page of requests that have ended. Returns their number."""
         key = self._keys.webhooks
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:

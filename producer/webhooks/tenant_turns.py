@@ -51,7 +51,7 @@ class Turns:
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Name the receiver of a webhook that holds a place. Gives whether it may be called now."""
+        """Name the receiver of a webhook that holds a place. Returns whether it may be called."""
         with self._lock:
             tenant, known = self._held.pop(request_id)
             may_begin = known == receiver or self._room()(tenant, receiver)

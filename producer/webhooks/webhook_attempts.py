@@ -102,7 +102,7 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """Make one attempt. Gives the status of the answer.
+    """Make one attempt. Returns the status of the answer.
 
     Raises DeliveryError if it is worth another attempt, else UndeliverableError.
     """

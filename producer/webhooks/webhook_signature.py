@@ -112,7 +112,7 @@ class WebhookSecrets:
 
 
 def master_file(settings: JobsSettings) -> Path:
-    """The file of the master secret that promptq has made itself."""
+    """Returns the file of the master secret that promptq has generated."""
     return settings.files_dir / "webhook-master-secret"
 
 
@@ -122,7 +122,7 @@ def shared_file(settings: JobsSettings) -> Path:
 
 
 def _load_master(settings: JobsSettings) -> bytes:
-    """The master secret of the settings, or one that is made once and kept."""
+    """Returns the master secret of the settings, or one that is generated once and kept."""
     if settings.webhook_master_secret is not None:
         return _decode(settings.webhook_master_secret, "webhook_master_secret")
     path = master_file(settings)

@@ -12,8 +12,8 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """A tenant's part of a worker at one priority: how many sequences run that may be preempted,
-    and their KV tokens. Both are 0 if it only holds others."""
+    """A tenant's part of a worker at one priority: the number of its preemptible running sequences,
+    and their KV tokens. Both are 0 if it only holds other sequences."""
 
     priority: int
     num_running: int

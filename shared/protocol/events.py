@@ -38,7 +38,7 @@ def _array(items: Sequence[BaseModel | None] | None) -> str:
 
 
 class _Wire(BaseModel):
-    """Base of what workers send. Unknown fields are ignored.
+    """Base of the data that workers send. Unknown fields are ignored.
 
     JSON has no NaN and no infinity, and pydantic would write them as null.
     """

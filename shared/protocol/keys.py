@@ -147,7 +147,7 @@ class Keys:
         return self.prefix + (f"tenants:{priority}" if priority else "tenants")
 
     def batches_of(self, tenant: str) -> str:
-        """A tenant's batches by the time (ms) they were made; '' is the tenant without a name."""
+        """The key of a tenant's batches by creation time (ms); '' is the tenant without a name."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:

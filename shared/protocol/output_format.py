@@ -15,7 +15,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
-"""A limit on what preparing a request costs."""
+"""The most choices, which limits the cost of preparing a request."""
 
 _LONGEST_KIND = 80
 

@@ -24,7 +24,7 @@ _FLUSH_MS = 5000
 
 
 class Tracing:
-    """Makes spans with an application's own tracer provider, or with that of `start_tracing`."""
+    """Creates spans with an application's tracer provider, or with that of `start_tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

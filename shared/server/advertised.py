@@ -135,7 +135,7 @@ def _mark_of(folder: Path) -> str:
 def liveness_of(url: str) -> Callable[[], bool] | None:
     """Returns a function that tests whether the server of an advertised address lives.
 
-    None for an address that is none, or that was advertised in a folder that cannot be seen here.
+    Returns None for another address, or one that was advertised in a folder out of sight here.
 
     The password identifies the server, in any spelling of the rest of the address. Call the
     function after a connection was opened and before it is used. Then a yes is certain: the server

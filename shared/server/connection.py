@@ -132,7 +132,7 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
 
 @cache
 def _packing_in_c(kind: Any) -> Any:
-    """Connections of this kind that pack a command in C, as those of the sync client do.
+    """Returns a connection class that packs commands in C, like the sync client's.
 
     A publish has seven arguments a token, and packing them costs more than the rest of a call. A
     `memoryview` is large, so it is not copied: copying 8 MB takes milliseconds.
@@ -267,7 +267,7 @@ def _retry(kind: Callable[..., T], url: str) -> T:
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:
-    """Raise RedisTooOldError unless `info` is that of Redis 7+ or Valkey 8+."""
+    """Raise RedisTooOldError unless `info` comes from Redis 7+ or Valkey 8+."""
     if "valkey_version" in info:
         name, version, needed = "Valkey", str(info["valkey_version"]), MIN_VALKEY
     else:

@@ -132,7 +132,7 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Kill the processes that still run."""
         for place in self._places.values():
             place.process.kill()
 

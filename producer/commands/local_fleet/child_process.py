@@ -97,7 +97,7 @@ class ChildProcess:
         self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds. Gives whether it has ended."""
+        """Wait up to `timeout` seconds. Returns whether it has ended."""
         try:
             self._shell.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -46,7 +46,7 @@ class StreamPrinter:
         self._ends_in_newline = True
 
     def submit(self) -> int:
-        """Print to the end. Ctrl-C or a closed pipe cancels the request. Gives the exit code."""
+        """Print to the end. Ctrl-C or a closed pipe cancels the request. Returns the exit code."""
         self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
@@ -64,7 +64,7 @@ class StreamPrinter:
         return self._tell(last)
 
     def watch(self) -> int:
-        """Print to the end. Ctrl-C only stops watching. Gives the exit code."""
+        """Print to the end. Ctrl-C only stops watching. Returns the exit code."""
         try:
             return self._tell(self._follow())
         except KeyboardInterrupt:

@@ -34,7 +34,7 @@ def event_response(
 ) -> StreamingResponse:
     """Sends messages as they come, until they end, the page goes away or the gateway stops.
 
-    It also ends when the reader loses the right to read. The page then asks again, and gets the
+    It also ends when the reader loses the right to read. The page then reconnects, and gets the
     reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""Reads what pages show, once a second and once for all pages."""
+"""Reads the data of pages, once a second and once for all pages."""
 
 from __future__ import annotations
 

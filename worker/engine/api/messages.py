@@ -99,7 +99,7 @@ class EngineRequest:
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Natural log-probabilities of P tokens of a prompt that follow each other, and of the N
-    likeliest tokens in the place of each. They are arrays, as there may be very many."""
+    likeliest tokens in the place of each. They are arrays, because there may be very many."""
 
     logprobs: npt.NDArray[np.float32]  # [P]
     ranks: npt.NDArray[np.int64]  # [P], from 1
@@ -225,7 +225,7 @@ class SequenceSnapshot:
 
 @dataclass(slots=True)
 class EngineSnapshot:
-    """All sequences between two steps: those that run by slot, then those that wait in order."""
+    """All sequences between two steps: running ones by slot, then waiting ones in order."""
 
     sequences: list[SequenceSnapshot] = field(default_factory=list)
     num_shared_blocks: int = 0
@@ -251,7 +251,7 @@ class EngineLimits:
     """True size of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
     vocab_size: int
     embedding_size: int = 0
-    """Numbers of a vector. 0 if the engine makes none."""
+    """Length of a vector. 0 if the engine computes none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ class PackedStep:
 
     @property
     def pooled_rows(self) -> list[int]:
-        """The rows whose final hidden states become part of vectors: those of each item together,
-        in the order of `items`."""
+        """The rows whose final hidden states become part of vectors, grouped by item in the order
+        of `items`."""
         ends = self.layout.query_starts[1:]
         return [
             row

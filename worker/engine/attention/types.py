@@ -50,7 +50,7 @@ def _power_of_two(number: int) -> int:
 class Pattern:
     """The positions that a query sees, up to and including its position.
 
-    `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
+    `full`: all; `sliding`: the last `size`; `chunked`: all since the last multiple of `size`.
     """
 
     kind: Literal["full", "sliding", "chunked"]

@@ -1,4 +1,4 @@
-"""Refuses the files of a model that lead out of its folder, and those whose sizes are absurd.
+"""Refuses a model's files that lead out of its folder or have absurd sizes.
 
 A model may come from a stranger. A link to `/proc/self/environ` as a chat template would show the
 process' secrets to every client that sends a chat, and a FIFO would block the start for ever.

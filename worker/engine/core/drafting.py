@@ -32,7 +32,7 @@ _LONGEST, _SHORTEST = 4, 2
 
 
 class PromptLookup:
-    """Finds what followed earlier occurrences of a text's last tokens, in constant time a token."""
+    """Finds tokens that followed earlier occurrences of a text's last ones, in constant time."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: the position after its last place

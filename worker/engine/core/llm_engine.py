@@ -354,7 +354,7 @@ class LLMEngine:
         )
 
     def _pool(self, share: ScheduledSequence) -> list[SequenceOutput]:
-        """Pool hidden states. With those of the last token, the sequence ends."""
+        """Pool hidden states. The sequence ends with the states of its last token."""
         sequence = share.sequence
         if share.start == 0:
             sequence.pool.clear()  # it was preempted and begins anew

@@ -111,7 +111,7 @@ class Scheduler:
         long_prompt_chunk: int | None = None,
         prompt_tokens: int | None = None,
     ) -> Batch | None:
-        """The step after `batch`, planned before the tokens of that step are known: one more decode
+        """Plans the step after `batch` before the tokens of that step are known: one more decode
         of each sequence that samples in it and that its length does not end, and the next chunks of
         prompts.
 

@@ -202,7 +202,7 @@ class Difference:
 
 
 def why_not_finite(model: PreTrainedModel) -> str:
-    """Why logits are not numbers, and what to try."""
+    """Returns why logits are not finite, and advice."""
     dtype = str(model.dtype).removeprefix("torch.")
     for name, weight in model.named_parameters():
         if weight.is_meta or bool(torch.isfinite(weight).all()):

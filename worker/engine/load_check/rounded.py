@@ -32,7 +32,7 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) ->
     """Compare promptq's decoder of a model whose weights or KV cache are rounded now with the
     library's model, which computes with the widened weights. The formula was checked before.
 
-    `options` names those that request rounding; empty: the files have it. Raises
+    `options` are those that request rounding; empty: the files have it. Raises
     UnsupportedModelError.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
@@ -73,7 +73,7 @@ def check_packed(
 ) -> None:
     """Compare a decoder that has packed the weights, on its cache that is not used yet.
 
-    `options` names those that request rounding. Raises UnsupportedModelError.
+    `options` are those that request rounding, as text. Raises UnsupportedModelError.
     """
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE

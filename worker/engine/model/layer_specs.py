@@ -1,4 +1,4 @@
-"""Records what each layer asks of its attention, in a forward with the library's masks."""
+"""Records the spec of each layer's attention, in a forward with the library's masks."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def record_layers(
 
 
 def _pattern(family: str, index: int, mask: torch.Tensor | None) -> Pattern:
-    """The pattern that made this mask [1, 1, T, T], 0 where visible."""
+    """Returns the pattern of this mask [1, 1, T, T], 0 where visible."""
     if mask is None or mask.dim() != 4:
         raise UnsupportedModelError(f"{family}: layer {index} has no causal mask")
     visible = mask.to(torch.bool) if mask.dtype == torch.bool else mask == 0

@@ -1,7 +1,7 @@
 """The seam to transformers: one attention function, registered once, that serves every family.
 
 A model that runs through it builds no mask, because the library makes one only for names that it
-has a mask function for. Each attention module carries its layer's place in the cache, so the
+with a mask function. Each attention module carries its layer's place in the cache, so the
 function needs only the module that calls it.
 """
 

@@ -62,7 +62,7 @@ class TritonPaged(AttentionBackend):
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
-    """Make a head's elements contiguous. All other strides may be any for the kernels."""
+    """Make a head's elements contiguous. The kernels accept any other strides."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

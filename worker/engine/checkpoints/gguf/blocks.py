@@ -80,7 +80,7 @@ READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
 }
-"""The bytes of a block, and what reads it."""
+"""The bytes of a block, and the function that reads it."""
 
 
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
