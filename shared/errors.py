@@ -1,15 +1,15 @@
-"""Every error that promptq raises on purpose, in one tree.
+"""All errors that promptq raises on purpose, in one tree.
 
 PromptqError
 ├── ConfigurationError            a setting or an option that cannot work
 ├── RedisSideError                the way to the server, or the server
-│   ├── RedisUnavailableError     nothing answers there
+│   ├── RedisUnavailableError     nothing answers at the address
 │   │   ├── RedisBusyError        it loads its data, has no master, or runs a script without end
-│   │   └── RedisProtocolError    what answers speaks another protocol than the address says
+│   │   └── RedisProtocolError    the answer is of another protocol than the address says
 │   ├── RedisFullError            its memory is full, so it accepts no request
 │   ├── RedisAuthError            it answers, but not to these credentials
-│   └── RedisTooOldError          it answers, but lacks what the scripts need
-├── SpoiltRecordError             a record is not as the protocol says; names its key
+│   └── RedisTooOldError          it answers, but lacks features that the scripts need
+├── SpoiltRecordError             a record breaks the protocol; names its key
 ├── ModelError                    the model side
 │   ├── ModelNotFoundError        no loadable causal language model there
 │   ├── UnsupportedModelError     a family that the engine would serve wrongly
@@ -34,7 +34,7 @@ class PromptqError(Exception):
 
 
 class ConfigurationError(PromptqError):
-    """A setting or option that cannot work; the message says what would."""
+    """A setting or option cannot work; the message says which value would."""
 
 
 class RedisSideError(PromptqError):
@@ -46,11 +46,11 @@ class RedisUnavailableError(RedisSideError):
 
 
 class RedisBusyError(RedisUnavailableError):
-    """The server answers, but serves nobody yet: it loads, has no master, or runs a long script."""
+    """The server answers, but cannot serve: it loads data, has no master, or runs a long script."""
 
 
 class RedisProtocolError(RedisUnavailableError):
-    """What answers at the address fails at TLS, or does not speak Redis' protocol."""
+    """The server at the address fails at TLS, or does not speak Redis' protocol."""
 
 
 class RedisFullError(RedisSideError):
@@ -66,7 +66,7 @@ class RedisTooOldError(RedisSideError):
 
 
 class SpoiltRecordError(PromptqError):
-    """A record in Redis is not as the protocol says. Anybody who may write there may spoil one."""
+    """A record in Redis breaks the protocol. Any client that may write to Redis can spoil one."""
 
 
 class ModelError(PromptqError):
@@ -117,8 +117,8 @@ class RequestError(PromptqError):
 class InvalidRequestError(RequestError):
     """A field of a request is wrong.
 
-    `field` is its name (empty when the payload as a whole is wrong). `error_type` and `code` are
-    what a last event reports as `error.type` and `error.code`.
+    `field` is its name (empty if the whole payload is wrong). `error_type` and `code` are
+    `error.type` and `error.code` of the last event.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RequestNotFoundError(RequestError):
 
 
 class StreamChangedError(RequestError):
-    """The server has lost tokens that a stream had delivered, and others took their place."""
+    """The server lost tokens that a stream had delivered, and other tokens came in their place."""
 
 
 class RequestFailedError(RequestError):

@@ -1,7 +1,7 @@
-"""API keys of the gateway: what each allows, and where they are kept.
+"""API keys of the gateway: the rights of each, and their storage.
 
 A key is 256 random bits. Nobody can guess it, so it is enough to keep its plain SHA-256. The key
-itself is shown once, when it is made, and is stored nowhere.
+itself is printed once, when it is created, and is stored nowhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREFIX = "pq-"
 
 
 class ApiKey(BaseModel):
-    """What a key allows. A limit of 0 means no limit."""
+    """The rights of a key. A limit of 0 means no limit."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -40,11 +40,11 @@ class ApiKey(BaseModel):
     tenant: str | None = Field(None, pattern=NAME)
     """The tenant whose share its requests use, and whose files it sees.
 
-    A key that was made without a tenant gets its own name as tenant when it is read. None is the
+    A key that was created without a tenant gets its own name as tenant when it is read. None is the
     tenant without a name, which only callers without a key have.
     """
     is_own_tenant: bool = False
-    """It was made without a tenant, so it is a tenant of its own, which no other key may have."""
+    """Whether the key has no other tenant: it is a separate tenant, which no other key may have."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The lowest priority that its requests may have; lower runs sooner."""
     requests_per_minute: int = Field(0, ge=0)
@@ -57,13 +57,13 @@ class ApiKey(BaseModel):
     models: tuple[str, ...] | None = None
     """The names of the models that it may use; None: all."""
     expires_at: int = Field(0, ge=0)
-    """When it stops being valid, in Unix milliseconds; 0: never."""
+    """When the key expires, in Unix milliseconds; 0: never."""
     created_at: int = 0
-    """When it was made, in Unix milliseconds of the server."""
+    """When the key was created, in Unix milliseconds of the server."""
     hint: str = ""
     """The key's last characters, to distinguish keys."""
     last_used_at: int = 0
-    """When it was last used, in Unix milliseconds, exact to a minute; 0: never."""
+    """When the key was last used, in Unix milliseconds, exact to a minute; 0: never."""
 
     @classmethod
     def build(cls, **fields: Any) -> Self:
@@ -75,26 +75,26 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """The one whose share of a gateway's memory and time its calls take: its tenant."""
+        """The tenant whose share of a gateway's memory and time its calls use."""
         return self.tenant or self.name
 
     @property
     def is_free(self) -> bool:
-        """Whether its requests may name any tenant: for administrators without a given tenant."""
+        """Whether its requests may name any tenant: administrators without a tenant may."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property
     def reach(self) -> tuple[str, ...]:
-        """The tenants whose files and batches it sees: its own.
+        """The tenants whose files and batches the key sees: its own.
 
-        Administrators without a given tenant also see those of the tenant without a name (''),
-        such as those made before there were keys.
+        Administrators without a tenant also see those of the tenant without a name (''), such as
+        files from before there were keys.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)
 
     def is_over(self, now_ms: float) -> bool:
-        """Whether it has expired."""
+        """Whether the key has expired."""
         return 0 < self.expires_at <= now_ms
 
 
@@ -106,7 +106,7 @@ def hash_of(secret: str) -> str:
 def create_api_key(
     keys: Keys, /, key: ApiKey, weight: float | None = None
 ) -> Operation[tuple[str, ApiKey]]:
-    """Make a key of the gateway. Gives its secret, which is not stored, and what is kept of it.
+    """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
     `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if two
     keys that should be separate would see each other's files, and for an unknown scope.
@@ -119,25 +119,25 @@ def create_api_key(
     _check_apart(key, (yield from api_keys(keys)))
     secret = _PREFIX + secrets.token_urlsafe(32)
     now_ms = yield lookups.server_time_ms()
-    made = key.model_copy(update={"created_at": now_ms, "hint": secret[-4:]})
-    stored = made.model_dump_json(exclude={"is_own_tenant", "last_used_at"})
+    created = key.model_copy(update={"created_at": now_ms, "hint": secret[-4:]})
+    stored = created.model_dump_json(exclude={"is_own_tenant", "last_used_at"})
     yield Call("", ["HSET", keys.api_keys, hash_of(secret), stored], int)
-    made = _of_a_tenant(made)
+    created = _of_a_tenant(created)
     if weight is not None:
-        yield Call("", ["HSET", keys.config, f"weight:{made.tenant}", repr(weight)], int)
-    return secret, made
+        yield Call("", ["HSET", keys.config, f"weight:{created.tenant}", repr(weight)], int)
+    return secret, created
 
 
 def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
     """The gateway's keys, sorted by name."""
-    found, used = yield [
+    stored, used = yield [
         Call("", ["HGETALL", keys.api_keys], text_map),
         Call("", ["HGETALL", keys.api_keys_used], text_map, dict),
     ]
     return sorted(
         (
             key.model_copy(update={"last_used_at": whole(used.get(hashed))})
-            for hashed, key in _read_all(keys, found)
+            for hashed, key in _read_all(keys, stored)
         ),
         key=lambda key: key.name,
     )
@@ -145,8 +145,8 @@ def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
 
 def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
     """Make a key invalid from now on. Raises RequestNotFoundError."""
-    found = yield Call("", ["HGETALL", keys.api_keys], text_map)
-    named = {hashed: key for hashed, key in _read_all(keys, found) if key.name == name}
+    stored = yield Call("", ["HGETALL", keys.api_keys], text_map)
+    named = {hashed: key for hashed, key in _read_all(keys, stored) if key.name == name}
     if not named:
         raise RequestNotFoundError(f"there is no key {name!r}")
     # Two keys may have one name, if they were made at the same moment.
@@ -155,7 +155,7 @@ def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
 
 
 def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
-    """Read what a key allows; None if there is no such key."""
+    """Read the rights of a key; None if there is no such key."""
     return Call(
         "",
         ["HGET", keys.api_keys, hash_of(secret)],
@@ -170,13 +170,13 @@ def note_use(keys: Keys, secret: str, now_ms: int) -> Call[int]:
 
 
 def count(keys: Keys) -> Call[int]:
-    """How many keys there are."""
+    """Returns the number of keys."""
     return Call("", ["HLEN", keys.api_keys], int)
 
 
-def _read_all(keys: Keys, found: dict[str, str]) -> list[tuple[str, ApiKey]]:
+def _read_all(keys: Keys, stored: dict[str, str]) -> list[tuple[str, ApiKey]]:
     """Hash and key of each entry."""
-    return readable(keys.api_keys, found.items(), lambda entry: (entry[0], _read(entry[1])))
+    return readable(keys.api_keys, stored.items(), lambda entry: (entry[0], _read(entry[1])))
 
 
 def _read(value: str | bytes) -> ApiKey:
@@ -184,7 +184,7 @@ def _read(value: str | bytes) -> ApiKey:
 
 
 def _of_a_tenant(key: ApiKey) -> ApiKey:
-    """The key, with its own name as tenant if it was made without one."""
+    """Returns the key, with its name as tenant if it was created without one."""
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})

@@ -1,4 +1,4 @@
-"""Dead letters: requests that were given up because they crash their workers."""
+"""Dead letters: requests that are no longer tried because they crash their workers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.spoilt import readable
 
 _RECORDS = 100
-"""The most that are read in one round trip, as each may be large."""
+"""The most dead letters in one round trip, because each may be large."""
 
 
 class DeadLetter(BaseModel):
-    """A request that was given up."""
+    """A request that is no longer tried, because it crashed its workers."""
 
     request_id: str
     buried_at: int
-    """When it was given up, in Unix milliseconds of the server."""
+    """When it became a dead letter, in Unix milliseconds of the server."""
     crashes: int
     attempts: int
     message: str
-    """Why it was given up."""
+    """Why it is no longer tried."""
     payload: str
     """The payload as it was enqueued, JSON."""
     num_tokens: int
-    """How many tokens it had emitted."""
+    """Number of tokens that it had emitted."""
     history: list[EndedAttempt]
     """The last attempts, oldest first."""
 
@@ -43,21 +43,21 @@ def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
 
 
 def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]:
-    """Requests that were given up because they crash their workers, the latest first."""
+    """Returns the dead letters, the latest first."""
     ids = yield lookups.dead_ids(keys, limit)
-    found = []
+    dead = []
     for start in range(0, len(ids), _RECORDS):
         page = ids[start : start + _RECORDS]
         records = yield [lookups.record(keys, request_id) for request_id in page]
         letters = readable(
             keys.dead, zip(page, records, strict=True), lambda pair: _dead_letter(*pair)
         )
-        found += [letter for letter in letters if letter is not None]
-    return found
+        dead += [letter for letter in letters if letter is not None]
+    return dead
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """None if it is not a dead letter, for example if it was purged after its id was read."""
+    """Returns None for no dead letter, for example if it was purged after its id was read."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

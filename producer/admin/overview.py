@@ -18,16 +18,16 @@ _READS = 3
 
 
 class Overview(QueueStats):
-    """What the queue holds, how its workers do, and the latest statistics."""
+    """State of a queue and its workers, with the latest statistics."""
 
     priorities: dict[int, int]
-    """How many wait at each priority, lowest number first; an estimate if many wait."""
+    """Waiting requests by priority, lowest number first; an estimate if many wait."""
     running: int
     """Requests in the workers' batches."""
     tokens_per_second: float
-    """The sum of all workers, as of their last heartbeats."""
+    """The sum over all workers, from their last heartbeats."""
     scaling: Scaling
-    """How many workers there should be."""
+    """The number of workers that the queue should have."""
     latest: Sample | None
     """The last sample of the statistics; None if there was none for an hour."""
 
@@ -37,12 +37,12 @@ class WorkerView(BaseModel):
 
     stats: WorkerStats
     told_at: int
-    """When it last reported its batch, in Unix milliseconds of the server; 0: not yet."""
+    """When the worker last reported its batch, in Unix milliseconds of the server; 0: not yet."""
     slots: list[SlotStats]
 
 
 def overview(keys: Keys, /) -> Operation[Overview]:
-    """What the queue holds, how its workers do, and the latest statistics."""
+    """Returns the state of the queue and its workers, with the latest statistics."""
     now = yield from stats(keys)
     priorities, latest, work = yield [
         queue_statistics.priorities(keys),
@@ -60,17 +60,17 @@ def overview(keys: Keys, /) -> Operation[Overview]:
 
 
 def worker(keys: Keys, /, worker_id: str) -> Operation[WorkerView]:
-    """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
+    """Returns a worker and its current batch. Raises RequestNotFoundError for one that is gone."""
     for _ in range(_READS):  # a heartbeat may come between the two calls
-        told, (told_at, slots) = yield [
+        stats, (told_at, slots) = yield [
             lookups.worker_stats(keys, worker_id),
             queue_statistics.slots(keys, worker_id),
         ]
-        if told is None:
+        if stats is None:
             raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
-        if told_at == told.heartbeat_at:
+        if told_at == stats.heartbeat_at:
             break
-    return WorkerView(stats=told, told_at=told_at, slots=slots)
+    return WorkerView(stats=stats, told_at=told_at, slots=slots)
 
 
 def statistics(keys: Keys, /, since_ms: int = 0) -> Operation[list[Sample]]:
@@ -78,8 +78,8 @@ def statistics(keys: Keys, /, since_ms: int = 0) -> Operation[list[Sample]]:
 
     There is one for each 5 s of the last hour. The oldest comes first.
     """
-    found: list[Sample] = yield queue_statistics.samples(keys, since_ms)
-    return found
+    samples: list[Sample] = yield queue_statistics.samples(keys, since_ms)
+    return samples
 
 
 def keep_statistics(keys: Keys, /) -> Operation[None]:

@@ -13,7 +13,7 @@ from promptq.shared.queue.call import Operation
 
 
 def pause(keys: Keys, /) -> Operation[None]:
-    """Hand out no more requests. New ones are accepted and wait; those that run go on."""
+    """Stop handing out requests. New ones are accepted and wait; running ones finish."""
     yield scripts.set_paused(keys, True)
 
 
@@ -23,18 +23,18 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Tell all workers, or one, to claim no more, finish what runs and exit. Gives their ids."""
+    """Make all workers, or one, claim no more, finish running requests and exit. Returns ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
     channels = (keys.drain, keys.control)  # earlier releases listen to the second
     yield [scripts.tell_to_drain(channel, worker_id) for channel in channels]
-    return [it for it in alive if worker_id is None or it == worker_id]
+    return [each for each in alive if worker_id is None or each == worker_id]
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
     """Move a waiting request to the place that it would have if enqueued with this priority.
 
-    Gives whether that worked. A request that a worker holds stays as it is. Raises
+    Returns whether that worked. A request that a worker holds does not change. Raises
     InvalidRequestError.
     """
     check_request_id(request_id)

@@ -1,4 +1,4 @@
-"""What a queue holds and how its workers do."""
+"""Statistics of a queue and its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptq.shared.queue.eviction import eviction_warning
 
 
 class QueueStats(BaseModel):
-    """How many requests are in each state, and the heartbeats of workers that are alive."""
+    """The number of requests in each state, and the heartbeats of workers that are alive."""
 
     queue: str
     model: str = ""
@@ -22,10 +22,10 @@ class QueueStats(BaseModel):
     active: int
     """Requests that a worker holds: they run, or are prepared to run."""
     dead: int
-    """Dead letters: given up after crashes of their workers."""
+    """Dead letters: requests that are no longer tried after crashes of their workers."""
     workers: list[WorkerStats]
     has_standby: bool = False
-    """Whether some worker loads the model when its turn comes, or has it loaded."""
+    """Whether a worker has the model loaded, or loads it when its turn comes."""
     now_ms: int = 0
     """The server's time; heartbeats use the same clock."""
     server_warning: str = ""
@@ -33,8 +33,8 @@ class QueueStats(BaseModel):
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
-    """What the queue holds and how its workers do."""
-    (model, standby_until), (told_before, paused), *numbers, server_warning = yield [
+    """Returns statistics of the queue and its workers."""
+    (model, standby_until), (earlier_model, paused), *numbers, server_warning = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
         Call("", ["HMGET", keys.config, "model", "paused"], list, lambda: [None] * 2),
         lookups.count(keys),
@@ -48,13 +48,14 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     return QueueStats(
         queue=keys.queue,
         # Earlier releases write it into `config`.
-        model=(model or told_before or b"").decode(errors="replace"),
+        model=(model or earlier_model or b"").decode(errors="replace"),
         paused=paused == b"1",
         waiting=waiting,
         delayed=delayed,
         active=active,
         dead=dead,
-        workers=[it for it in workers if it is not None],  # None: it left between the two calls
+        # None: the worker left between the two calls.
+        workers=[worker for worker in workers if worker is not None],
         has_standby=lookups.is_later(standby_until, now_ms),
         now_ms=now_ms,
         server_warning=server_warning,

@@ -20,12 +20,12 @@ MOST_QUEUES = 256
 """More names than this in the server's list are somebody's mistake, or worse."""
 _LONGEST_NAME = 200
 _MOST_NAMED = 20
-"""How many models an error names."""
+"""The most models that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The model is empty until a worker has told it; it stays when all workers are gone."""
+    """A queue's state. `model` is empty until a worker reports it, and stays without workers."""
 
     queue: str
     model: str
@@ -37,7 +37,7 @@ class QueueView:
     num_delayed: int
     is_paused: bool
     has_standby: bool
-    """Whether some worker loads the model when its turn comes, or has it loaded."""
+    """Whether a worker has the model loaded, or loads it when its turn comes."""
     max_model_len: int | None
     """The longest prompt and output together that each worker takes; None without a worker."""
 
@@ -47,11 +47,11 @@ class QueueView:
 
     @property
     def hands_out(self) -> bool:
-        """Whether somebody takes its requests."""
+        """Whether a worker takes the queue's requests."""
         return self.has_worker and not self.is_paused
 
     def load(self, num_sent: int = 0) -> tuple[bool, float]:
-        """What a queue of the same model with less to do has less of.
+        """Returns a key for sorting queues of one model: the queue with less work has a lower one.
 
         `num_sent` requests are on their way to it.
         """
@@ -69,8 +69,8 @@ class ServedModel:
 
 
 def queue_view(keys: Keys, /) -> Operation[QueueView]:
-    """The queue as it is now."""
-    (*told, standby_until), told_before, now_ms, waiting, active, delayed = yield [
+    """Returns the current state of the queue."""
+    (*current, standby_until), earlier, now_ms, waiting, active, delayed = yield [
         Call("", ["HMGET", keys.model, *_TOLD, "standby_until"], list, lambda: [None] * 3),
         Call("", ["HMGET", keys.config, *_TOLD, "paused"], list, lambda: [None] * 3),
         lookups.server_time_ms(),
@@ -82,12 +82,12 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
     lengths = []
     if workers:
         lengths = yield [
-            Call("", ["HGET", keys.worker(it), "max_model_len"], _length, lambda: None)
-            for it in workers
+            Call("", ["HGET", keys.worker(worker), "max_model_len"], _length, lambda: None)
+            for worker in workers
         ]
     # Workers of earlier releases write it into `config`.
-    *before, paused = told_before
-    model, style = told if told[0] is not None else before
+    *earlier, paused = earlier
+    model, style = current if current[0] is not None else earlier
     return QueueView(
         queue=keys.queue,
         model=(model or b"").decode(errors="replace"),
@@ -98,20 +98,20 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
         num_delayed=delayed,
         is_paused=paused == b"1",
         has_standby=lookups.is_later(standby_until, now_ms),
-        max_model_len=min((it for it in lengths if it), default=None),
+        max_model_len=min((length for length in lengths if length), default=None),
     )
 
 
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
     """The models of all queues of the server, by name. A queue without a model is left out."""
-    found: dict[str, ServedModel] = {}
+    models: dict[str, ServedModel] = {}
     for view in (yield from views_of_queues(keys)):
         if view.model:
-            found.setdefault(view.model, ServedModel(view.model)).queues.append(view)
+            models.setdefault(view.model, ServedModel(view.model)).queues.append(view)
     for alias, name in sorted((yield from _aliases()).items()):
-        if name in found and alias not in found:
-            found[name].aliases.append(alias)
-    return [found[name] for name in sorted(found)]
+        if name in models and alias not in models:
+            models[name].aliases.append(alias)
+    return [models[name] for name in sorted(models)]
 
 
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
@@ -146,7 +146,7 @@ def _has(keys: Keys, request_id: str) -> Operation[bool]:
 
 
 def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
-    """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
+    """Give a model the further name `alias`. Raises ConfigurationError."""
     if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"
@@ -160,7 +160,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
 
 
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
-    """Forget a further name of a model, or a model that no worker serves. Gives its queues.
+    """Forget a further name of a model, or a model that no worker serves. Returns its queues.
 
     Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
     """
@@ -204,15 +204,15 @@ def not_served(model: str, served: Iterable[str]) -> str:
 
 
 def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
-    """All queues of the server that can be read, by name."""
-    found: list[QueueView] = []
+    """Returns the server's readable queues, sorted by name."""
+    views: list[QueueView] = []
     for name in sorted([keys.queue, *(yield from _others(keys))]):
         try:
-            found += [(yield from queue_view(Keys(name)))]
+            views += [(yield from queue_view(Keys(name)))]
         except ResponseError:
             if name == keys.queue:
                 raise
-    return found
+    return views
 
 
 def _others(keys: Keys) -> Operation[list[str]]:
@@ -225,12 +225,12 @@ def _others(keys: Keys) -> Operation[list[str]]:
 
 def _aliases() -> Operation[dict[str, str]]:
     with suppress(ResponseError):
-        found: dict[str, str] = yield lookups.aliases()
-        return found
+        aliases: dict[str, str] = yield lookups.aliases()
+        return aliases
     return {}
 
 
-def _length(told: bytes | None) -> int | None:
+def _length(value: bytes | None) -> int | None:
     with suppress(ValueError):  # a stranger wrote it
-        return int(told) if told is not None else None
+        return int(value) if value is not None else None
     return None

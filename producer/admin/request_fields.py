@@ -36,7 +36,7 @@ def json_object(text: str | bytes | None) -> dict[str, Any]:
 
 
 def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
-    """Like `json_object`, for what may be large."""
+    """Parses a text that may be large, in slices; {} if it is no JSON object."""
     try:
         return (yield from object_in(text or "", {}))
     except (ValueError, RecursionError):

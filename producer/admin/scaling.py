@@ -1,4 +1,4 @@
-"""How many workers a queue should have, and why."""
+"""Computes the number of workers that a queue should have, and the reason."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
-"""How much of what workers can do is asked of them. At 1, a backlog would never become shorter."""
+"""Share of the workers' speed to use. At 1, a backlog would never become shorter."""
 _MOST_FULL = 0.5
-"""How many of their places are taken, at most, as long as nobody knows what workers can do."""
+"""The highest share of places to use while the workers' speed is unknown."""
 _START_SECONDS = 10.0
 """A new worker does not help a deadline that is nearer."""
 _HALF_DONE = 0.5
-"""How much of a running request is left, on average."""
+"""Average share of a running request that is left."""
 
 
 class Reason(StrEnum):
-    """Why there should be so many workers."""
+    """The reason for a number of workers."""
 
     IDLE = "idle"
     SOME_WORK = "some_work"
@@ -54,7 +54,7 @@ _WORDS = {
 
 
 class Scaling(BaseModel):
-    """How many workers a queue should have. Seconds are those of one worker; None: not measured."""
+    """The wanted number of workers. Seconds are of one worker's work; None: not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
@@ -82,22 +82,22 @@ class Scaling(BaseModel):
 
 
 def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[Scaling]:
-    """How many workers the queue should have, so that no request waits longer than the target."""
+    """Returns the workers that the queue needs so that no request waits longer than the target."""
     work: Work = yield measure_work(keys)
     return scaling_of(keys.queue, work, target_seconds)
 
 
 def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[list[Scaling]]:
-    """The same for all queues of the server that can be read."""
-    found: list[Scaling] = []
+    """Returns the scaling of all readable queues of the server."""
+    scalings: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
         with suppress(ResponseError):  # spoilt since it was looked at
-            found += [(yield from scaling(Keys(view.queue), target_seconds))]
-    return found
+            scalings += [(yield from scaling(Keys(view.queue), target_seconds))]
+    return scalings
 
 
 def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:
-    """The same for measured work. Raises ConfigurationError for a target that is no time."""
+    """Returns the scaling for measured work. Raises ConfigurationError for a wrong target."""
     if not 0 < target_seconds < math.inf:
         raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)
@@ -127,7 +127,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """How many workers each reason asks for; what comes first wins if they are equal."""
+    """Returns the workers that each reason requires; of equal ones the first wins."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
@@ -135,8 +135,8 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     elif work.tokens_asked_for > 0:
         wanted[Reason.RECENT] = min(1, work.num_workers)
     is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
-    # Those that find a free place do not wait. Workers hold some for which they have no place yet.
-    # And a place may be of no use to a large request.
+    # Requests that find a free place do not wait. Workers hold some for which they have no place
+    # yet, and a place may be of no use to a large request.
     num_free = 0 if is_late else work.num_slots - work.num_active
     each = work.seconds_of_answer
     if work.num_slots:
@@ -164,7 +164,7 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
 
 
 def _for_deadlines(work: Work, each: float) -> int:
-    """So many that the requests meet their deadlines, if they ran in that order."""
+    """Returns the workers with which requests meet their deadlines, if they run in that order."""
     most = 0
     for nth, ms in enumerate(work.deadlines_ms, 1):
         if ms >= 1000 * _START_SECONDS:

@@ -1,4 +1,4 @@
-"""One request's life: what happened to it, and when."""
+"""One request's life: its moments in order of time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FIELDS = (
     *("requeued_from", "forked_from", "enqueued_at", "claimed_at", "first_token_at"),
     *("finished_at", "finish_reason", "last_event"),
 )
-"""All but the result, which is large."""
+"""All fields except the result, which is large."""
 
 
 class Happened(StrEnum):
-    """What may happen to a request. At the same time, it happens in this order."""
+    """Kinds of moments of a request. Moments at the same time are in this order."""
 
     ENQUEUED = "enqueued"
     CLAIMED = "claimed"
@@ -64,7 +64,7 @@ class Moment(BaseModel):
     attempt: int = 0
     worker: str = ""
     detail: str = ""
-    """How it crashed, or the finish reason at the end."""
+    """The way it crashed, or the finish reason at the end."""
 
 
 class Timeline(BaseModel):
@@ -81,9 +81,9 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The id of the dead letter from which it was made."""
+    """The id of the dead letter that was run again as this request."""
     forked_from: str = ""
-    """The id of the request from whose output it goes on."""
+    """The id of the request whose output it continues."""
     forked_at: int | None = None
     """Behind how many tokens of that output."""
     worker: str = ""
@@ -98,17 +98,17 @@ class Timeline(BaseModel):
 
 
 def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
-    """What happened to a request, and when. Raises RequestNotFoundError."""
+    """Returns a request's moments in order of time. Raises RequestNotFoundError."""
     record: dict[str, str] = yield lookups.fields(keys, check_request_id(request_id), _FIELDS)
     if not record:
         raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
     state, worker, slot = _state(record), record.get("worker", ""), None
     if state is RequestState.ACTIVE and worker:
         _, slots = yield statistics.slots(keys, worker)
-        slot = next((it for it in slots if it.request_id == request_id), None)
+        slot = next((each for each in slots if each.request_id == request_id), None)
     last = yield from sliced(object_in_parts(record.get("last_event")), PAUSE)
     forked_at, _, forked_from = record.get("forked_from", "").partition(" ")
-    found = Timeline(
+    result = Timeline(
         request_id=request_id,
         state=state,
         payload=record.get("payload", ""),
@@ -126,9 +126,9 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
         stats=_model(Stats, last.get("stats")),
         error=_model(ErrorInfo, last.get("error")),
     )
-    moments = _moments(found, record)
-    found.moments = sorted(moments, key=lambda it: (it.at, it.attempt, _RANKS[it.what]))
-    return found
+    moments = _moments(result, record)
+    result.moments = sorted(moments, key=lambda each: (each.at, each.attempt, _RANKS[each.what]))
+    return result
 
 
 def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
@@ -144,8 +144,8 @@ def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
     first_token_at = whole(record.get("first_token_at"))
     finished_at = whole(record.get("finished_at"))
     if at := first_token_at:
-        had = next((it for it in history if it.claimed_at <= at <= it.ended_at), last)
-        what, attempt, worker = Happened.FIRST_TOKEN, had.attempt, had.worker
+        holder = next((one for one in history if one.claimed_at <= at <= one.ended_at), last)
+        what, attempt, worker = Happened.FIRST_TOKEN, holder.attempt, holder.worker
         yield Moment(at=at, what=what, attempt=attempt, worker=worker)
     claimed_at = whole(record.get("claimed_at"))
     if claimed_at and timeline.attempts not in {ended.attempt for ended in history}:
@@ -164,7 +164,7 @@ def _of_this_attempt(
 
     yield moment(Happened.CLAIMED, claimed_at)
     slot, stats = timeline.slot, timeline.stats
-    told = slot or stats
+    times = slot or stats
     prefill_at = slot.prefill_at if slot else None
     if slot is None and stats is not None and stats.prompt_ms:
         if first_token_at >= claimed_at:
@@ -174,9 +174,9 @@ def _of_this_attempt(
         prefill_at = max(claimed_at, prefill_at)
     if prefill_at is not None:
         yield moment(Happened.PREFILL, prefill_at)
-    for at in (told.preempted_at if told else None) or []:
+    for at in (times.preempted_at if times else None) or []:
         yield moment(Happened.PREEMPTED, at)
-    for at in (told.resumed_at if told else None) or []:
+    for at in (times.resumed_at if times else None) or []:
         yield moment(Happened.RESUMED, at)
 
 
@@ -189,8 +189,8 @@ def _state(record: dict[str, str]) -> RequestState:
 def _priority(record: dict[str, str]) -> int:
     with suppress(ValueError):
         return int(record.get("priority", ""))
-    given = json_object(record.get("payload")).get("priority")
-    return given if isinstance(given, int) else 0
+    priority = json_object(record.get("payload")).get("priority")
+    return priority if isinstance(priority, int) else 0
 
 
 def _model(kind: type[Any], value: Any) -> Any:

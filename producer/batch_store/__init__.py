@@ -1,1 +1,1 @@
-"""Batches of the HTTP API as they are kept: records in Redis, files in a folder."""
+"""Stores batches of the HTTP API: records in Redis, files in a folder."""

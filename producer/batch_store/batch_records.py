@@ -1,4 +1,4 @@
-"""The records of batches in Redis: who made them, how far they are, who runs them."""
+"""The records of batches in Redis: owner, progress, and the process that runs each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BatchRecord(BaseModel):
     input_file_id: str
     tenant: str = ""
     caller: ApiKey = ApiKey(name="unknown")
-    """What the key that made it allowed, and so what its lines may have."""
+    """The key that created the batch, whose rights limit its lines."""
     queues: tuple[str, ...] = ()
     """The queues to which its lines may go, beside that which holds it; `*` are all others."""
     metadata: dict[str, str] | None = None
@@ -129,7 +129,7 @@ def new_batch(
 
 
 class TooManyBatchesError(PromptqError):
-    """A tenant has as many unfinished batches as it may have."""
+    """A tenant has reached its limit of unfinished batches."""
 
 
 class Batches:
@@ -169,7 +169,7 @@ class Batches:
             raise _too_many(max_unfinished)
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
-        """A batch; if `tenants` are given, only one of theirs. Raises BatchMissingError."""
+        """Returns a batch; with `tenants`, only one of theirs. Raises BatchMissingError."""
         if is_batch_id(batch_id):  # otherwise it might name another key
             record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):
@@ -183,7 +183,7 @@ class Batches:
     async def page(
         self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
-        """At most `limit` of the tenants' batches after the id `after`, the newest first, and
+        """Returns up to `limit` of the tenants' batches after the id `after`, the newest first, and
         whether there are more. Raises BatchMissingError."""
         listed: list[str] = []
         for tenant in tenants:
@@ -198,10 +198,10 @@ class Batches:
             begin = listed.index(after) + 1
         ids = listed[begin : begin + limit]
         records = await self._queue.run([self._read(batch_id) for batch_id in ids])
-        return [it for it in records if it is not None], len(listed) > begin + limit
+        return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Ask a batch's runner to end it. Raises BatchMissingError, BatchOverError."""
+        """Request that a batch's runner ends it. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -218,7 +218,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """How many batches of each tenant wait for a process, and how many run."""
+        """Returns the number of batches of each tenant that wait for a process, and that run."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         asking = list[Call[Any]]()
@@ -246,11 +246,11 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Take a batch whose record is gone off the list of those to run."""
+        """Remove a batch whose record is gone from the list of batches to run."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
-        fields = ((name, json.dumps(it)) for name, it in values.items() if it is not None)
+        fields = ((name, json.dumps(value)) for name, value in values.items() if value is not None)
         return _command("HSET", self._keys.batch(batch_id), *chain.from_iterable(fields))
 
 

@@ -1,6 +1,6 @@
-"""How much each tenant may keep in the folder for files, including uploads that are under way.
+"""Limits each tenant's part of the folder for files, including uploads that are under way.
 
-Files are counted each time anew, as other gateways and the jobs add and delete files, too. A file
+Each check counts the files anew, because other gateways and jobs add and delete files too. A file
 that has expired counts until it is deleted. Each process counts its own uploads under way. At the
 end of an upload the files are counted once more, by one process at a time, so all gateways together
 keep to the quota.
@@ -19,7 +19,7 @@ from promptq.shared.errors import PromptqError
 
 
 class FileQuotaError(PromptqError):
-    """A tenant has as many files, or bytes of files, as it may have."""
+    """A tenant has reached its limit of files or of their bytes."""
 
 
 class FileQuotas:
@@ -37,7 +37,7 @@ class FileQuotas:
         self._check(tenant, *self.kept(tenant), more_bytes=1)
 
     def begin(self, tenant: str, num_bytes: int) -> Upload:
-        """Begin an upload of so many bytes or more; it counts at once. Raises FileQuotaError."""
+        """Begin an upload of at least `num_bytes`; it counts at once. Raises FileQuotaError."""
         upload = Upload(self, tenant, *self.kept(tenant))
         with self._changing:
             self._uploads.add(upload)
@@ -51,9 +51,13 @@ class FileQuotas:
     def grow(self, upload: Upload, num_bytes: int) -> None:
         """Count more bytes of an upload. Does not touch the disk. Raises FileQuotaError."""
         with self._changing:
-            others = [it for it in self._uploads if it.tenant == upload.tenant and it is not upload]
+            others = [
+                other
+                for other in self._uploads
+                if other.tenant == upload.tenant and other is not upload
+            ]
             files = upload.kept_files + len(others)
-            size = upload.kept_bytes + sum(it.num_bytes for it in others) + upload.num_bytes
+            size = upload.kept_bytes + sum(other.num_bytes for other in others) + upload.num_bytes
             self._check(upload.tenant, files, size, more_bytes=num_bytes)
             upload.num_bytes += num_bytes
 
@@ -63,15 +67,15 @@ class FileQuotas:
 
     @contextmanager
     def entering(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Inside it, a file of so many bytes may be added. Raises FileQuotaError."""
+        """Yields while a file of `num_bytes` may be added. Raises FileQuotaError."""
         with (self.store.folder / "quotas.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._check(tenant, *self.kept(tenant), more_bytes=num_bytes)
             yield
 
     def kept(self, tenant: str) -> tuple[int, int]:
-        """How many files of a tenant there are, and their bytes."""
-        sizes = [it.bytes for it in self.store.of(tenant)]
+        """Returns the number of a tenant's files, and their bytes."""
+        sizes = [file.bytes for file in self.store.of(tenant)]
         return len(sizes), sum(sizes)
 
     def _check(self, tenant: str, files: int, size: int, *, more_bytes: int) -> None:

@@ -26,14 +26,14 @@ from promptq.shared.queue.request_queue import new_request_id
 
 DAY_SECONDS = 86_400
 BATCH_FILE_SECONDS = 30 * DAY_SECONDS
-"""How long files of batches are kept, as OpenAI does."""
+"""How long files of batches are kept, like OpenAI's."""
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32,40}")
 _ABANDONED_SECONDS = DAY_SECONDS
 
 
 class FileMissingError(PromptqError):
-    """There is no such file, or it belongs to another tenant."""
+    """The file does not exist, or belongs to another tenant."""
 
 
 class StoredFile(BaseModel):
@@ -49,11 +49,11 @@ class StoredFile(BaseModel):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has expired."""
+        """Whether the file has expired."""
         return self.expires_at is not None and self.expires_at < time.time()
 
     def is_of(self, *tenants: str) -> bool:
-        """Whether one of the tenants has it, and it has not expired."""
+        """Whether the file is one of the tenants', and has not expired."""
         return self.tenant in tenants and not self.is_over
 
     def to_api(self) -> dict[str, object]:
@@ -87,9 +87,8 @@ class FileStore:
     ) -> StoredFile:
         """Copy a stream, or move a file of the same disk, into the store.
 
-        If there is a file with the id already, nothing is done. `entering` is called with the
-        tenant and the number of bytes, and gives a context manager. The file is added inside it. If
-        it raises, nothing is added.
+        Does nothing if a file with the id exists. `entering(tenant, bytes)` returns a context
+        manager, inside of which the file is added. If it raises, nothing is added.
         """
         file_id = file_id or new_file_id()
         with suppress(FileMissingError):
@@ -128,7 +127,7 @@ class FileStore:
         raise FileMissingError(f"no file {file_id[:80]!r} is known")
 
     def path(self, stored: StoredFile) -> Path:
-        """Where its content lies."""
+        """Returns the path of a file's content."""
         return self._data(stored.id)
 
     def keep(self, file_id: str, tenant: str, path: Path) -> None:
@@ -166,22 +165,22 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """At most `limit` files of these tenants after the id `after`; whether there are more."""
+        """Returns up to `limit` of the tenants' files after the id `after`; whether more exist."""
         is_newest_first = order == "desc"
-        found = [
-            it
-            for it in self.of(*tenants)
-            if not it.is_over
-            and purpose in (None, it.purpose)
-            and (after is None or (it.id < after if is_newest_first else it.id > after))
+        files = [
+            file
+            for file in self.of(*tenants)
+            if not file.is_over
+            and purpose in (None, file.purpose)
+            and (after is None or (file.id < after if is_newest_first else file.id > after))
         ]
-        found.sort(key=lambda it: it.id, reverse=is_newest_first)
-        return found[:limit], len(found) > limit
+        files.sort(key=lambda file: file.id, reverse=is_newest_first)
+        return files[:limit], len(files) > limit
 
     def of(self, *tenants: str) -> list[StoredFile]:
-        """All files of these tenants, also those that have expired but are not deleted yet.
+        """Returns all files of these tenants, also expired ones that are not deleted yet.
 
-        A description is read only once, as it never changes.
+        A description is read only once, because it never changes.
         """
         with self._looking:
             known = {}
@@ -189,10 +188,10 @@ class FileStore:
                 with suppress(FileMissingError):
                     known[file_id] = self._known.get(file_id) or self._read(file_id)
             self._known = known
-        return [it for it in known.values() if it.tenant in tenants]
+        return [file for file in known.values() if file.tenant in tenants]
 
     def sweep(self) -> int:
-        """Delete expired files, and what interrupted uploads left. Gives how many files."""
+        """Delete expired files and remains of uploads. Returns the number of deleted files."""
         count = 0
         known = set()
         for file_id in list(self._ids()):

@@ -29,7 +29,7 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _BLOCK_BYTES = 1 << 20
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
-"""Without half characters, which cannot be written to a file."""
+"""A custom id has no half characters, which cannot be written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class BrokenLineError(PromptqError):
 
 
 class RefusedLineError(PromptqError):
-    """A request that gets an HTTP error; `body` is what the gateway would answer."""
+    """A request that gets an HTTP error; `body` is the answer of the gateway."""
 
     def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
         super().__init__(f"line {line.number} is refused with {status}")
@@ -120,7 +120,7 @@ def _goes_on(piece: bytes) -> bool:
 
 
 def count_lines(path: Path) -> int:
-    """How many lines a file has, without blank ones.
+    """Returns the number of a file's lines, without blank ones.
 
     Raises BatchFileError if it is empty, has over 50,000 lines or as many blank ones, is larger
     than 200 MB, or is not UTF-8 from its beginning.
@@ -132,7 +132,7 @@ def count_lines(path: Path) -> int:
         )
     count = 0
     with path.open("rb") as file:
-        # By blocks, as a file may be line breaks alone, of which each would cost a call.
+        # By blocks: a file may be line breaks alone, and each line would cost a call.
         while block := file.read(_BLOCK_BYTES):
             if file.tell() == len(block):
                 _check_encoding(block)

@@ -44,11 +44,11 @@ _SHORTEST_TURN_SECONDS = 5.0
 not replace each other all the time."""
 
 LEASE_MS = 15_000
-"""If a runner does not renew its lease for this time, another process gets the batch."""
+"""A runner that does not renew its lease for this time loses its batch to another process."""
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str) -> str:
-    """Run a batch to its end, unless another process runs it. Gives its status."""
+    """Run a batch to its end, unless another process runs it. Returns its status."""
     return asyncio.run(_run(settings, batch_id))
 
 
@@ -124,7 +124,7 @@ class _BatchJob:
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
-        """Run the lines. Gives whether the batch is over; if not, another process goes on."""
+        """Run the lines. Returns whether the batch is over; if not, another process continues."""
         self._log.info("batch begins", total=total)
         await self._batches.update(
             record.id,
@@ -210,7 +210,7 @@ class _BatchJob:
             return False
         waiting, running = await self._batches.turns()
         own = record.tenant_as_written
-        return any(only_waits or running[it] < running[own] for it in waiting if it != own)
+        return any(only_waits or running[each] < running[own] for each in waiting if each != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
         """Make files from the written lines. Files that an earlier process made stay."""
@@ -258,11 +258,11 @@ class RunnerLease:
         self._holder = secrets.token_hex(8)
 
     async def hold(self) -> bool:
-        """Take or renew the lease. Gives whether it is ours now."""
+        """Take or renew the lease. Returns whether this process holds it."""
         return await self._set(LEASE_MS)
 
     async def let_go(self) -> None:
-        """Give the lease back, if it is ours."""
+        """Return the lease, if this process holds it."""
         await self._set(0)
 
     async def _set(self, ttl_ms: int) -> bool:

@@ -78,7 +78,7 @@ class Journal:
         self.num_failed += 1
 
     def flush(self) -> None:
-        """Give everything to the system: from now on a killed process loses nothing."""
+        """Pass everything to the system: from now on a killed process loses nothing."""
         self._output.flush()
         self._errors.flush()
 
@@ -151,12 +151,12 @@ def _numbers_in(
     """
     numbers, whole = set(), 0
     for line in file:
-        found = _LINE_ID.match(line)
-        if not line.endswith(b"\n") or found is None:
+        match = _LINE_ID.match(line)
+        if not line.endswith(b"\n") or match is None:
             break
         if on_body is not None:
             on_body(json.loads(line)["response"]["body"])
-        numbers.add(int(found[1]))
+        numbers.add(int(match[1]))
         whole += len(line)
     file.seek(whole)
     file.truncate()

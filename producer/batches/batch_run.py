@@ -2,8 +2,8 @@
 
 The id of a line's request is made from the batch's id and the line's number. So requests that an
 earlier process enqueued are found again, waiting, running or finished, and are not enqueued twice.
-Lines that it wrote down are not asked for again. One call asks for the results of all requests in
-flight, as nobody reads a batch's tokens one by one.
+Lines that it wrote down do not run again. One call reads the results of all requests in flight,
+because nobody reads a batch's tokens one by one.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _SPOILT = Result(
 
 
 class _StoppedError(Exception):
-    """The process was told to stop while the server is away."""
+    """The process has to stop while the server is away."""
 
 
 class BatchRun:
-    """One process's run of a batch, up to its end or until it is told to stop."""
+    """One process's run of a batch, up to its end or until `stop` is set."""
 
     def __init__(
         self,
@@ -105,8 +105,7 @@ class BatchRun:
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
         """Run the lines that are not done. Between two rounds, `look` may say how to end early.
 
-        Raises redis.RedisError or RedisSideError if the server stays away. A later run goes on from
-        there.
+        Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
         try:
             while self._ending is None:
@@ -154,7 +153,7 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """The lines to run, and None as long as the next one has to wait for its model's worker.
+        """Yields the lines to run, and None while the next one has to wait for its model's worker.
 
         Lines that are not requests are written down as errors.
         """
@@ -218,7 +217,7 @@ class BatchRun:
         return time.monotonic() < self._full_until.get(item.served.name, 0.0)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Enqueue requests, unless they are in the queue. Gives false if the item is held back."""
+        """Enqueue requests that are not in the queue. Returns False if the item is held back."""
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:
@@ -247,10 +246,10 @@ class BatchRun:
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
 
     async def _collect(self) -> int:
-        """Write down lines that have ended. Gives how many."""
-        asked = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
-        stands = await self._of_all(asked, _stand)
-        for (item, new), (state, result) in zip(asked, stands, strict=True):
+        """Write down lines that have ended. Returns their number."""
+        requests = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
+        stands = await self._of_all(requests, _stand)
+        for (item, new), (state, result) in zip(requests, stands, strict=True):
             if result is not None:
                 item.results[new.request_id] = result
             # The server has lost it, or it has expired.
@@ -266,22 +265,22 @@ class BatchRun:
 
     async def _of_all(
         self,
-        asked: Sequence[Asked],
+        requests: Sequence[Asked],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
         """Make a call for each request, those of a queue in one round trip."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
-        for at, (item, _) in enumerate(asked):
+        for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)
-        found: dict[int, T] = {}
+        results: dict[int, T] = {}
         for queue, places in by_queue.items():
-            calls = [call(queue, asked[at][1]) for at in places]
-            told = await self._persist(partial(queue.run, calls))
-            found.update(zip(places, told, strict=True))
-        return [found[at] for at in range(len(asked))]
+            calls = [call(queue, requests[at][1]) for at in places]
+            replies = await self._persist(partial(queue.run, calls))
+            results.update(zip(places, replies, strict=True))
+        return [results[at] for at in range(len(requests))]
 
     async def _let_go(self) -> None:
-        """Let requests expire soon whose lines are written to the disk.
+        """Make requests expire soon whose lines are written to the disk.
 
         Dead letters stay, so that people can find out why they died. They never expire.
         """
@@ -289,7 +288,8 @@ class BatchRun:
         self._let_go_at = time.monotonic()
         if done:
             self._journal.sync()
-            await self._of_all([it for it in done if it[1].request.webhook_url is None], _shorten)
+            without = [line for line in done if line[1].request.webhook_url is None]
+            await self._of_all(without, _shorten)
 
     async def _write(self, item: LineRequest) -> None:
         line = item.line
@@ -314,7 +314,7 @@ class BatchRun:
         return f"request_{reason}", f"the request was {reason}"
 
     async def _give_up(self, code: str, message: str) -> None:
-        """Cancel what is in flight. Answers that are ready before that are kept."""
+        """Cancel the lines in flight. Answers that are ready before that are kept."""
         # An earlier process may have enqueued these lines, too.
         while len(self._in_flight) < self._options.max_in_flight:
             if (item := await anext(self._lines, None)) is None:
@@ -327,7 +327,7 @@ class BatchRun:
         for item in chain(self._in_flight.values(), self._held_back.values()):
             self._journal.add_error(item.line.number, item.line.custom_id, code, message)
         async for item in self._lines:
-            assert item is not None  # none waits for a worker any more
+            assert item is not None  # no line waits for a worker here
             self._journal.add_error(item.line.number, item.line.custom_id, code, message)
 
     async def _cancel(self, requests: list[Asked]) -> None:

@@ -1,4 +1,4 @@
-"""From a batch's line to its requests, and from their results to its answer, as in the gateway."""
+"""Turns a batch's line into requests, and their results into its answer, like the gateway."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """What it must still take of its caller's rates."""
+    """Rates of its caller that the line must still take from."""
     served: ServedQueue
     """The queue that serves its model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -69,7 +69,9 @@ class LineGateway:
             if caller is not None and call.model:
                 check_model(caller, call.model)
             try:
-                served, view = await self._queues.of_model(call.model, lambda it: it.request(first))
+                served, view = await self._queues.of_model(
+                    call.model, lambda view: view.request(first)
+                )
             except ModelIsLoadingError:
                 return None
             if caller is not None:
@@ -83,7 +85,7 @@ class LineGateway:
         return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Take what a line needs of its caller's rates. Gives the seconds to wait, or 0.
+        """Take a line's cost from its caller's rates. Returns the seconds to wait, or 0.
 
         A key has its rates a second time for its batches, apart from its other calls, as at
         OpenAI. Raises RefusedLineError if a line needs more than a whole minute allows.

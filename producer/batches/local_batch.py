@@ -29,14 +29,14 @@ from promptq.shared.server.connection import open_async_redis
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """How a local batch ended. `is_complete`: every line is in the output or the error file."""
+    """The end of a local batch. `is_complete`: every line is in the output or the error file."""
 
     is_complete: bool
     progress: BatchProgress
 
 
 def errors_beside(output: Path) -> Path:
-    """Where the lines without an answer go, unless told otherwise: `out.errors.jsonl`."""
+    """Returns the default file for lines without an answer: `out.errors.jsonl`."""
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
@@ -58,7 +58,7 @@ def run_batch(
     `fields` are default fields of each request; its line may override them. If the run is
     interrupted, by a signal or a crash, the same call continues it: until all is done, a file
     `OUTPUT.batch` beside the output names the run. SIGINT and SIGTERM stop the run in good order.
-    Requests in flight then go on in the queue, and the next call collects them. If an event loop
+    Requests in flight then stay in the queue, and the next call collects them. If an event loop
     is running, call this function through `asyncio.to_thread`.
 
     Raises BatchFileError for an input that cannot be run, ConfigurationError if the output

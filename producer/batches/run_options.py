@@ -1,4 +1,4 @@
-"""How a batch runs, how far it is, and how it ends."""
+"""Options of a batch run, its progress, and its possible ends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Ending(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     STOPPED = "stopped"
-    """The process was told to stop; another one may continue."""
+    """The process had to stop; another one may continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """How far a batch is. `total` lines, `completed` in the output, `failed` in the error file."""
+    """Counts of a batch: `total` lines, `completed` in the output, `failed` in the error file."""
 
     total: int
     completed: int
@@ -35,7 +35,7 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a batch runs."""
+    """Options of a batch run."""
 
     endpoint: str | None = None
     """The URL that all lines must have; None: any."""
@@ -43,7 +43,7 @@ class RunOptions:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default fields of each request; its line may override them."""
     caller: ApiKey | None = None
-    """The key that says what lines may have; None: anything."""
+    """The key that limits the fields of lines; None: no limits."""
     expires_at: float | None = None
     """When the batch's window ends, in Unix seconds. Its requests end then, too."""
     retry_seconds: float = 60.0

@@ -81,7 +81,7 @@ class _Group(TyperGroup):
 
 
 class _ForWorker(TyperCommand):
-    """Leaves options that it does not know for a worker, if it may, and `--` and what follows."""
+    """A command that passes unknown options, and arguments after `--`, to a worker."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -137,14 +137,14 @@ _FOR_WORKER: dict[str, dict[str, Any]] = {
 def _load(name: str, panel: str) -> Any:
     """Returns the command or group of this name."""
     with quick_imports():
-        found = getattr(import_module(_PANELS[panel][name]), name)
+        command = getattr(import_module(_PANELS[panel][name]), name)
     gc.freeze()  # modules stay, so no collection needs to search them, also not the last one
     alone = typer.Typer(rich_markup_mode="rich")
-    if isinstance(found, typer.Typer):
-        alone.add_typer(found, rich_help_panel=panel)
+    if isinstance(command, typer.Typer):
+        alone.add_typer(command, rich_help_panel=panel)
     elif name in _FOR_WORKER:
         settings = _FOR_WORKER[name]
-        alone.command(cls=_ForWorker, context_settings=settings, rich_help_panel=panel)(found)
+        alone.command(cls=_ForWorker, context_settings=settings, rich_help_panel=panel)(command)
     else:
-        alone.command(rich_help_panel=panel)(found)
+        alone.command(rich_help_panel=panel)(command)
     return get_group(alone).commands[name]

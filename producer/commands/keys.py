@@ -33,7 +33,7 @@ def create(
         str | None,
         typer.Option(
             help="The tenant of the key. Its requests use that tenant's share, and it sees that"
-            " tenant's files. Default: a tenant of its own, with the key's name."
+            " tenant's files. Default: a separate tenant with the key's name."
         ),
     ] = None,
     weight: Annotated[
@@ -58,15 +58,12 @@ def create(
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"What it may call: {', '.join(SCOPES)}. Can be given several times."
-            " Default: all of them."
+            help=f"APIs that it may call: {', '.join(SCOPES)}. Repeatable. Default: all of them."
         ),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A model that it may use, by its name. Can be given several times. Default: all."
-        ),
+        typer.Option(help="A model that it may use, by its name. Repeatable. Default: all."),
     ] = None,
     expires_in: Annotated[
         str | None,
@@ -84,9 +81,9 @@ def create(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Make a key and print it. It cannot be shown again.
+    """Create a key and print it. It cannot be printed again.
 
-    As soon as there is a key, the gateway answers nobody without one.
+    Once there is a key, the gateway refuses calls without one.
 
     Examples:
 
@@ -106,29 +103,29 @@ def create(
         expires_at=_expiry(expires_in, expires_at),
     )
     with open_client(redis, queue) as client:
-        secret, made = client.create_api_key(key, weight)
-    print(json.dumps({"key": secret, **made.model_dump()}) if as_json else secret)
+        secret, created = client.create_api_key(key, weight)
+    print(json.dumps({"key": secret, **created.model_dump()}) if as_json else secret)
 
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List the keys, what each allows, and when each was last used.
+    """List the keys, with the rights and the last use of each.
 
     Examples:
 
     promptq keys list
     """
     with open_client(redis, queue) as client:
-        found = client.api_keys()
+        listed = client.api_keys()
     if as_json:
-        print(json.dumps([key.model_dump() for key in found], indent=2))
+        print(json.dumps([key.model_dump() for key in listed], indent=2))
         return
     from promptq.producer.commands.screens.render import api_keys_list
     from promptq.producer.commands.screens.terminal import console_for_list
 
-    if found:
+    if listed:
         console = console_for_list()
-        console.print(api_keys_list(found, console.width))
+        console.print(api_keys_list(listed, console.width))
     else:
         print("no keys: the gateway answers only on this machine")
 
@@ -157,19 +154,19 @@ def revoke(
 
 
 def _expiry(expires_in: str | None, expires_at: str | None) -> int:
-    """Unix milliseconds; 0 where neither is given. Raises ConfigurationError."""
+    """Returns Unix milliseconds; 0 without either option. Raises ConfigurationError."""
     if expires_in is not None and expires_at is not None:
         raise ConfigurationError("expires-in: cannot be given together with --expires-at")
     now = time.time()
     if expires_in is not None:
-        if (found := _DURATION.fullmatch(expires_in)) is None:
+        if (match := _DURATION.fullmatch(expires_in)) is None:
             raise ConfigurationError(
                 f"expires-in: {expires_in!r} is not a number of minutes, hours, days or weeks, such"
                 " as 30m, 12h, 90d or 4w"
             )
-        if not int(found[1]):
+        if not int(match[1]):
             raise ConfigurationError(f"expires-in: {expires_in!r} is not more than 0")
-        return int((now + int(found[1]) * _SECONDS[found[2]]) * 1000)
+        return int((now + int(match[1]) * _SECONDS[match[2]]) * 1000)
     if expires_at is None:
         return 0
     try:

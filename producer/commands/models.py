@@ -31,11 +31,11 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     promptq models list
     """
     with open_client(redis, None) as client:
-        found = client.models()
+        listed = client.models()
     if as_json:
-        print(json.dumps([asdict(model) for model in found], indent=2))
+        print(json.dumps([asdict(model) for model in listed], indent=2))
         return
-    if not found:
+    if not listed:
         print("no models: no worker has come to a queue of this server yet")
         return
     from rich.text import Text
@@ -46,7 +46,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     numbered = ("workers", "waiting", "active", "longest")
     texts = ("model", "queue", "also called")
     table = plain_table(*texts[:2], *numbered, texts[2], left=texts)
-    for model in found:
+    for model in listed:
         for view in model.queues:
             numbers = (num_workers_of(view), str(view.num_waiting), str(view.num_active))
             length = "" if view.max_model_len is None else str(view.max_model_len)
@@ -54,7 +54,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
             table.add_row(*(Text(printable(cell)) for cell in cells))
     console = console_for_list()
     console.print(table)
-    for model in found:
+    for model in listed:
         if not any(view.has_worker for view in model.queues):
             name = printable(model.name)
             forget = f"promptq models forget {shlex.quote(name)}"
@@ -67,7 +67,7 @@ def alias(
     model: Annotated[str, typer.Argument(help="The model's own name.")],
     redis: Redis = None,
 ) -> None:
-    """Have gateways and clients take a name for a model, such as one that a program insists on.
+    """Give a model a further name, such as one that a program insists on.
 
     Examples:
 
@@ -82,7 +82,7 @@ def forget(
     name: Annotated[str, typer.Argument(help="A further name, or a model without workers.")],
     redis: Redis = None,
 ) -> None:
-    """Forget a further name of a model, or a model that no worker serves any more.
+    """Forget a further name of a model, or a model that no worker serves.
 
     Its queues may then serve other models. Nothing may wait in them.
 
@@ -93,4 +93,4 @@ def forget(
     with open_client(redis, None) as client:
         queues = client.forget_model(name)
     for queue in queues:
-        print(f"queue {queue} has no model any more")
+        print(f"queue {queue} no longer has a model")

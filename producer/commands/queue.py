@@ -25,7 +25,7 @@ _ALL = 2**31
 
 
 def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Show what the queue holds and how its workers do.
+    """Show the state of the queue and its workers.
 
     Examples:
 
@@ -33,9 +33,9 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     promptq stats --json | jq .waiting
     """
     with open_client(redis, queue) as client:
-        found = client.stats()
+        statistics = client.stats()
     if as_json:
-        write(found.model_dump_json(indent=2))
+        write(statistics.model_dump_json(indent=2))
         return
     from rich.text import Text
 
@@ -46,13 +46,13 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     )
 
     console = SafeConsole()
-    console.print(queue_table(found))
-    if found.server_warning:
-        console.print(Text(f"warning: {found.server_warning}\n", style="bold yellow"))
-    if found.workers:
-        console.print(workers_table(found.workers))
+    console.print(queue_table(statistics))
+    if statistics.server_warning:
+        console.print(Text(f"warning: {statistics.server_warning}\n", style="bold yellow"))
+    if statistics.workers:
+        console.print(workers_table(statistics.workers))
     else:
-        console.print(Text(why_no_worker(found)))
+        console.print(Text(why_no_worker(statistics)))
 
 
 def scaling(
@@ -73,20 +73,20 @@ def scaling(
     """
     with open_client(redis, queue) as client:
         if names_queue(queue):
-            found = [client.scaling(target_seconds)]
+            scalings = [client.scaling(target_seconds)]
         else:
-            found = client.scalings(target_seconds)
+            scalings = client.scalings(target_seconds)
     if as_json:
-        told = [one.model_dump(mode="json") for one in found]
-        write(json.dumps(told[0] if names_queue(queue) else told, indent=2))
+        dumped = [one.model_dump(mode="json") for one in scalings]
+        write(json.dumps(dumped[0] if names_queue(queue) else dumped, indent=2))
         return
     from promptq.producer.commands.screens.render import scaling_table
 
-    console_for_list().print(scaling_table(found))
+    console_for_list().print(scaling_table(scalings))
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Hand out no more requests. New ones are accepted and wait; those that run go on.
+    """Stop handing out requests. New ones are accepted and wait; running ones finish.
 
     Examples:
 
@@ -118,9 +118,9 @@ def drain(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Tell workers to claim no more, finish what runs and exit, as SIGTERM does.
+    """Make workers claim no more, finish running requests and exit, like SIGTERM.
 
-    Whatever keeps them running may start them again, for example `promptq up`.
+    A supervisor such as `promptq up` may start them again.
     To stop the queue, pause it first.
 
     Examples:
@@ -129,11 +129,11 @@ def drain(
     promptq drain --worker host-4711-a1b2c3
     """
     with open_client(redis, queue) as client:
-        told = client.drain(worker)
+        draining = client.drain(worker)
     if as_json:
-        write(json.dumps({"workers": told}))
-    elif told:
-        write("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
+        write(json.dumps({"workers": draining}))
+    elif draining:
+        write("\n".join(f"{worker_id} finishes its requests and exits" for worker_id in draining))
     else:
         write("no worker is alive" if worker is None else "no such worker is alive")
 
@@ -144,7 +144,7 @@ def reprioritise(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Change the priority of a waiting request. It moves as if it had always had it.
+    """Change the priority of a waiting request. It moves to the place of that priority.
 
     Examples:
 

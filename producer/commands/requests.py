@@ -108,19 +108,19 @@ def fork(
     at: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Go on behind its first N tokens; default: behind all it has so far."
+            metavar="N", help="Continue after its first N tokens; default: after all so far."
         ),
     ] = None,
-    append: Annotated[str, typer.Option(metavar="TEXT", help="Add this text behind them.")] = "",
+    append: Annotated[str, typer.Option(metavar="TEXT", help="Add this text after them.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens behind these; default: its own.")
+        int | None, typer.Option(help="Most tokens after these; default: the request's.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Default: its own.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the request's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: a new one.")] = None,
-    priority: Annotated[int | None, typer.Option(help="Default: its own.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Default: the request's.")] = None,
     param: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=JSON", help="Any other field that is to be different."),
+        typer.Option(metavar="FIELD=JSON", help="Any other field to change."),
     ] = None,
     fork_id: Annotated[
         str | None,
@@ -133,10 +133,10 @@ def fork(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Go on from the first tokens of a request, as a new one, and print its text.
+    """Continue from the first tokens of a request as a new one, and print its text.
 
-    The request may run or have ended. The fork repeats these tokens and goes on
-    with a seed of its own. Ctrl-C cancels the fork.
+    The request may run or have ended. The fork repeats these tokens and continues
+    with a new seed. Ctrl-C cancels the fork.
 
     Examples:
 
@@ -144,13 +144,13 @@ def fork(
     promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 40 --append " But then"
     """
     changes = _parse_params(param or [])
-    given = {
+    fields = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
         "priority": priority,
     }
-    changes |= {name: value for name, value in given.items() if value is not None}
+    changes |= {name: value for name, value in fields.items() if value is not None}
     fork_id = new_request_id() if fork_id is None else fork_id
     with open_client_of(redis, queue, request_id) as client:
         try:
@@ -174,7 +174,7 @@ def embed(
         str | None, typer.Option(help="last or mean; default: as the model's files say.")
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option(help="Keep so many numbers of each vector.")
+        int | None, typer.Option(help="Keep this many numbers of each vector.")
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Give each vector the length 1.")] = True,
     priority: Annotated[
@@ -202,13 +202,14 @@ def embed(
     fields = _parse_params(param or [])
     if priority is not None:
         fields["priority"] = priority
-    given = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
+    inputs = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
     own_id = new_request_id()
-    request_ids = [own_id] if len(given) == 1 else [f"{own_id}:{it}" for it in range(len(given))]
+    num = len(inputs)
+    request_ids = [own_id] if num == 1 else [f"{own_id}:{nth}" for nth in range(num)]
     with open_client(redis, queue, model) as client:
         try:
-            found = client.embed(
-                given[0] if len(given) == 1 else given,
+            result = client.embed(
+                inputs[0] if len(inputs) == 1 else inputs,
                 pooling=cast("Any", pooling),
                 normalize=normalize,
                 dimensions=dimensions,
@@ -219,7 +220,7 @@ def embed(
             for request_id in request_ids:
                 client.cancel(request_id)
             raise
-    for vector in found.vectors:
+    for vector in result.vectors:
         write(json.dumps(vector))
 
 
@@ -229,7 +230,7 @@ def watch(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Print a request's text from its beginning, and go on as it is generated.
+    """Print a request's text from its beginning, and follow it while it is generated.
 
     Examples:
 
@@ -261,7 +262,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
 
 
 def _print_or_leave(client: Client, request_id: str, *, detach: bool, as_json: bool) -> None:
-    """What a command does with a request that it has enqueued."""
+    """Print the stream of an enqueued request, or with `detach` its id."""
     if detach:
         write(json.dumps({"id": request_id}) if as_json else request_id)
         return

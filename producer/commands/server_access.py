@@ -48,12 +48,12 @@ def url(
     redis-cli -u "$(promptq url)" ping
     REDISCLI_AUTH="$(promptq url --password)" redis-cli -p 6399 ping
     """
-    found = _for_redis_cli(_wait_for_url(redis, port, wait))
-    make_async_redis(found)  # only to refuse a wrong address, which redis-cli may not
+    address = _for_redis_cli(_wait_for_url(redis, port, wait))
+    make_async_redis(address)  # only to refuse a wrong address, which redis-cli may not
     if not password:
-        print(found)
+        print(address)
         return
-    secret = urlsplit(found).password
+    secret = urlsplit(address).password
     if secret is None:
         raise ConfigurationError("the server's address has no password")
     print(unquote(secret))
@@ -100,12 +100,12 @@ def _wait_for_url(redis: str | None, port: int | None, seconds: float) -> str:
 
 
 def _on_port(port: int) -> str:
-    found = advertised(port)
-    if found is None:
+    url = advertised(port)
+    if url is None:
         raise RedisUnavailableError(
             f"--port: no embedded server of yours listens on port {port}: {HOW_TO_GET_A_SERVER}"
         )
-    return found
+    return url
 
 
 def _for_redis_cli(url: str) -> str:

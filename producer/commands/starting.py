@@ -49,7 +49,7 @@ def up(
         list[str] | None,
         typer.Option(
             help="Model for the workers, as in `promptq worker`. Can be given several times: each"
-            " model then has a queue of its own.",
+            " model then has a separate queue.",
             show_default=False,
         ),
     ] = None,
@@ -140,24 +140,24 @@ def supervise(
     context: typer.Context,
     workers: Annotated[
         str,
-        typer.Option(metavar="N or N-M", help="From how few to how many workers there may be."),
+        typer.Option(metavar="N or N-M", help="The least and the most workers that may run."),
     ] = "0-1",
     target_seconds: Target = TARGET_SECONDS,
     hold_seconds: Annotated[
         float,
         typer.Option(
-            "--hold", min=0, help="For how many seconds fewer must be enough before one ends."
+            "--hold", min=0, help="Seconds for which fewer must be enough before one ends."
         ),
     ] = HOLD_SECONDS,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Start and end workers on this machine as the load of a queue asks for them.
+    """Start and end workers on this machine by the load of a queue.
 
     The command after -- is started for each worker. It gets the address and the
-    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to run the worker
-    itself, not have another program run it. A worker that is not needed any more
-    finishes what runs. `promptq scaling` shows how many are wanted, and why.
+    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to be the worker's
+    process, not its parent. A worker that is no longer needed finishes its
+    requests. `promptq scaling` prints how many workers are wanted, and why.
 
     Examples:
 
@@ -209,7 +209,7 @@ def server(
 def demo(context: typer.Context) -> None:
     """See it work: a server, a worker and a dozen requests, side by side.
 
-    It needs nothing else and leaves nothing behind. Options go to the worker.
+    The demo needs nothing else and leaves nothing behind. Options go to the worker.
 
     Examples:
 

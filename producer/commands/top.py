@@ -41,7 +41,7 @@ class LastHour:
     def read(self, now_ms: int) -> list[Sample]:
         since = self._samples[-1].at + 1 if self._samples else 0
         self._samples += self._client.statistics(since)
-        self._samples = [it for it in self._samples if it.at > now_ms - _HOUR_MS]
+        self._samples = [sample for sample in self._samples if sample.at > now_ms - _HOUR_MS]
         return self._samples
 
 
@@ -76,7 +76,7 @@ def top(
 class _Screen:
     """The queues, if there are several, and the overview of one of them.
 
-    Its clients stay open as long as `stack`. If a queue is named, there is only that one.
+    Its clients stay open until `stack` closes. With a named queue, there is only that one.
     """
 
     def __init__(self, stack: ExitStack, redis: str | None, queue: str | None) -> None:
@@ -96,7 +96,7 @@ class _Screen:
         self._shown = self._names[at % len(self._names)]
 
     def look(self, width: int, hint: str = "") -> Any:
-        """What is shown now; `hint` says how to see another queue."""
+        """Returns the current screen; `hint` says how to see another queue."""
         from rich.console import Group
 
         from promptq.producer.commands.screens.overview_screen import overview_screen, queues_list
@@ -115,12 +115,12 @@ class _Screen:
         return Group(queues_list(views, self._shown, hint), screen) if len(views) > 1 else screen
 
     def _queues(self) -> list[QueueView]:
-        """Those that have a model."""
+        """Returns the queues that have a model."""
         return [view for model in self._first.models() for view in model.queues]
 
 
 def _watch(console: Console, screen: _Screen) -> None:
-    """Show it until the user exits. Raises what the first look raises."""
+    """Show the screen until the user exits. Raises errors of the first look."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -184,7 +184,7 @@ class _Interrupts:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Give a function that waits some seconds for keys, and gives them. They are not echoed."""
+    """Yields a function that waits some seconds for keys, and returns them without echo."""
     if not sys.stdin.isatty():
         yield _no_key
         return

@@ -1,4 +1,4 @@
-"""Commands about webhooks: the secrets of tenants, and webhooks that were given up."""
+"""Commands about webhooks: the secrets of tenants, and webhooks that failed for good."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
     promptq webhooks secret --tenant web
     """
-    found = _secrets(queue).of(_checked(tenant))
-    print(json.dumps({"tenant": tenant, "secrets": found}) if as_json else "\n".join(found))
+    secrets = _secrets(queue).of(_checked(tenant))
+    print(json.dumps({"tenant": tenant, "secrets": secrets}) if as_json else "\n".join(secrets))
 
 
 @webhooks.command()
@@ -55,13 +55,13 @@ def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
     promptq webhooks rotate --tenant web
     """
-    made = _secrets(queue).rotate(_checked(tenant))
-    print(json.dumps({"tenant": tenant, "secret": made}) if as_json else made)
+    created = _secrets(queue).rotate(_checked(tenant))
+    print(json.dumps({"tenant": tenant, "secret": created}) if as_json else created)
 
 
 @webhooks.command()
 def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List webhooks that were given up, the latest first.
+    """List webhooks that failed for good, the latest first.
 
     Examples:
 
@@ -78,12 +78,12 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
     settings = read_jobs_settings(redis_url=redis, queue=queue)
     url = server_url(settings.redis_url)
     with explained(url), open_redis(url) as connection:
-        found = read_dead(connection, Keys(settings.queue))
+        letters = read_dead(connection, Keys(settings.queue))
     if as_json:
-        print(json.dumps([item.model_dump() for item in found], indent=2))
+        print(json.dumps([item.model_dump() for item in letters], indent=2))
         return
-    if found:
-        console_for_list().print(dead_webhooks_table(found))
+    if letters:
+        console_for_list().print(dead_webhooks_table(letters))
     else:
         print("no webhooks were given up")
 

@@ -65,9 +65,9 @@ _UPLOADS = 16
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The ASGI application of one gateway.
+    """Returns the ASGI application of one gateway.
 
-    Raises RedisUnavailableError if no server is given, and ConfigurationError for a wrong URL.
+    Raises RedisUnavailableError without a server's URL, and ConfigurationError for a wrong one.
     """
     url = server_url(settings.redis_url)
     # Only to refuse a wrong URL or name before anything starts.
@@ -151,8 +151,8 @@ async def _look_at_server(gateway: Gateway) -> None:
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     except RedisError as error:
-        told = redis_side_error(error, gateway.client.url, gateway.redis_user)
-        log_why_unavailable(told)
+        explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
+        log_why_unavailable(explained)
     log = EvictionLog()
     while True:
         with suppress(RedisError):  # calls log why it is away
@@ -161,8 +161,8 @@ async def _look_at_server(gateway: Gateway) -> None:
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Have FastAPI make the routes of included routers now. Otherwise it makes them when it first
-    looks for a route, and the first calls wait."""
+    """Make FastAPI build the routes of included routers now. Otherwise it builds them at the first
+    call, which then waits."""
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

@@ -1,4 +1,4 @@
-"""Serves a gateway in a process of its own, until told to stop."""
+"""Serves a gateway as a process, until a stop signal."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Only the leader does this. The waiting webhooks are in the queue's own Redis: the request's id, the
 number of attempts and the time of the next one. The message is made from the request's hash when
-it is sent. So somebody who can only write to RQ's server can have nothing sent or signed. Strangers
-may write to the queue, too. An entry that is not a webhook is deleted with a line in the log, so
-that it does not block those after it.
+it is sent. So a stranger who can only write to RQ's server cannot make this send or sign anything.
+Strangers may write to the queue, too. An entry that is not a webhook is deleted with a line in the
+log, so that it does not block those after it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from promptq.shared.server.cluster import client_of
 
 _PAGE = 500
 _PAGES = 4
-"""The most pages in one go. Between two goes the leader says that it still leads."""
+"""The most pages in one turn. Between two turns the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
 """Longer than all attempts together, as in shared/lua/lib/ending.lua."""
 _SOON_SECONDS = 1.0
@@ -61,7 +61,7 @@ class Waiting(BaseModel):
 
 
 class DeadWebhook(BaseModel):
-    """A webhook that was given up."""
+    """A webhook that is no longer tried."""
 
     at: int
     """Unix milliseconds."""
@@ -72,7 +72,7 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Webhooks that were given up, the latest first. Entries of strangers are left out."""
+    """Returns webhooks that are no longer tried, latest first, without entries of strangers."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with alone(keys.webhooks_dead):
@@ -115,7 +115,7 @@ class Deliveries:
         self._forget()
 
     def go_on(self) -> None:
-        """Note the results of calls, read which requests have ended, and call what is due."""
+        """Note the results of calls, read which requests have ended, and call due webhooks."""
         try:
             self._note()
             if not self._is_known:
@@ -130,14 +130,14 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Another process leads: begin nothing. Before going on, read again what waits."""
+        """Another process leads: begin nothing. `go_on` then reads the waiting webhooks again."""
         if self._is_known:
             self._forget()
             self._is_known = False
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a call ends, for so long at most. Gives whether any was under way."""
+        """Wait until a call ends, for up to `seconds`. Returns whether any was under way."""
         if not self._under_way:
             time.sleep(seconds)
             return False
@@ -145,7 +145,7 @@ class Deliveries:
         return True
 
     def close(self, seconds: float) -> None:
-        """Begin nothing more, and wait for calls under way, for so many seconds at most."""
+        """Begin nothing more, and wait for calls under way, for up to `seconds`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, seconds)
         self._note()
@@ -166,7 +166,7 @@ class Deliveries:
             for raw, value in self._redis.hgetall(key).items():
                 [request_id] = ids_of([raw])
                 try:
-                    found = Waiting.model_validate_json(value)
+                    waiting = Waiting.model_validate_json(value)
                     check_request_id(request_id)
                 except (ValidationError, InvalidRequestError):
                     self._log.warning(
@@ -174,8 +174,8 @@ class Deliveries:
                     )
                     self._redis.hdel(key, raw)
                 else:
-                    found.tenant = tenant_of(found.tenant)
-                    self._plan(request_id, found)
+                    waiting.tenant = tenant_of(waiting.tenant)
+                    self._plan(request_id, waiting)
         except redis.ResponseError as error:
             if not is_wrong_type(error):
                 raise
@@ -190,7 +190,7 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """Read a page of requests that have ended. Gives how many there were."""
+        """Read a page of requests that have ended. Returns their number."""
         key = self._keys.webhooks
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
@@ -273,7 +273,7 @@ class Deliveries:
         return self._log.bind(request_id=request_id, webhook_id=webhook_id, tenant=tenant)
 
     def _note(self) -> None:
-        for future in [it for it in self._under_way if it.done()]:
+        for future in [attempt for attempt in self._under_way if attempt.done()]:
             request_id = self._under_way[future]
             outcome = _Outcome(kind="away") if future.cancelled() else future.result()
             self._write(request_id, outcome)

@@ -1,4 +1,4 @@
-"""Sends an HTTP POST to a URL of a stranger, who must not reach our own network by it.
+"""Sends an HTTP POST to a stranger's URL, without a way into the operator's network.
 
 The host's name is resolved once, and all of its addresses are checked. The connection goes to a
 checked address, so it does not help to change the name's addresses a moment later. No redirect is
@@ -24,7 +24,7 @@ from promptq.shared.errors import PromptqError
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 """All IPv6 addresses that the internet routes; https://www.iana.org/assignments/ipv6-address-space"""
-_SPECIAL = [ipaddress.ip_network(it) for it in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")]
+_SPECIAL = [*map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20"))]
 """More networks for special use, which some releases of Python 3.11 call global."""
 _PORTS = {"http": 80, "https": 443}
 
@@ -44,7 +44,7 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if ip not in _GLOBAL_UNICAST:
             return False
-    return ip.is_global and not ip.is_multicast and not any(ip in it for it in _SPECIAL)
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _SPECIAL)
 
 
 def post(
@@ -93,7 +93,7 @@ def post(
 
 
 class _End:
-    """Cuts a connection at a given time (monotonic seconds), whatever it does then."""
+    """Cuts a connection at a time (monotonic seconds), in any state."""
 
     def __init__(self, connection: http.client.HTTPConnection, until: float) -> None:
         self.has_come = False
@@ -115,7 +115,7 @@ class _End:
 def _connect(
     host: str, port: int, timeout: float, until: float, allow_private: bool
 ) -> socket.socket:
-    addresses = [it[4] for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    addresses = [answer[4] for answer in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         if not (allow_private or is_public(str(address[0]))):
             at = "" if host == address[0] else f", at {address[0]}"
@@ -128,12 +128,12 @@ def _connect(
         if left <= 0:
             break
         try:
-            found = socket.create_connection((str(address[0]), port), min(timeout, left))
+            connection = socket.create_connection((str(address[0]), port), min(timeout, left))
         except OSError as error:
             last = error
         else:
-            found.settimeout(timeout)
-            return found
+            connection.settimeout(timeout)
+            return connection
     raise last
 
 

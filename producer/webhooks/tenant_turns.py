@@ -1,9 +1,9 @@
-"""Decides whose webhook is called next, as the places for calls are limited.
+"""Decides whose webhook is called next, because the places for calls are limited.
 
 Tenants take turns, and so do the receivers of a tenant. Nobody can take all places: a call begins
 only while more places are free than its tenant and its receiver hold together (a dynamic threshold:
 A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998).
-So one slow receiver gets a third of the places. Slow tenants leave places for those who have none,
+So one slow receiver gets a third of the places. Slow tenants leave places for others without any,
 and a tenant that is alone still gets many.
 """
 
@@ -33,12 +33,12 @@ class Turns:
             self._due.setdefault(tenant, {}).setdefault(receiver, deque()).append(request_id)
 
     def forget_due(self) -> None:
-        """Forget what is due. Webhooks that hold a place keep it."""
+        """Forget the due webhooks. Those that hold a place keep it."""
         with self._lock:
             self._due.clear()
 
     def take(self) -> str | None:
-        """The next webhook, which holds a place until `give_back`; None if none may begin."""
+        """Returns the next webhook, which holds a place until `give_back`; None if no place."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():
@@ -51,7 +51,7 @@ class Turns:
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Name the receiver of a webhook that holds a place. Gives whether it may be called now."""
+        """Name the receiver of a webhook that holds a place. Returns whether it may be called."""
         with self._lock:
             tenant, known = self._held.pop(request_id)
             may_begin = known == receiver or self._room()(tenant, receiver)
@@ -67,7 +67,7 @@ class Turns:
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)
-        return lambda tenant, it: of_tenant[tenant] + of_receiver[tenant, it] < num_free
+        return lambda tenant, receiver: of_tenant[tenant] + of_receiver[tenant, receiver] < num_free
 
     def _to_the_end(self, tenant: str, receiver: str | None) -> None:
         by_receiver = self._due.pop(tenant)

@@ -1,4 +1,4 @@
-"""Webhooks: tell a URL that a request has ended, in a signed message, until it accepts that."""
+"""Calls a webhook: a signed message that a request has ended, until the URL accepts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
 
 
 class UndeliverableError(PromptqError):
-    """It is not tried again: there is no message, or no receiver that may be called or wants it."""
+    """The webhook is not tried again: no message, no allowed receiver, or it was refused."""
 
 
 class DeliveryError(PromptqError):
@@ -102,7 +102,7 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """Make one attempt. Gives the status of the answer.
+    """Make one attempt. Returns the status of the answer.
 
     Raises DeliveryError if it is worth another attempt, else UndeliverableError.
     """

@@ -1,8 +1,8 @@
-"""Signs webhooks with a secret for each tenant, made from a master secret that nobody is told.
+"""Signs webhooks with a secret for each tenant, derived from a master secret that stays here.
 
-A secret belongs to a tenant and not to a URL. A tenant that gives another tenant's URL gets its own
-signature, and that receiver refuses it. No secret is stored in Redis. Signatures follow
-https://www.standardwebhooks.com, and its library makes them.
+A secret belongs to a tenant and not to a URL. If a tenant names another tenant's URL, the message
+has its own signature, and that receiver refuses it. No secret is stored in Redis. Signatures follow
+https://www.standardwebhooks.com, and its library computes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.common import ENV_PREFIX
 
 OVERLAP_SECONDS = 86_400
-"""How long the previous secret signs, too."""
+"""How long the previous secret also signs."""
 _PREFIX = "whsec_"
 
 
@@ -73,14 +73,14 @@ class WebhookSecrets:
     def rotate(self, tenant: str) -> str:
         """Make the tenant's next secret. It is valid from now on, beside the last one."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
-            found = self._read()
-            last = found.get(self._name(tenant))
+            secrets = self._read()
+            last = secrets.get(self._name(tenant))
             version = 2 if last is None else last.version + 1
-            found[self._name(tenant)] = Rotation(version=version, since=self._clock())
+            secrets[self._name(tenant)] = Rotation(version=version, since=self._clock())
             new = self._rotations.with_suffix(".new")
             new.unlink(missing_ok=True)
             new.touch(0o600)
-            new.write_bytes(_ROTATIONS.dump_json(found))
+            new.write_bytes(_ROTATIONS.dump_json(secrets))
             new.replace(self._rotations)
         return self._make(tenant, version)
 
@@ -112,7 +112,7 @@ class WebhookSecrets:
 
 
 def master_file(settings: JobsSettings) -> Path:
-    """The file of the master secret that promptq has made itself."""
+    """Returns the file of the master secret that promptq has generated."""
     return settings.files_dir / "webhook-master-secret"
 
 
@@ -122,7 +122,7 @@ def shared_file(settings: JobsSettings) -> Path:
 
 
 def _load_master(settings: JobsSettings) -> bytes:
-    """The master secret of the settings, or one that is made once and kept."""
+    """Returns the master secret of the settings, or one that is generated once and kept."""
     if settings.webhook_master_secret is not None:
         return _decode(settings.webhook_master_secret, "webhook_master_secret")
     path = master_file(settings)

@@ -1,4 +1,4 @@
-"""A claim: what a worker has room for, and what it gets."""
+"""The input and result of a claim: a worker's room, and the requests that it gets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """A tenant's part of a worker at one priority: how many sequences run that may be preempted,
-    and their KV tokens. Both are 0 if it only holds others."""
+    """A tenant's part of a worker at one priority: the number of its preemptible running sequences,
+    and their KV tokens. Both are 0 if it only holds other sequences."""
 
     priority: int
     num_running: int
@@ -23,14 +23,14 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a worker has room for.
+    """A worker's room for requests.
 
     `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
-    tokens) of running sequences, which a more urgent request may preempt. `num_held` is how many
-    requests it holds already: a suspect of earlier crashes goes only to a worker that holds none.
-    `num_sharing` is how many workers share what waits: a claim takes no more than makes the share
-    of one, or else a small part. `held` is what tenants have here already: a tenant that is not in
-    it gets a request even if there is no room, if others have more than their share.
+    tokens) of running sequences, which a more urgent request may preempt. `num_held` is the number
+    of requests that it holds: a suspect of earlier crashes goes only to a worker that holds none.
+    `num_sharing` is the number of workers that share the waiting requests: a claim takes no more
+    than the share of one, or else a small part. `held` has the tenants' holdings here: a tenant
+    that is not in it gets a request even without room, if others have more than their share.
     """
 
     max_count: int
@@ -49,12 +49,12 @@ class ModelIdentity:
     name: str = ""
     fingerprint: str = ""
     output_style: OutputStyle | None = None
-    """How the model writes tool calls and reasoning; None if there is no model."""
+    """The model's style for tool calls and reasoning; None if there is no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Tells of earlier calls, so that the server notices a lost reply.
+    """Facts about earlier calls, by which the server notices a lost reply.
 
     See `promptq.shared.queue.claim_history`. Without a session no lost reply is noticed.
     """
@@ -86,17 +86,17 @@ class Claim:
     is_spoilt: bool = False
     """Whether the log has an entry that is not an event, so that no attempt can continue it."""
     turn: tuple[float, str] | None = None
-    """If tenants share: the lowest score when it was given, then the time and order of that."""
+    """If tenants share: the lowest score when it was claimed, then that claim's time and order."""
     tenant: str = ""
-    """The tenant in whose queue it waited, whatever its payload says; empty: no tenant."""
+    """The tenant in whose queue it waited, which counts over its payload's; empty: no tenant."""
     weight: float = 1.0
-    """The tenant's weight when it was given."""
+    """The tenant's weight when it was claimed."""
     is_suspect: bool = False
     """Whether workers crashed while they held it, so that it must run alone."""
     num_logged: int = 0
-    """How many tokens the log has by the id of its last entry, even if that is not an event."""
+    """Number of tokens in the log, by the id of its last entry, even if that is not an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """When the server's reply came; `time.monotonic()` in seconds."""
+    """When the server's reply arrived; `time.monotonic()` in seconds."""
 
     @property
     def order(self) -> tuple[float, str]:
@@ -108,12 +108,12 @@ class Claim:
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """What a call needs to renew its lease or to give it back."""
+        """Returns the id and fence, by which a call renews its lease or gives it back."""
         return Held(self.request_id, self.fence)
 
 
 class Claims(list[Claim]):
-    """What one claim gave, in queue order; `num_pending` requests still wait."""
+    """The result of one call, in queue order; `num_pending` requests still wait."""
 
     num_pending = 0
     next_skip = 0

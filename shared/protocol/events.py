@@ -1,4 +1,4 @@
-"""What leaves the queue: the events of a request, and the result that is made of them.
+"""The queue's output: the events of a request, and the result that they fold into.
 
 The JSON form of each is public. Field names follow the OpenAI API and vLLM.
 """
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptq.shared.protocol.request import FinishReason
 
 _quoted = json.encoder.encode_basestring
-"""Gives a text as JSON, in C if Python has it. Characters beyond ASCII stay as they are."""
+"""Encodes a text as JSON, in C if Python has it, with characters beyond ASCII unescaped."""
 
 
 StoredTokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -34,11 +34,11 @@ def _numbers_or_null(values: list[int] | None) -> str:
 def _array(items: Sequence[BaseModel | None] | None) -> str:
     if items is None:
         return "null"
-    return f"[{','.join('null' if it is None else it.model_dump_json() for it in items)}]"
+    return f"[{','.join('null' if item is None else item.model_dump_json() for item in items)}]"
 
 
 class _Wire(BaseModel):
-    """Base of what workers send. Unknown fields are ignored.
+    """Base of the data that workers send. Unknown fields are ignored.
 
     JSON has no NaN and no infinity, and pydantic would write them as null.
     """
@@ -57,8 +57,8 @@ class TopLogprob(_Wire):
 class TokenLogprob(_Wire):
     """Natural log-probability of the token that was chosen, before any sampling parameter.
 
-    `rank` is 1 for the likeliest token. `top` has the likeliest ones, or null if none were asked
-    for. `token` is its text alone, in which bytes that are not a whole character are U+FFFD.
+    `rank` is 1 for the likeliest token. `top` has the likeliest ones, or null if the request wants
+    none. `token` is its text alone, in which bytes that are not a whole character are U+FFFD.
     """
 
     token_id: int
@@ -69,8 +69,8 @@ class TokenLogprob(_Wire):
 
 
 class _TellsPrompt(_Wire):
-    """What a request with `prompt_logprobs` or `tokenize` is told of its prompt, in its first event
-    and its result.
+    """The prompt's fields in the first event and the result of a request with `prompt_logprobs` or
+    `tokenize`.
 
     The lists have an entry for each token of the prompt. The first token follows nothing, so it
     has no log-probability, and null in its place. All texts together are the prompt.
@@ -129,9 +129,9 @@ class Usage(_Wire):
 
 def sum_of_known(counts: Iterable[int | None]) -> int | None:
     """The sum, or None if a count is unknown."""
-    found = list(counts)
-    known = [count for count in found if count is not None]
-    return sum(known) if found and len(known) == len(found) else None
+    values = list(counts)
+    known = [count for count in values if count is not None]
+    return sum(known) if values and len(known) == len(values) else None
 
 
 class Stats(_Wire):
@@ -166,12 +166,12 @@ class Stats(_Wire):
 
 
 class ErrorInfo(_Wire):
-    """What went wrong: a stable `type` for programs, a sentence for people."""
+    """An error: a stable `type` for programs, a sentence for people."""
 
     type: str
     message: str
     code: str | None = None
-    """Names the error among those of its type, if programs tell several apart."""
+    """The kind of error within its type, if programs distinguish several."""
 
     def to_json(self) -> str:
         """The JSON form, with `code` only if it is set."""
@@ -196,11 +196,11 @@ class TokenEvent(_TellsPrompt):
     embedding: str | None = None
     """The vector of a request with `embed`: base64 of little-endian float32."""
     stop_reason: str | None = None
-    """In a last event: the stop string that ended the output."""
+    """The stop string that ended the output; only in a last event."""
 
     @property
     def end(self) -> int:
-        """How many tokens of the request there are after this event."""
+        """Number of tokens of the request after this event."""
         return self.index + len(self.token_ids)
 
     @property
@@ -208,8 +208,8 @@ class TokenEvent(_TellsPrompt):
         return self.finish_reason is not None
 
     def to_json(self) -> str:
-        """The public JSON form. `usage`, `stats`, `error`, `embedding`, `stop_reason` and what the
-        prompt's tokens are is only in it if it is set."""
+        """Returns the public JSON form. `usage`, `stats`, `error`, `embedding`, `stop_reason` and
+        the prompt's fields are left out if they are not set."""
         reason = "null" if self.finish_reason is None else f'"{self.finish_reason.value}"'
         parts = (("usage", self.usage), ("stats", self.stats), ("error", self.error))
         return token_event_json(
@@ -220,7 +220,7 @@ class TokenEvent(_TellsPrompt):
             self.attempt,
             reason,
             self.prompt_json
-            + "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None)
+            + "".join(f',"{name}":{part.to_json()}' for name, part in parts if part is not None)
             + embedding_json(self.embedding)
             + stop_reason_json(self.stop_reason),
         )
@@ -237,7 +237,7 @@ class Result(_TellsPrompt):
     stats: Stats | None = None
     error: ErrorInfo | None = None
     embedding: str | None = None
-    """As in the last event, and so is the next."""
+    """Copied from the last event, like the next field."""
     stop_reason: str | None = None
 
     @property
@@ -251,7 +251,7 @@ class Result(_TellsPrompt):
         return numbers.tolist()
 
     def to_json(self) -> str:
-        """The JSON form, as it is in the request's hash."""
+        """Returns the JSON that the request's hash stores."""
         return result_json(
             self.text,
             self.token_ids,
@@ -291,13 +291,13 @@ def prompt_json(
     logprobs: Sequence[TokenLogprob | None] | None = None,
     token_ids: list[int] | None = None,
 ) -> str:
-    """What is told of a prompt's tokens as JSON, for the end of an event or a result."""
-    told = f',"prompt_texts":[{",".join(map(_quoted, texts))}]'
+    """Returns the fields of a prompt's tokens as JSON, for the end of an event or a result."""
+    fields = f',"prompt_texts":[{",".join(map(_quoted, texts))}]'
     if logprobs is not None:
-        told += f',"prompt_logprobs":{_array(logprobs)}'
+        fields += f',"prompt_logprobs":{_array(logprobs)}'
     if token_ids is not None:
-        told += f',"prompt_token_ids":{_numbers(token_ids)}'
-    return told
+        fields += f',"prompt_token_ids":{_numbers(token_ids)}'
+    return fields
 
 
 def token_event_json(
@@ -309,11 +309,11 @@ def token_event_json(
     finish_reason: str = "null",
     more: str = "",
 ) -> str:
-    """The JSON of a `TokenEvent`, without making one. `finish_reason` is JSON already, and so are
-    the fields in `more`.
+    """Returns the JSON of a `TokenEvent` without building one. `finish_reason` and the fields in
+    `more` are JSON already.
 
-    It is written by hand because there is one for each token. json.dumps takes three times as long,
-    and making the model alone takes longer than this.
+    The code is written by hand because it runs for each token. json.dumps takes three times as
+    long, and building the model alone takes longer than this.
     """
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (

@@ -13,7 +13,7 @@ from promptq.shared.errors import ConfigurationError, InvalidRequestError
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 """The names that queues, tenants and API keys may have."""
 NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
-"""The same for messages."""
+"""The form of names, in words for messages."""
 
 PREFIX = "promptq:"
 """The beginning of every key."""
@@ -30,7 +30,7 @@ ALL_QUEUES = "*"
 
 
 def is_request_id(text: str) -> bool:
-    """Whether it is 1 to 200 printable ASCII characters without spaces."""
+    """Whether a text is 1 to 200 printable ASCII characters without spaces."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
@@ -83,7 +83,7 @@ class Keys:
     pending = _Name("pending")
     control = _Channel("control")
     drain = _Channel("drain")
-    """A channel that tells workers to finish what runs and to exit."""
+    """A channel whose messages make workers finish running requests and exit."""
     leases = _Name("leases")
     deadlines = _Name("deadlines")
     delayed = _Name("delayed")
@@ -94,24 +94,24 @@ class Keys:
     workers = _Name("workers")
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
-    """Counts of what waits, for the limits of `enqueue`."""
+    """Counts of waiting requests and tokens, for the limits of `enqueue`."""
     api_keys = _Name("api_keys")
     api_keys_used = _Name("api_keys:used")
     """When each API key was last used."""
     webhooks = _Name("webhooks")
     """Requests that ended and have a webhook, by the time (ms) of the end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """For each webhook that is still to be called: how often it was tried, and the next time."""
+    """For each webhook that waits for a call: the number of attempts, and the time of the next."""
     webhooks_dead = _Name("webhooks:dead")
-    """The last few thousand webhooks that were given up."""
+    """The last few thousand webhooks that are no longer tried."""
     jobs_leader = _Name("jobs:leader")
-    """Which of several `promptq jobs` hands out the queue's background work."""
+    """The leader of several `promptq jobs`, which hands out the queue's background work."""
     upkeep = _Name("upkeep")
     """Since when reaping has gone on without a break, and when it last ran."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
     statistics_minutes = _Name("statistics:minutes")
-    """A sample for each minute, made of those in the stream `statistics`."""
+    """A sample for each minute, computed from those in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
     unfinished_responses = _Name("responses:unfinished")
     """Stored responses without a result, by the time (ms) at which somebody last looked at them."""
@@ -147,7 +147,7 @@ class Keys:
         return self.prefix + (f"tenants:{priority}" if priority else "tenants")
 
     def batches_of(self, tenant: str) -> str:
-        """A tenant's batches by the time (ms) they were made; '' is the tenant without a name."""
+        """The key of a tenant's batches by creation time (ms); '' is the tenant without a name."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:
@@ -158,7 +158,7 @@ class Keys:
         return f"{self.prefix}batch:{batch_id}:runner"
 
     def response(self, response_id: str) -> str:
-        """What is stored of a response of the HTTP API."""
+        """The key of a stored response of the HTTP API."""
         return f"{self.prefix}response:{response_id}"
 
     def idempotency(self, key: str) -> str:
@@ -178,5 +178,5 @@ class Keys:
         return f"{self.prefix}worker:{worker_id}"
 
     def slots(self, worker_id: str) -> str:
-        """What a worker last reported about its batch."""
+        """The key of a worker's last report about its batch."""
         return f"{self.prefix}slots:{worker_id}"

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ARGUMENT_VALUES = 100_000
-"""The most JSON values in all arguments that are texts. A parser makes an object of each."""
+"""The most JSON values in all arguments that are texts. A parser builds an object for each."""
 
 _LONGEST_SHOWN = 80
 _ROLES = {"developer": "system", "function": "tool"}
@@ -26,7 +26,7 @@ _SEPARATORS = ",[{"
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Make content one text and arguments of tool calls objects, and replace other names of roles.
 
-    A `function_call`, the former name, becomes a tool call. Normalised messages stay as they are.
+    A `function_call`, the former name, becomes a tool call. Normalised messages do not change.
     Raises ValueError that names the part that is wrong.
     """
     num_values = 0
@@ -105,7 +105,7 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns the arguments of a call; `{}` for none. Of a text that was cut, what came."""
+    """Returns the arguments of a call; `{}` for none, the part that arrived of a cut text."""
     read = arguments
     if isinstance(arguments, str):
         try:
@@ -121,7 +121,7 @@ def _object(where: str, arguments: Any) -> dict[str, Any]:
 
 
 def _num_values(arguments: Any) -> int:
-    """At least the number of JSON values in a text, each of which follows a separator."""
+    """Returns an upper bound of the JSON values in a text, each of which follows a separator."""
     if not isinstance(arguments, str):
         return 0
     count = sum(map(arguments.count, _SEPARATORS))

@@ -1,4 +1,4 @@
-"""What a request wants its output to be: any text, JSON, text of a form, or the call of a tool.
+"""The kind of output that a request wants: any text, JSON, text of a form, or a tool call.
 
 `response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API, to which the types
 `regex`, `choice` and `grammar` are added.
@@ -15,7 +15,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
-"""A limit on what preparing a request costs."""
+"""The most choices, which limits the cost of preparing a request."""
 
 _LONGEST_KIND = 80
 
@@ -81,7 +81,7 @@ def wanted_output(
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: str | Mapping[str, Any] | None,
 ) -> Output | None:
-    """What the three fields ask for together; None for any text.
+    """Returns the output that the three fields require together; None for any text.
 
     A call that is required is no text, so it does not follow the `response_format`.
 
@@ -105,7 +105,7 @@ def wanted_output(
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for a tool whose type is not `function`, or whose function has no name.
 
-    An object without a type may be what the chat template of a model takes.
+    An object without a type is accepted: some models' chat templates take such tools.
     """
     for tool in tools:
         if tool.get("type", "function") != "function":
@@ -128,25 +128,25 @@ def _text_output(
         return None
     if kind == "json_object":
         return JsonOutput(ANY_OBJECT, strict=True)
-    asked = response_format.get(_TYPES[kind])
+    value = response_format.get(_TYPES[kind])
     if kind == "json_schema":
-        return _schema_output(asked)
+        return _schema_output(value)
     if kind == "regex":
-        if not isinstance(asked, str) or not asked:
+        if not isinstance(value, str) or not value:
             raise ValueError("response_format: regex must be a text with a regular expression")
-        return RegexOutput(asked)
+        return RegexOutput(value)
     if kind == "grammar":
-        return _grammar_output(asked)
+        return _grammar_output(value)
     if not (
-        isinstance(asked, list)
-        and 0 < len(asked) <= MAX_CHOICES
-        and all(it and isinstance(it, str) for it in asked)
+        isinstance(value, list)
+        and 0 < len(value) <= MAX_CHOICES
+        and all(name and isinstance(name, str) for name in value)
     ):
         raise ValueError(
             f"response_format: choice must be a list of 1 to {MAX_CHOICES:,} texts, none of them"
             " empty"
         )
-    return ChoiceOutput(tuple(asked))
+    return ChoiceOutput(tuple(value))
 
 
 _TYPES = {
@@ -233,7 +233,7 @@ def _strict(described: Mapping[str, Any], where: str) -> bool:
     return strict is not False
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: set[str], where: str) -> None:
-    for name in given:
+def _refuse_unknown(fields: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in fields:
         if name not in known:
             raise ValueError(f"{where}: {name!r} is not known; known are {sorted(known)}")

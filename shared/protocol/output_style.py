@@ -1,4 +1,4 @@
-"""How a model family writes what is not content: calls of tools, and its reasoning."""
+"""A model family's way to write tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class OutputStyle:
     A text has calls of one of three forms. NAME is the name of the tool, {...} its arguments:
 
     - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
-      several objects may stand there.
+      there may be several objects.
     - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, the name may end there
-      already, and what follows up to `middle` does not count.
+      already, and the text from there to `middle` does not count.
     - `tagged`: `opening`, NAME, `middle`, then for each argument `key_before`, its name,
       `key_after`, its value and `value_after`, and at the end `closing`.
 
-    In the first two forms `opening` stands before the first call and `closing` after the last. A
-    `prelude` may stand before a call that the model makes by itself.
+    In the first two forms `opening` is before the first call and `closing` after the last. A
+    `prelude` may be before a call that the model makes by itself.
 
     A reader that does not know the form finds no calls. Gateways of earlier releases know
     `arguments_key`, `before` and `after` alone, so a forced call in the form `object` is written
@@ -48,16 +48,16 @@ class OutputStyle:
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """The style of a chat that is shown no tools, if another template renders it and reasoning is
-    written in another way there."""
+    """The style of a chat without tools, if another template renders such chats and writes
+    reasoning in another way."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
-        """Returns the style of a chat that is shown tools, or of one that is not."""
+        """Returns the style of a chat with tools, or of one without."""
         return self if with_tools else self.without_tools or self
 
     @property
     def has_calls(self) -> bool:
-        """Whether the form is one that is known here."""
+        """Whether this release knows the form."""
         return self.form in (OBJECT, NAMED, TAGGED)
 
     @property
@@ -74,7 +74,7 @@ class OutputStyle:
 
     @property
     def reasoning_marks(self) -> tuple[str, ...]:
-        """Both marks of reasoning; none if the model never reasons."""
+        """The two marks of reasoning; none if the model never reasons."""
         marks = (self.reasoning_before, self.reasoning_after)
         return marks if all(marks) else ()
 
@@ -86,11 +86,11 @@ class OutputStyle:
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
         """Returns None if the text is not a style. Fields that are not known are ignored."""
         try:
-            given = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        style = cls._read(given)
-        if style is None or (other := cls._read(given.get("without_tools"))) is None:
+        style = cls._read(fields)
+        if style is None or (other := cls._read(fields.get("without_tools"))) is None:
             return style
         return replace(style, without_tools=other)
 

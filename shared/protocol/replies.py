@@ -29,9 +29,9 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """How many requests a call returned to waiting, ended, made dead letters, and deleted.
+    """Numbers of requests that a call returned to waiting, ended, made dead letters, and deleted.
 
-    `has_more` says that there may be more to do than one call does.
+    `has_more`: another call may find more to do.
     """
 
     returned: int

@@ -1,4 +1,4 @@
-"""What enters the queue: a request, and how it may end. Its JSON form is public.
+"""The queue's input: a request, and the ways in which it may end. Its JSON form is public.
 
 Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
 """
@@ -40,9 +40,9 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
-"""Most log-probabilities of one prompt: its tokens times one more than the likeliest that are asked
-for. As JSON each takes about 75 bytes. All of them are in one event, and no other stream goes on
-while a process writes or reads it, some tenths of a second."""
+"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. Each takes about 75
+bytes of JSON. All of them are in one event, and a process that writes or reads it serves no other
+stream meanwhile, for some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
 """Characters of all bad words of a request together."""
@@ -93,10 +93,10 @@ _LONGEST_NAME = 64
 """Characters of an unknown field's name that an error shows. No field has a longer name."""
 
 _MOST_COMPARED = 100
-"""How many unknown fields are compared with a missing one, to find a misspelt name."""
+"""The most unknown fields that are compared with a missing one, to find a misspelt name."""
 
 _ALIKE = 0.8
-"""How like a field's name (0 to 1) an unknown name must be to be taken for a misspelling of it."""
+"""The likeness (0 to 1) from which an unknown name counts as a misspelling of a field's name."""
 
 _LONGEST_SHOWN = 80
 """Characters of a wrong value that an error shows."""
@@ -106,7 +106,7 @@ _LONGEST_MESSAGE = 500
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 Pooling = Literal["last", "mean"]
-"""Which final hidden states of a prompt become its vector: that of the last token, or the mean of
+"""The final hidden states of a prompt that become its vector: of the last token, or the mean of
 all."""
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -160,7 +160,7 @@ _STATE_AFTER = {
 
 
 class SamplingParams(BaseModel):
-    """How tokens are chosen and when to stop."""
+    """Parameters for choosing tokens and for stopping."""
 
     # Otherwise the parser caches up to 16,384 short texts, among them prompts.
     model_config = ConfigDict(
@@ -248,7 +248,7 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Whether a field changes anything. Greedy choice is what no temperature changes."""
+        """Whether a field has an effect. A temperature of 0, greedy choice, counts as none."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
@@ -266,7 +266,7 @@ _NO_PENALTIES = _penalties(NEUTRAL)
 
 
 class TraceContext(BaseModel):
-    """Which span a request belongs to, as in the headers of W3C Trace Context.
+    """The span of a request, as in the headers of W3C Trace Context.
 
     A value that is not valid in such a header is not refused. The request then begins a new trace.
     """
@@ -279,12 +279,12 @@ class TraceContext(BaseModel):
     @property
     def carrier(self) -> dict[str, str]:
         """The headers."""
-        found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
-        return {name: value for name, value in found.items() if value}
+        headers = {"traceparent": self.traceparent, "tracestate": self.tracestate}
+        return {name: value for name, value in headers.items() if value}
 
 
 class Embed(BaseModel):
-    """Asks for a vector in place of an answer: how it is made of the prompt's hidden states."""
+    """Requests a vector in place of an answer, computed from the prompt's hidden states."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -294,7 +294,7 @@ class Embed(BaseModel):
 
 
 class OutputPrefix(BaseModel):
-    """What an output begins with: these tokens, and then those of the text."""
+    """The beginning of an output: these tokens, and then those of the text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -309,7 +309,7 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Names that an error tells from the kinds of values that a place takes."""
+"""Names of fields, which errors distinguish from the kinds of values of a place."""
 
 
 class Request(SamplingParams):
@@ -349,13 +349,13 @@ class Request(SamplingParams):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _check_template_kwargs(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in sorted(TEMPLATE_CALL_ARGUMENTS.intersection(given or ())):
+    def _check_template_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(TEMPLATE_CALL_ARGUMENTS.intersection(kwargs or ())):
             raise ValueError(
                 f"{name!r} is not a variable of the chat template. It is an argument of the call"
                 " that renders it, and a request may not set it"
             )
-        return given
+        return kwargs
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -381,7 +381,7 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raise ValueError for a field that has no meaning where nothing is generated."""
+        """Raise ValueError for a field that has no meaning without generation."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
@@ -515,7 +515,7 @@ class TokenAccount:
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
-    """Where a request goes on from another one: behind so many tokens of its output."""
+    """The place where a fork continues another request: after `position` tokens of its output."""
 
     request_id: str
     position: int
@@ -527,9 +527,9 @@ class ForkPoint:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that is to be enqueued.
+    """A request to enqueue.
 
-    If `payload` is given, it is the JSON form without `trace_context`, and `request` needs only the
+    A `payload` is the JSON form without `trace_context`; with it, `request` needs only the
     fields that the queue itself reads.
     """
 

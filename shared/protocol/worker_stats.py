@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
 SAMPLE_MS = 5000
-"""How long one sample of a queue's statistics stands for."""
+"""The time that one sample of a queue's statistics covers."""
 
 
 class _Observation(BaseModel):
@@ -19,7 +19,7 @@ class _Observation(BaseModel):
 
 
 class SlotState(StrEnum):
-    """What a sequence is doing. Those that wait have no slot."""
+    """The state of a sequence. Sequences that wait have no slot."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,7 +30,7 @@ class SlotState(StrEnum):
 class SlotStats(_Observation):
     """A sequence of a worker's batch, or one that waits inside the engine to join it.
 
-    Times are Unix milliseconds of the server, None for what has not happened.
+    Times are Unix milliseconds of the server, None for events that have not happened.
     """
 
     slot: int | None = None
@@ -75,7 +75,7 @@ class Sample(_Observation):
     at: int
     waiting: int = 0
     priorities: dict[int, int] = {}
-    """How many waited at each priority."""
+    """Number of waiting requests by priority."""
     delayed: int = 0
     active: int = 0
     """Requests that workers hold, running or prepared."""
@@ -83,16 +83,16 @@ class Sample(_Observation):
     workers: int = 0
     tokens_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
-    """Without tokens that were found in the cache."""
+    """Prompt tokens a second, without tokens that were found in the cache."""
     worker_tokens_per_second: float = 0.0
-    """What one worker makes while requests wait, by the samples so far; 0: not measured yet."""
+    """Tokens a second of one worker while requests wait, from the samples; 0: not measured yet."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
-    """From enqueueing to the first token."""
+    """Milliseconds from enqueueing to the first token."""
     queue_p50_ms: float | None = None
     queue_p95_ms: float | None = None
-    """From enqueueing to the first prefill."""
+    """Milliseconds from enqueueing to the first prefill."""
 
     @field_validator("priorities", mode="before")
     @classmethod
@@ -109,7 +109,7 @@ class WorkerStats(_Observation):
     """A worker's heartbeat, flat as in its hash. Counts are totals since the worker started."""
 
     def told(self, name: str) -> Any:
-        """The value of a statistic; None if the worker's engine does not tell it."""
+        """Returns the value of a statistic; None if the worker's engine does not report it."""
         return None if name in self.untold.split() else getattr(self, name)
 
     worker_id: str
@@ -132,11 +132,11 @@ class WorkerStats(_Observation):
     """Requests in the engine that have no slot yet."""
     num_prefetched: int = 0
     mean_prefetched: float = 0.0
-    """How many requests were prepared, on average."""
+    """Average number of prepared requests."""
     mean_prefetch_wait_ms: float = 0.0
-    """How long a prepared request waited until it was handed out."""
+    """Average wait of a prepared request until it was handed out."""
     num_prefetch_empty: int = 0
-    """How often no request was prepared when one was asked for."""
+    """Number of times that the engine wanted a request and none was prepared."""
     num_processed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -156,23 +156,23 @@ class WorkerStats(_Observation):
     kv_shared_blocks: int = 0
     """Blocks that several sequences own."""
     kv_free_blocks: int = 0
-    """Blocks that can be taken: empty ones, and those that hold a prefix but have no owner."""
+    """Blocks that can be allocated: empty ones, and those that hold a prefix but have no owner."""
     kv_cached_blocks: int = 0
     """Blocks that hold a prefix but have no owner."""
     step_ms: float = 0.0
     """Median of the last steps."""
     current_step_ms: int = 0
-    """How long the current step has taken so far; about 0 if there is none."""
+    """Time of the current step so far; about 0 if there is none."""
     tokens_per_second: float = 0.0
     """Generated tokens a second over the time in which the engine had work."""
     recent_tokens_per_second: float = 0.0
-    """The same since the last heartbeat, busy or not."""
+    """Generated tokens a second since the last heartbeat, busy or not."""
     mean_queue_ms: float = 0.0
     mean_prompt_ms: float = 0.0
     mean_generation_ms: float = 0.0
     peak_memory_bytes: int = 0
     untold: str = ""
-    """Names of the statistics that the worker's engine does not tell, with spaces between them:
+    """Names of the statistics that the worker's engine does not report, separated by spaces:
     `step_ms cached_tokens`. Their values here mean nothing."""
     start_up_seconds: float = 0.0
     start_up_stages: str = ""

@@ -1,1 +1,1 @@
-"""What every process has: settings, logs, metrics, tracing, tasks."""
+"""Parts of every process: logs, metrics, tracing, tasks."""

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution, requires
 from promptq.shared.errors import ConfigurationError
 
 _REQUIREMENT = re.compile(
-    r"""(?P<name>[\w.-]+)(\[(?P<extras>[\w,\s.-]+)\])?   # a distribution, with extras of its own
+    r"""(?P<name>[\w.-]+)(\[(?P<extras>[\w,\s.-]+)\])?   # a distribution, with its extras
         [^;]*(;.*\bextra\s*==\s*["'](?P<of>[\w.-]+)["'])?""",
     re.VERBOSE,
 )
@@ -29,7 +29,7 @@ def require(what: str, *extras: str) -> None:
 
 
 def require_one_of(what: str, *extras: str) -> None:
-    """The same unless all that one of these extras needs is installed."""
+    """Raises an error unless all requirements of one of these extras are installed."""
     if not any(map(_is_complete, extras)):
         raise _lacks(what, extras[:1])
 
@@ -60,14 +60,14 @@ def _needs(extra: str) -> Iterator[str]:
     except PackageNotFoundError:
         return
     for requirement in requirements:
-        found = _REQUIREMENT.match(requirement)
-        if found is None or found["of"] != extra or _IS_ELSEWHERE.search(requirement):
+        match = _REQUIREMENT.match(requirement)
+        if match is None or match["of"] != extra or _IS_ELSEWHERE.search(requirement):
             continue
-        if found["name"] == "promptq":
-            for other in (found["extras"] or "").split(","):
+        if match["name"] == "promptq":
+            for other in (match["extras"] or "").split(","):
                 yield from _needs(other.strip())
         else:
-            yield found["name"]
+            yield match["name"]
 
 
 def _is_installed(name: str) -> bool:

@@ -19,20 +19,20 @@ _AT_ONCE = 16
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
     """Parse a JSON object. `readers`, by the name of a list, convert each of its items.
 
-    Raises ValueError, RecursionError, and what a reader raises.
+    Raises ValueError, RecursionError, and errors of a reader.
     """
     decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     at, end = _after(text, 0, "{"), "}"
     while (at := _skip(text, at)) < len(text) and text[at] != end:
-        if found:
+        if members:
             at = _skip(text, _after(text, at, ","))
         name, at = decode(text, at)
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is not the name of a member")
         at = _skip(text, _after(text, at, ":"))
         if not text.startswith("[", at):
-            found[name], at = decode(text, at)
+            members[name], at = decode(text, at)
             continue
         items: list[Any] = []
         read = readers.get(name)
@@ -47,10 +47,10 @@ def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[di
             at = behind.start(1) if is_over else behind.end()
             if read is not None or not len(items) % _AT_ONCE:
                 yield
-        found[name], at = items, at + 1
+        members[name], at = items, at + 1
     if _skip(text, _after(text, at, end)) != len(text):
         raise ValueError("there is more than one value")
-    return found
+    return members
 
 
 def _skip(text: str, at: int) -> int:
@@ -70,8 +70,8 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """The value as JSON in ASCII. Its lists are emptied on the way: to free many objects at once
-    takes long, too."""
+    """Returns the value as JSON in ASCII. Empties its lists on the way: freeing many objects at
+    once takes long, too."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

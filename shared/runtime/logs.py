@@ -115,7 +115,7 @@ def bind(**fields: Any) -> None:
 
 
 def unbind(*names: str) -> None:
-    """Undo a `bind`, when the task goes on with something else or inherited it."""
+    """Undo a `bind`, when the task continues with other work or inherited it."""
     structlog.contextvars.unbind_contextvars(*names)
 
 
@@ -140,7 +140,7 @@ def _json(line: Any, **options: Any) -> str:
 
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Give a line of the standard library its logger's name, and uvicorn's access lines fields."""
+    """Name the logger in lines of the standard library; split uvicorn's access lines in fields."""
     values = line.pop("positional_args", ())
     line["logger"] = line["_record"].name
     if line["logger"] == _ACCESS_LOG and len(values) == 5:

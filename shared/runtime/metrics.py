@@ -26,7 +26,7 @@ from prometheus_client.utils import floatToGoString
 
 PREFIX = "promptq_"
 ENGINE = "0"
-"""The label `engine`, by which vLLM numbers the engines of a process: a worker has one."""
+"""The label `engine`: vLLM numbers the engines of a process; a worker has one."""
 
 # fmt: off
 _LATENCY = (
@@ -165,8 +165,8 @@ HTTP_SECONDS = Spec("histogram", "http_request_duration_seconds", "From an HTTP 
 HTTP_OPEN = Spec("gauge", "http_requests_open", "HTTP requests that are being answered.", ())
 # fmt: on
 
-ALL = tuple(it for it in list(globals().values()) if isinstance(it, Spec))
-WORKER_HISTOGRAMS = tuple(it for it in ALL if it.kind == "histogram" and it.labels == _OF_WORKERS)
+ALL = tuple(spec for spec in list(globals().values()) if isinstance(spec, Spec))
+WORKER_HISTOGRAMS = tuple(s for s in ALL if s.kind == "histogram" and s.labels == _OF_WORKERS)
 
 
 class Histogram:

@@ -13,8 +13,8 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""The text with each unsafe character but those in `keep` written as an escape like `\x1b`."""
-    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
+    r"""Returns the text with unsafe characters, except those in `keep`, as escapes like `\x1b`."""
+    return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 
 def _escaped(character: str) -> str:

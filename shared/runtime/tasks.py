@@ -18,13 +18,13 @@ _log = logging.getLogger("promptq.tasks")  # a client has no other log
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end. What they raise is dropped.
+    """Cancel tasks and wait for their end. Drops their exceptions.
 
     One cancellation is not enough. Before Python 3.12, `asyncio.wait_for`, by which redis-py sends,
-    swallows it if what it waits for is just done; and an error on the way out may replace it.
+    swallows it if the awaited future is just done; and an error on the way out may replace it.
 
     The caller may be cancelled too, as anyio does at every turn until a scope is left. That is
-    raised only when all have ended, because the caller often closes what they use next.
+    raised only when all tasks have ended, because the caller often closes their resources next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None

@@ -24,7 +24,7 @@ _FLUSH_MS = 5000
 
 
 class Tracing:
-    """Makes spans with an application's own tracer provider, or with that of `start_tracing`."""
+    """Creates spans with an application's tracer provider, or with that of `start_tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -33,15 +33,15 @@ class Tracing:
         self._provider = provider
         self._propagator = TraceContextTextMapPropagator()
 
-    def parent(self, given: TraceContext | Mapping[str, str] | None) -> Context | None:
+    def parent(self, context: TraceContext | Mapping[str, str] | None) -> Context | None:
         """The context that came with a request or as HTTP headers; None if none did."""
-        if given is None:
+        if context is None:
             return None
-        carrier = given.carrier if isinstance(given, TraceContext) else given
+        carrier = context.carrier if isinstance(context, TraceContext) else context
         return self._propagator.extract(carrier) if carrier else None
 
     def context_of(self, span: Span) -> TraceContext:
-        """What a request carries to make its later spans children of this one."""
+        """Returns the context that makes a request's later spans children of this one."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Tracing:
         return TraceContext(**carrier)
 
     def close(self) -> None:
-        """Send what is left; waits for some seconds at most."""
+        """Send the remaining spans; waits for some seconds at most."""
         flush = getattr(self._provider, "force_flush", None)
         shut_down = getattr(self._provider, "shutdown", None)
         if flush is not None and shut_down is not None:

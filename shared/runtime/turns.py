@@ -1,4 +1,4 @@
-"""Long work on an event loop, done in slices so that it delays nobody.
+"""Long work on an event loop, in slices so that it delays no other task.
 
 Long work is written as a generator that yields, with nothing, after each small part.
 """
@@ -30,7 +30,7 @@ class Turns:
             await asyncio.sleep(0)
 
     async def run(self, steps: Work[T]) -> T:
-        """Do the work, and return what it returns."""
+        """Do the work, and return its result."""
         slices = sliced(steps, None)
         while True:
             try:
@@ -56,7 +56,7 @@ def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
 
 
 def at_once(steps: Work[T]) -> T:
-    """Do all of the work now, and return what it returns."""
+    """Do all of the work now, and return its result."""
     while True:
         try:
             next(steps)

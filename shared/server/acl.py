@@ -1,8 +1,8 @@
 """Users for the server's access control list (ACL): a role for each kind of process of one queue.
 
-Commands and the names of keys and channels limit what a role may do. It cannot be limited to some
-scripts, because the server runs a script with the rights of its caller. So a role that enqueues by
-a script may also write the same keys by hand. docs/security.md says what follows from that.
+Commands and the names of keys and channels limit a role. It cannot be limited to some scripts,
+because the server runs a script with the rights of its caller. So a role that enqueues by a script
+may also write the same keys by hand. docs/security.md describes the consequences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """The queue's keys by their subject, as patterns that follow the queue's prefix."""
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
-"""What all queues of the server share: their names, and further names of models."""
+"""Keys that all queues of the server share: their names, and further names of models."""
 
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
@@ -56,7 +56,7 @@ _DATABASES = ("", "[1-9]*:")
 database 0 matches the pattern."""
 
 _LOOK_THROUGH = "dbsize scan"
-"""These commands look at all keys of the database, also those of other queues."""
+"""Commands that read all keys of the database, also those of other queues."""
 
 _RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush scard zrangebyscore"
 
@@ -71,7 +71,7 @@ _RQ_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a kind of process may do: families of keys, channels, commands."""
+    """The rights of a kind of process: families of keys, channels, commands."""
 
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -81,12 +81,12 @@ class Role:
     """Rules for keys and channels that are not the queue's."""
 
     def rules(self, queue: str) -> list[str]:
-        """The rules in the form of the server's ACL."""
+        """Returns the rules in the form of the server's ACL."""
         prefix = Keys("all").prefix.replace("all", queue)
-        keys = [f"~{prefix}{it}" for family in self.writes for it in FAMILIES[family]]
-        keys += [f"%R~{prefix}{it}" for family in self.reads for it in FAMILIES[family]]
+        keys = [f"~{prefix}{key}" for family in self.writes for key in FAMILIES[family]]
+        keys += [f"%R~{prefix}{key}" for family in self.reads for key in FAMILIES[family]]
         channels = [f"&{prefix}{at}{channel}" for channel in self.channels for at in _DATABASES]
-        commands = [f"+{it}" for it in sorted(set(self.commands.split()))]
+        commands = [f"+{command}" for command in sorted(set(self.commands.split()))]
         rules = ["reset", "on", *keys, *channels, *self.others, "-@all"]
         return [*rules, *_CONNECT.split(), *commands]  # a category overrides the rules before it
 

@@ -1,4 +1,4 @@
-"""Notes where the embedded servers of this user are, so that commands find them without an address.
+"""Notes the addresses of this user's embedded servers, so that commands find them.
 
 Each server has a file in a folder of the user: the one for running programs if the system has one
 (`XDG_RUNTIME_DIR`), else one in HOME. The file has the address with the password, so only the user
@@ -9,9 +9,10 @@ The server keeps the file locked, by a descriptor that it got from its parent, a
 releases the lock when the server ends, however it ends. If the lock is free, then the server has
 ended, and another program may listen at its address now.
 
-The password of such a server begins with a mark of the folder. So whoever sees that folder still
-recognises a copied address when the file is gone, and sends nothing there. Without the folder, as
-in another HOME or container, nobody can know whether the server lives, and the password suffices.
+The password of such a server begins with a mark of the folder. So a program that sees that folder
+still recognises a copied address when the file is gone, and sends nothing there. Without the
+folder, as in another HOME or container, it cannot know whether the server lives, and the password
+suffices.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OTHERS = 0o077
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on this loopback port."""
+    """Whether no process listens on this loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -49,8 +50,8 @@ def is_free(port: int) -> bool:
 class Advertisement:
     """The file of a server that is about to start.
 
-    The server inherits `descriptor`, its lock. `file` has to be removed before the server is told
-    to end, because it closes its port a moment before it ends.
+    The server inherits `descriptor`, its lock. `file` has to be removed before the server is
+    stopped, because it closes its port a moment before it ends.
     """
 
     def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
@@ -78,7 +79,7 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Let commands find the server. It has the descriptor by now, so this process closes it.
+        """Make the server visible to commands. Closes the descriptor, which the server has by now.
 
         Commands find the whole address or nothing.
         """
@@ -109,7 +110,7 @@ def all_advertised() -> Iterator[str]:
 
 
 def how_to_find(url: str) -> str:
-    """How other programs of this user get the address of a living server, with its password."""
+    """Returns how other programs of this user get the address of a living server."""
     if advertised(urlsplit(url).port) == url:
         return "`promptq url` prints the password"
     return f"no other command finds it: {_folder()} cannot be used, or other users may use it"
@@ -126,28 +127,30 @@ def password_mark() -> str:
 
 def _mark_of(folder: Path) -> str:
     """Returns the folder's mark. Its path is none, as containers share paths and user ids."""
-    found = folder.stat()
-    which = f"{found.st_dev} {found.st_ino} {os.getuid()} {os.uname().nodename}".encode()
+    status = folder.stat()
+    which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
 
 
 def liveness_of(url: str) -> Callable[[], bool] | None:
-    """A function that tells whether the server of an advertised address lives.
+    """Returns a function that tests whether the server of an advertised address lives.
 
-    None for an address that is none, or that was advertised in a folder that cannot be seen here.
+    Returns None for another address, or one that was advertised in a folder out of sight here.
 
-    The server is recognised by its password, however the rest of the address is written. Call the
+    The password identifies the server, in any spelling of the rest of the address. Call the
     function after a connection was opened and before it is used. Then a yes is certain: the server
     lived when the connection was made, so it was the one that listened.
     """
-    found = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
-    if found is None or found[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
+    match = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
+    if match is None or match[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
         return None
-    password = found[0]
+    password = match[0]
 
     def is_living() -> bool:
         known = (_read(file) for folder in _folders() for file in _files(folder))
-        return any(it is not None and it[1] and f":{password}@" in it[0] for it in known)
+        return any(
+            record is not None and record[1] and f":{password}@" in record[0] for record in known
+        )
 
     return is_living
 
@@ -165,11 +168,11 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """All folders where a file may be, because `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
-    found = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
+    """Returns all folders where a file may be: `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
+    folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
-        found.add(Path.home() / ".local" / "state" / "promptq")
-    return found
+        folders.add(Path.home() / ".local" / "state" / "promptq")
+    return folders
 
 
 def _prefix() -> str:
@@ -195,11 +198,11 @@ def _made_private(folder: Path) -> bool:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        found, named = folder.stat(), folder.lstat()  # a link's owner counts too
+        at, named = folder.stat(), folder.lstat()  # a link's owner counts too
     except OSError:
         return False
-    is_shut = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(found.st_mode) and is_shut and {found.st_uid, named.st_uid} == {os.getuid()}
+    is_shut = not at.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(at.st_mode) and is_shut and {at.st_uid, named.st_uid} == {os.getuid()}
 
 
 def _written_at(file: Path) -> int:
@@ -210,10 +213,10 @@ def _written_at(file: Path) -> int:
 
 
 def _living(file: Path) -> str | None:
-    found = _read(file)
-    if found is None:
+    record = _read(file)
+    if record is None:
         return None
-    url, is_living = found
+    url, is_living = record
     if not is_living:
         file.unlink(missing_ok=True)  # its server was killed
         return None
@@ -227,9 +230,9 @@ def _read(file: Path) -> tuple[str, bool] | None:
     except OSError:
         return None
     with open(descriptor, errors="replace") as opened:
-        found = os.fstat(descriptor)
-        is_private = found.st_uid == os.getuid() and not found.st_mode & _OTHERS
-        if not stat.S_ISREG(found.st_mode) or not is_private:
+        status = os.fstat(descriptor)
+        is_private = status.st_uid == os.getuid() and not status.st_mode & _OTHERS
+        if not stat.S_ISREG(status.st_mode) or not is_private:
             return None
         return opened.read(), _is_locked(descriptor)
 

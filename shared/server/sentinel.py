@@ -20,7 +20,7 @@ _PORT = 26379
 
 
 def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
-    """A client of the server that the sentinels call the master of a service, now and later.
+    """Returns a client of the server that the sentinels name as a service's master at any time.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the options of any other. The sentinels' own credentials, if they have any, are the options
@@ -52,7 +52,7 @@ def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
     own |= {name: options[name] for name in options if name.startswith(kept)} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one is asked
+    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one follows
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
@@ -79,17 +79,17 @@ class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
 def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
     """The error without the options of each unreached sentinel. redis-py shows them all, in some
     versions with passwords."""
-    said, _, unreached = str(error).partition(" : ")
+    text, _, unreached = str(error).partition(" : ")
     if unreached:
-        said += "; a sentinel does not answer, or refuses the connection or its credentials"
-    return type(error)(said)
+        text += "; a sentinel does not answer, or refuses the connection or its credentials"
+    return type(error)(text)
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """Closes the connections to the sentinels too, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections, or, when the master has changed, those that nobody uses.
+        """Closes all connections, or, when the master has changed, the idle ones.
 
         redis-py closes an idle connection only some turns of the event loop later. By then another
         call may have taken it, and fails with an AttributeError. So those leave the pool first.

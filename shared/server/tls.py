@@ -1,4 +1,4 @@
-"""Says in one sentence what is wrong with an encrypted connection, and what to do."""
+"""Explains the fault of an encrypted connection in one sentence, with its remedy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def what_is_wrong(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     if not isinstance(cause, ssl.SSLError):
         return ""
-    said = re.sub(r"\[.*?\] | \(_ssl\.c:\d+\)", "", str(cause.args[-1])).rstrip(".")
-    code = f"{getattr(cause, 'reason', '')} {said}"
+    text = re.sub(r"\[.*?\] | \(_ssl\.c:\d+\)", "", str(cause.args[-1])).rstrip(".")
+    code = f"{getattr(cause, 'reason', '')} {text}"
     for pattern, advice in _ADVICE:
         if re.search(pattern, code, re.IGNORECASE):
-            return f"{said}; {advice}"
-    return said
+            return f"{text}; {advice}"
+    return text

@@ -16,7 +16,7 @@ _NO_EFFECT = {
     "encoding": ("utf-8", "utf8"),
     "encoding_errors": ("strict",),
 }
-"""Values that programs give although they are the defaults. Other ones would break promptq."""
+"""Defaults that programs state explicitly. Other values would break promptq."""
 
 
 def _is_duration(value: str) -> bool:

@@ -161,7 +161,7 @@ def test_a_model_whose_workers_are_gone_can_be_forgotten(
         request_id = client.enqueue("Hi", delay_ms=600_000)
         assert "requests: 1" in run("models", "forget", "wren").stderr
         client.cancel(request_id)
-    assert run("models", "forget", "wren").stdout == "queue b has no model any more\n"
+    assert run("models", "forget", "wren").stdout == "queue b no longer has a model\n"
     assert "no models" in run("models", "list").stdout
     assert not connection.exists(Keys("b").model)
     with live_worker(redis_url, served_model_free(name="owl"), queue="b"):

@@ -1,4 +1,4 @@
-"""Finds out how a model family writes tool calls and reasoning, from what comes with the model."""
+"""Detects how a model family writes tool calls and reasoning, from the model's templates."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def style_of(tokenizer: HuggingFaceTokenizer) -> OutputStyle:
 
 
 def output_style(chat_template: str, response_template: Any = None) -> OutputStyle:
-    """The style of a model's texts, with calls in bare JSON if nothing says otherwise.
+    """Returns the style of a model's texts, with calls in bare JSON by default.
 
-    A `response_template` of `transformers` has precedence for what it says in words. What it says
-    in patterns is taken from the chat template.
+    A `response_template` of `transformers` has precedence for marks that it states literally. Marks
+    that it states as patterns come from the chat template.
     """
     shown = chat_template.replace('\\"', '"')  # a mark may be in a text of the template
     style = next(
@@ -107,12 +107,12 @@ def output_style(chat_template: str, response_template: Any = None) -> OutputSty
     for before, after in _REASONING:
         if after in chat_template:
             style = replace(style, reasoning_before=before, reasoning_after=after)
-    return _as_told(style, response_template)
+    return _with_response_template(style, response_template)
 
 
-def _as_told(style: OutputStyle, response_template: Any) -> OutputStyle:
-    told = response_template.get("fields") if isinstance(response_template, Mapping) else None
-    for name, field in told.items() if isinstance(told, Mapping) else ():
+def _with_response_template(style: OutputStyle, response_template: Any) -> OutputStyle:
+    fields = response_template.get("fields") if isinstance(response_template, Mapping) else None
+    for name, field in fields.items() if isinstance(fields, Mapping) else ():
         marks = _words(field, "open"), _words(field, "close")
         before, after = marks
         if before is None or after is None:
@@ -141,6 +141,6 @@ def _words(field: Any, name: str) -> str | None:
 
 
 def _is_object(field: Mapping[str, Any]) -> bool:
-    """Whether a call is the JSON {"name": NAME, "arguments": {...}}, and nothing changes that."""
+    """Whether a call is the JSON {"name": NAME, "arguments": {...}}, without a transform."""
     plain = ({"type": "function", "function": "{content}"}, None)
     return field.get("content") == "json" and field.get("transform") in plain

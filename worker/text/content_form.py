@@ -21,13 +21,13 @@ def reads_parts(
     The templates of many vision models do so. Short chats in both forms show which one is written,
     as in llama.cpp. `write` renders a chat, and raises an Exception if the template refuses it.
     """
-    found: dict[str, bool] = {}
+    reads: dict[str, bool] = {}
 
     def is_written(role: str, in_parts: bool) -> bool:
         chat = [_message(role, _PROBE, in_parts)]
         if role != "user":
             at = 1 if role == "system" else 0
-            chat.insert(at, _message("user", "Hi", found["user"]))
+            chat.insert(at, _message("user", "Hi", reads["user"]))
         try:
             return _PROBE in write(chat, _TOOLS if with_tools else None)
         except Exception:
@@ -36,8 +36,8 @@ def reads_parts(
     for role in _ROLES:
         as_text, as_parts = (is_written(role, in_parts) for in_parts in (False, True))
         is_unknown = not (as_text or as_parts)
-        found[role] = found.get("user", False) if is_unknown else not as_text
-    return found
+        reads[role] = reads.get("user", False) if is_unknown else not as_text
+    return reads
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:

@@ -123,7 +123,7 @@ class TextStream:
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:
-        """Begin the output with tokens that are given. Returns the text that is certain.
+        """Begin the output with the tokens of its prefix. Returns the text that is certain.
 
         A stop string may begin in that text, but not end in it.
         """

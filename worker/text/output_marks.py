@@ -1,4 +1,4 @@
-"""Keeps in the text of a chat what tells its calls and its reasoning from the rest."""
+"""Keeps the marks around calls and reasoning in the text of a chat."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TAIL_TOKENS = 16
 class OutputMarks:
     """The marks of a chat's output. Special tokens that are marks are text there.
 
-    If the chat template has written the mark before the reasoning already, the text begins with it
-    all the same. Otherwise nobody could tell from a text that it begins inside of the reasoning.
+    If the chat template has already written the mark before the reasoning, the text begins with the
+    mark as well. Otherwise a reader could not see that the text begins inside of the reasoning.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OutputMarks:
     def text_stream(
         self, given: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """The text of the output, and the text of the `given` tokens, with which it begins.
+        """Returns the text of the output, and the text of the `given` tokens, with which it begins.
 
         `events` are those of earlier attempts. Stop strings count from token `min_tokens` on.
         """
@@ -79,7 +79,7 @@ class OutputMarks:
         return stream, begun
 
     def reasoning_tokens(self, end_token_ids: frozenset[int]) -> ReasoningTokens | None:
-        """What counts the tokens of the reasoning; None if the output has none."""
+        """Returns a counter of the reasoning's tokens; None if the output has no reasoning."""
         if not self._may_reason:
             return None
         return ReasoningTokens(self._style, self._tokenizer, bool(self._prefix), end_token_ids)
@@ -96,7 +96,7 @@ class ReasoningTokens:
     end_token_ids: frozenset[int]
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
-        """The tokens of a whole output. None if its marks are not tokens of their own."""
+        """Returns the count of reasoning tokens in an output; None if its marks are no tokens."""
         before, after = (mark.strip() for mark in self.style.reasoning_marks)
         first, last = map(self.tokenizer.added_token, (before, after))
         begin = 0

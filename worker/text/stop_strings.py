@@ -21,8 +21,8 @@ class StopStrings:
     def begin_after(self, text: str) -> None:
         """The part before the first one, which is out already. A stop string may begin in it, but
         not end in it."""
-        for it in self._strings:
-            it.begin_after(text)
+        for string in self._strings:
+            string.begin_after(text)
 
     def release(self, text: str, *, look: bool) -> str:
         """Take the next part and return the text that is certain. `look`: stop strings count."""
@@ -34,25 +34,25 @@ class StopStrings:
         self._held += text
         hold = 0
         if look:
-            ends = [(at, it) for it in self._strings if (at := it.find(text)) is not None]
+            ends = [(at, each) for each in self._strings if (at := each.find(text)) is not None]
             if ends:
                 begin, first = min(ends, key=itemgetter(0))
                 self.found = first.string
                 self._held, text = "", self._held[: max(0, num_held + begin)]
                 return text
-            hold = max(it.num_matched for it in self._strings)
+            hold = max(string.num_matched for string in self._strings)
         cut = max(0, len(self._held) - hold)
         released, self._held = self._held[:cut], self._held[cut:]
         return released
 
     def flush(self) -> str:
-        """End the text, and return what was held back."""
+        """End the text, and return the part that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 class _StopString:
-    """How much of a stop string a text ends with, character by character.
+    """Tracks how many characters of a stop string a text ends with.
 
     The algorithm is that of Knuth, Morris and Pratt (1977), whose cost for a character does not
     depend on the length of the string.
@@ -61,7 +61,7 @@ class _StopString:
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        """How many of its first characters the text ends with."""
+        """Number of its first characters with which the text ends."""
         self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
         matched = 0
         for length in range(1, len(string)):
@@ -75,7 +75,7 @@ class _StopString:
         self.find(text[max(0, len(text) - len(self.string) + 1) :])
 
     def find(self, text: str) -> int | None:
-        """Where it begins, if it ends in this next part; negative if it begins before the part."""
+        """Returns where it begins, if it ends in this next part; negative if before the part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

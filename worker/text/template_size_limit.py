@@ -119,7 +119,7 @@ def _int_of(value: Any) -> int:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """Check `%` and `format`. Each field may be as wide as any number says."""
+    """Check `%` and `format`. Each field may be as wide as any number in the template or values."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
     num_fields = text.count("%") + text.count("{")
@@ -131,7 +131,7 @@ def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
 
 
 def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
-    """Check the length of what a method of a text gives."""
+    """Check the length of the result of a text's method."""
     match name, args:
         case "center" | "ljust" | "rjust" | "zfill", [width, *_]:
             _check(_int_of(width))
@@ -147,9 +147,9 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the length of what a filter gives."""
-    given = [*args, *kwargs.values()]
-    width = max(map(_int_of, given), default=0)
+    """Check the length of a filter's result."""
+    arguments = [*args, *kwargs.values()]
+    width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
         _check(_length(value))
     match name:
@@ -158,19 +158,19 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
         case "batch":
             _check(width * 8)
         case "indent":
-            steps = max(width, *map(_length, given), 4) if given else 4
+            steps = max(width, *map(_length, arguments), 4) if arguments else 4
             _check(_length(value) + (str(value).count("\n") + 1) * steps)
-        case "replace" if len(given) >= 2:
-            _check_method(str(value), "replace", [str(given[0]), str(given[1])])
+        case "replace" if len(arguments) >= 2:
+            _check_method(str(value), "replace", [str(arguments[0]), str(arguments[1])])
         case "format":
-            _check_format(str(value), given)
+            _check_format(str(value), arguments)
         case "wordwrap":
-            longest = max((len(item) for item in given if isinstance(item, str)), default=1)
+            longest = max((len(item) for item in arguments if isinstance(item, str)), default=1)
             _check(len(str(value)) * longest)
         case "round":
             _check(width // _MOST_DECIMALS * MOST_BYTES)
         case "tojson":
-            longest = max([width, *map(_length, given)], default=0)
+            longest = max([width, *map(_length, arguments)], default=0)
             _check(longest // _LONGEST_SEPARATOR * MOST_BYTES)
         case "sum" if any(isinstance(arg, _MEASURED) for arg in args[1:] or [kwargs.get("start")]):
             raise TemplateSizeError
@@ -182,18 +182,18 @@ def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        context, (value, *given) = args[:has_context], args[has_context:]
+        context, (value, *arguments) = args[:has_context], args[has_context:]
         if name == "join":
-            attribute = given[1] if len(given) > 1 else kwargs.get("attribute")
+            attribute = arguments[1] if len(arguments) > 1 else kwargs.get("attribute")
             of_item = (
                 str if attribute is None else make_attrgetter(context[0].environment, attribute)
             )
             value = [of_item(item) if attribute is not None else item for item in value]
-            separator = str(given[0] if given else kwargs.get("d", ""))
+            separator = str(arguments[0] if arguments else kwargs.get("d", ""))
             _check_method(separator, "join", [value])
             return _kept(separator.join(map(str, value)))
-        _check_filter(name, value, given, kwargs)
-        return _kept(original(*context, value, *given, **kwargs))
+        _check_filter(name, value, arguments, kwargs)
+        return _kept(original(*context, value, *arguments, **kwargs))
 
     return bounded
 
@@ -204,7 +204,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Generator(CodeGenerator):
-    """Gives to the environment what the code of a template would otherwise do itself."""
+    """Makes a template's code call the environment for operations that could grow without limit."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")

@@ -13,15 +13,15 @@ _LINES_PER_LOOK = 128
 
 
 class CpuTimeLimitError(BaseException):
-    """The code took more CPU time than it may.
+    """The code exceeded its CPU time.
 
-    It is not an Exception, so that the code does not catch it and go on without a limit.
+    This is no Exception, so that the code does not catch it and continue without a limit.
     """
 
 
 @contextmanager
 def cpu_time_limit(seconds: float, quick_file: str = "") -> Iterator[None]:
-    """Raise CpuTimeLimitError in Python functions called from here once they took so much CPU time.
+    """Raise CpuTimeLimitError in Python functions called from here after this much CPU time.
 
     The time is checked after a number of lines. This stops loops of any kind, but no call into C.
     Of functions in `quick_file`, only calls count.

@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     """Thread-safe, because the intake encodes while the publisher decodes."""
 
     def encode_prompt(self, request: Request) -> list[int]:
-        """The request's prompt or rendered messages. Raises InvalidRequestError."""
+        """Returns the token ids of the prompt or rendered messages. Raises InvalidRequestError."""
         ...
 
     def encode_output(self, text: str) -> list[int]:
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """All ways in which any of these words may appear in an output."""
+        """Returns all token sequences by which any of these words may appear in an output."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """As `decode`, but the special tokens of which these marks are made are text."""
+        """Returns a `decode` for which the special tokens in these marks are text."""
         ...
 
     def added_token(self, text: str) -> int | None:
@@ -145,7 +145,7 @@ class HuggingFaceTokenizer:
                 loaded = of_gguf(
                     name_or_path=place,
                     local_files_only=True,
-                    bos_token=None,  # or it adds some of its own to a file that names none
+                    bos_token=None,  # otherwise it adds defaults to a file that names none
                     eos_token=None,
                     **arguments,
                 )
@@ -186,13 +186,13 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether it puts a space in front of each text, as SentencePiece does."""
+        """Whether the tokenizer puts a space in front of each text, like SentencePiece."""
         return self.decode(self.encode_text("a") * 2) != "aa"
 
     def _render(self, request: Request) -> str:
-        """The messages as the model's template writes them."""
-        given = request.chat_template_kwargs or {}
-        if given and (names := self._call_arguments.intersection(given)):
+        """Returns the messages' text, as the model's template writes it."""
+        arguments = request.chat_template_kwargs or {}
+        if arguments and (names := self._call_arguments.intersection(arguments)):
             name = min(names)
             raise InvalidRequestError(
                 f"chat_template_kwargs: {name!r} is no variable of the chat template, but an"
@@ -220,7 +220,7 @@ class HuggingFaceTokenizer:
                 if key not in self._reads_parts:
                     self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
                 messages = in_form(request.messages or (), self._reads_parts[key])
-                text = write(messages, tools, **given)
+                text = write(messages, tools, **arguments)
         except CpuTimeLimitError as error:
             raise InvalidRequestError(
                 "messages: take too long to render: the model's chat template had not written them"
@@ -235,7 +235,7 @@ class HuggingFaceTokenizer:
         return text
 
     def _written(
-        self, template: str, messages: list[Message], tools: Tools | None, /, **given: Any
+        self, template: str, messages: list[Message], tools: Tools | None, /, **arguments: Any
     ) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,
@@ -243,7 +243,7 @@ class HuggingFaceTokenizer:
             chat_template=template,
             add_generation_prompt=True,
             tokenize=False,
-            **given,
+            **arguments,
         )
         return text
 
@@ -274,9 +274,13 @@ class HuggingFaceTokenizer:
         return [tokens for tokens in spellings if tokens]
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        kept = frozenset(it for it in self.special_tokens if any(it in mark for mark in marks))
+        kept = frozenset(
+            token for token in self.special_tokens if any(token in mark for mark in marks)
+        )
         if kept not in self._decoders:
-            dropped = {token_id for it, token_id in self.special_tokens.items() if it not in kept}
+            dropped = {
+                token_id for token, token_id in self.special_tokens.items() if token not in kept
+            }
             self._decoders[kept] = _decoder(self._tokenizer, dropped)
         return self._decoders[kept]
 
@@ -305,7 +309,7 @@ class HuggingFaceTokenizer:
         return _num_ids(self._tokenizer)
 
     def chat_template(self, *, with_tools: bool) -> str:
-        """Returns the template of chats that are shown tools, or of others; empty if there is none.
+        """Returns the template of chats with tools, or of those without; empty if there is none.
 
         Of several templates, which have names, transformers and llama.cpp choose in the same way.
         """
@@ -317,20 +321,20 @@ class HuggingFaceTokenizer:
 
     @property
     def response_template(self) -> Any:
-        """What the model's files say of its output, in the form of `transformers`, or None."""
+        """The `response_template` of the model's files, in the form of `transformers`, or None."""
         return getattr(self._tokenizer, "response_template", None)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids of the added tokens that `decode` leaves out, by what stands for them."""
+        """The ids of the added tokens that `decode` leaves out, by their text."""
         added = self._tokenizer.added_tokens_decoder
-        return {str(it): token_id for token_id, it in added.items() if it.special}
+        return {str(token): token_id for token_id, token in added.items() if token.special}
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of all tokens that were added for a word or a mark, by what stands for them."""
+        """The ids of all tokens that were added for a word or a mark, by their text."""
         added = self._tokenizer.added_tokens_decoder.items()
-        return {str(it): token_id for token_id, it in added if not str(it).isspace()}
+        return {str(token): token_id for token_id, token in added if not str(token).isspace()}
 
     @property
     def end_token_id(self) -> int | None:
@@ -340,7 +344,7 @@ class HuggingFaceTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has, with added ones. A model may have more, rarely fewer."""
+        """Number of tokens, with added ones. A model may have more, rarely fewer."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:
@@ -376,18 +380,18 @@ def _num_ids(tokenizer: Any) -> int:
 
 
 def _longest_token(tokenizer: Any) -> int:
-    """The most characters that a token can stand for. A token's name has at least as many."""
+    """Returns an upper bound of a token's characters: a token's name has at least as many."""
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
-    """Leaves out the `dropped` tokens, which are all special ones unless they are given."""
+    """Returns a decoder that leaves out the `dropped` tokens; None: all special ones."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     num_ids = cache(partial(_num_ids, tokenizer))  # a slow tokenizer may fail at ids beyond
     if dropped is not None:
 
         def decode_some(token_ids: Sequence[int]) -> str:
-            kept = [it for it in token_ids if it not in dropped]
+            kept = [token_id for token_id in token_ids if token_id not in dropped]
             if backend is not None:
                 text: str = backend.decode(kept, skip_special_tokens=False)
             else:

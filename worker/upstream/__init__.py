@@ -1,1 +1,1 @@
-"""Engines behind HTTP: inference servers that compute what a worker claims."""
+"""Engines behind HTTP: inference servers that compute a worker's requests."""

@@ -1,4 +1,4 @@
-"""Finds the server, asks what it is, and checks that it computes the model that is meant."""
+"""Finds the server, reads its description, and checks that it computes the right model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "llama.cpp": LlamaCppDialect,
     "openai": OpenAIDialect,
 }
-"""By the name of the engine. Each takes `is_exact`, whether the server computes in fp32, and
+"""Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32, and
 `shares_prefixes`, whether tenants share cached prefixes."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
@@ -40,7 +40,7 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, and how it tokenised the probe; None if it does not tell."""
+    """A server that answers, and its token ids of the probe; None if it does not report them."""
 
     url: str
     description: ServerDescription
@@ -120,7 +120,7 @@ async def _find(
 ) -> FoundServer:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.redis_wait
-    server, told = Server(url, key_of(settings)), ""
+    server, reported = Server(url, key_of(settings)), ""
     try:
         while True:
             try:
@@ -133,9 +133,9 @@ async def _find(
                     process.check()
                 elif loop.time() >= deadline:
                     raise ConfigurationError(f"--upstream: no server to use: {error}") from error
-                if str(error) != told:
-                    told = str(error)
-                    get_logger().info("waiting for the inference server", why=told)
+                if str(error) != reported:
+                    reported = str(error)
+                    get_logger().info("waiting for the inference server", why=reported)
             await asyncio.sleep(_RETRY_SECONDS)
     finally:
         await server.close()

@@ -48,7 +48,7 @@ _OVERLOADED_SECONDS = 1.0
 _BLAMELESS_FAULTS = 2
 """A server may break off a request so often before the request itself is blamed."""
 _PROGRESS_TOKENS = 64
-"""After so many tokens of an attempt, earlier faults are forgotten."""
+"""After this number of tokens of an attempt, earlier faults no longer count."""
 _MOST_REMEMBERED = 10_000
 
 
@@ -61,7 +61,7 @@ class _Sequence:
     timing: SequenceTiming = field(default_factory=SequenceTiming)
     slot: int | None = None
     stream: asyncio.Task[None] | None = None
-    is_told: bool = False
+    is_reported: bool = False
     """Whether an output has reported when this attempt's first token came."""
 
     @property
@@ -77,12 +77,12 @@ class _Sequence:
 
 
 class ForwardingEngine:
-    """Runs sequences on an inference server; see `EnginePort` for what it promises.
+    """Runs sequences on an inference server; implements `EnginePort`.
 
-    It sends no more than it has slots, and those that wait stay here in queue order, because what
-    waits in a server can be neither reordered nor, in some of them, cancelled. When the server
-    breaks a stream off, the request goes back to the queue with its progress, and nothing is
-    accepted until the server has generated a token again.
+    The engine sends one sequence for each slot. The others wait here in queue order, because a
+    sequence that waits in a server cannot be reordered nor, in some servers, cancelled. When the
+    server breaks a stream off, the request goes back to the queue with its progress, and the engine
+    accepts nothing until the server has generated a token again.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class ForwardingEngine:
         idle_seconds: float,
         process: ServerProcess | None = None,
     ) -> None:
-        """`model` is what the server calls its model, and `idle_seconds` how long a stream may
-        bring nothing. `process` is the server's, if it ends with the engine."""
+        """Prepares an engine for a server. `model` is the server's name of the model. A stream
+        fails if it is silent for `idle_seconds`. `process` is the server's, if it ends with the
+        engine."""
         self.limits = limits
         self.abilities = dialect.abilities
         self.is_accepting = True
@@ -156,15 +157,20 @@ class ForwardingEngine:
             sequence.stream.cancel()
         else:
             self._successors = {
-                slot: it for slot, it in self._successors.items() if it is not sequence
+                slot: successor
+                for slot, successor in self._successors.items()
+                if successor is not sequence
             }
-            self._waiting = [it for it in self._waiting if it is not sequence]
+            self._waiting = [waiting for waiting in self._waiting if waiting is not sequence]
             heapq.heapify(self._waiting)
 
     async def snapshot(self) -> EngineSnapshot:
         await asyncio.sleep(0)  # streams that are being closed get their turn
-        shown = [*self._running_sequences(), *sorted([*self._successors.values(), *self._waiting])]
-        return EngineSnapshot([self._shown(it) for it in shown])
+        sequences = [
+            *self._running_sequences(),
+            *sorted([*self._successors.values(), *self._waiting]),
+        ]
+        return EngineSnapshot([self._shown(each) for each in sequences])
 
     async def fetch(self) -> list[StepOutput]:
         return [StepOutput(await self._outbox.fetch(), self.stats)]
@@ -178,7 +184,7 @@ class ForwardingEngine:
             self._totals,
             num_running=len(running),
             num_waiting=len(self._successors) + len(self._waiting),
-            num_used_blocks=sum(-(-it.num_tokens // block_size) for it in running),
+            num_used_blocks=sum(-(-sequence.num_tokens // block_size) for sequence in running),
             busy_seconds=self._totals.busy_seconds + busy,
         )
 
@@ -187,16 +193,17 @@ class ForwardingEngine:
         return len(self._running) - len(self._running_sequences())
 
     def seconds_without_progress(self) -> float:
-        """Always 0: what is silent for too long is given back here, stream by stream."""
+        """Always 0: the engine gives back each stream that is silent for too long."""
         return 0.0
 
-    # ------------------------------------------------------------ who runs
+    # ------------------------------------------------------------ scheduling
 
     def _schedule(self) -> None:
-        """Give free slots to those that wait, and free one for a sequence that is more urgent."""
+        """Give free slots to waiting sequences, and free one for a sequence that is more urgent."""
         while self._waiting and self.is_accepting:
             free = next(
-                (it for it in range(self.limits.max_num_seqs) if it not in self._running), None
+                (each for each in range(self.limits.max_num_seqs) if each not in self._running),
+                None,
             )
             if free is None:
                 self._preempt()
@@ -226,30 +233,32 @@ class ForwardingEngine:
         running = self._running_sequences()
         if len(running) + len(self._successors) < len(self._running):
             return  # a slot is about to be free anyway
-        urgent = min(self._waiting, key=lambda it: (it.request.priority, it.request.order))
-        able = [it for it in running if self.abilities.may_preempt(it.request.params)]
-        victim = max(able, key=lambda it: (it.request.priority, it.request.order), default=None)
+        urgent = min(self._waiting, key=lambda each: (each.request.priority, each.request.order))
+        able = [each for each in running if self.abilities.may_preempt(each.request.params)]
+        victim = max(
+            able, key=lambda each: (each.request.priority, each.request.order), default=None
+        )
         if victim is None or victim.request.priority <= urgent.request.priority:
-            if (found := self._newcomer_and_victim(urgent.request.priority, able)) is None:
+            if (pair := self._newcomer_and_victim(urgent.request.priority, able)) is None:
                 return
-            urgent, victim = found
+            urgent, victim = pair
         victim.timing.preemptions += 1
         victim.timing.preempted_at.append(time.monotonic())
-        victim.is_told = False
+        victim.is_reported = False
         self._totals.num_preemptions += 1
         assert victim.stream is not None
         assert victim.slot is not None
         victim.stream.cancel()
         self._successors[victim.slot] = urgent
         victim.stream, victim.slot = None, None
-        self._waiting = [victim if it is urgent else it for it in self._waiting]
+        self._waiting = [victim if sequence is urgent else sequence for sequence in self._waiting]
         heapq.heapify(self._waiting)
 
     def _newcomer_and_victim(
         self, priority: int, able: list[_Sequence]
     ) -> tuple[_Sequence, _Sequence] | None:
-        """The first waiting sequence of this priority whose tenant has no stream, and the last
-        stream of the tenant that has most. None if no tenant is beyond its share."""
+        """Returns the first waiting sequence of this priority whose tenant has no stream, and the
+        last stream of the tenant that has most. None if no tenant is beyond its share."""
         running = [*self._running_sequences(), *self._successors.values()]
         tenants = {stream.request.tenant for stream in running}
         waiting = [one for one in self._waiting if one.request.priority == priority]
@@ -271,11 +280,11 @@ class ForwardingEngine:
         return None if victim is None else (newcomer, victim)
 
     def _running_sequences(self) -> list[_Sequence]:
-        """Those whose stream goes on, by slot."""
+        """Returns the sequences whose stream is open, by slot."""
         return [
-            it
-            for slot, it in sorted(self._running.items())
-            if it.slot == slot and it.sequence_id in self._sequences
+            sequence
+            for slot, sequence in sorted(self._running.items())
+            if sequence.slot == slot and sequence.sequence_id in self._sequences
         ]
 
     # ------------------------------------------------------------ a stream
@@ -315,7 +324,7 @@ class ForwardingEngine:
         async with aclosing(self._chunks(sequence)) as chunks:
             async for chunk in chunks:
                 if is_over and chunk.token_ids:
-                    return  # the server goes on although nobody waits
+                    return  # the server continues although nobody waits
                 if is_over:
                     continue  # until the server's own end
                 is_servers = chunk.finish_reason is not None
@@ -326,7 +335,7 @@ class ForwardingEngine:
             raise ServerFaultError("the stream ended without a finish reason")
 
     async def _chunks(self, sequence: _Sequence) -> AsyncGenerator[Chunk]:
-        """What the server sends for a sequence, checked: nothing else may reach a log."""
+        """Yields the server's chunks for a sequence, checked: nothing else may reach a log."""
         assert self._server is not None
         with malformed_as_fault():
             chunks = self._dialect.generate(
@@ -384,14 +393,14 @@ class ForwardingEngine:
             self._put_end(sequence, chunk.finish_reason, chunk)
         elif chunk.token_ids:
             output = SequenceOutput(sequence.sequence_id, chunk.token_ids, chunk.logprobs)
-            if not sequence.is_told:
-                sequence.is_told = True
+            if not sequence.is_reported:
+                sequence.is_reported = True
                 output.timing = timing.copy()
             self._outbox.put(output)
         await self._outbox.wait_for_room()
         return chunk.finish_reason is not None
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ outputs
 
     def _put_end(
         self,
@@ -421,10 +430,10 @@ class ForwardingEngine:
         is_blameless: bool = False,
         seconds: float | None = None,
     ) -> None:
-        """Have a request go back to the queue.
+        """Return a request to the queue.
 
-        It is blamed once servers have broken it off several times, so that a request that kills
-        them becomes a dead letter. Nobody claims it again for some `seconds`.
+        The request is blamed once servers have broken it off several times, so that a request that
+        kills them becomes a dead letter. No worker claims it again for some `seconds`.
         """
         if self._sequences.pop(sequence.sequence_id, None) is None:
             return  # aborted meanwhile
@@ -477,7 +486,7 @@ class ForwardingEngine:
         self._schedule()
 
     def _fail(self, error: Exception) -> None:
-        """Give everything back without blame, and have `fetch` raise the error."""
+        """Give everything back without blame, and make `fetch` raise the error."""
         if not self.has_failed:
             self.has_failed = True
             self.is_accepting = False

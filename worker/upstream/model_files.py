@@ -1,4 +1,4 @@
-"""What the worker must know of the model that a server computes, from the model's own files."""
+"""Reads the facts about a server's model that a worker needs, from the model's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelFacts:
     vocab_size: int
     end_token_ids: frozenset[int]
     dtype: str
-    """What it was saved in: `bfloat16`. Empty if the files do not say."""
+    """The saved dtype, such as `bfloat16`. Empty if the files do not say."""
 
 
 def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:

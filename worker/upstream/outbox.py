@@ -1,4 +1,4 @@
-"""Outputs of streams on their way to whoever fetches them."""
+"""Outputs of streams on their way to the caller of `fetch`."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Outbox:
         self._note_change()
 
     def drop(self, sequence_id: int) -> None:
-        """Forget what waits of a sequence."""
+        """Forget the waiting outputs of a sequence."""
         self._growing.pop(sequence_id, None)
-        self._outputs = [it for it in self._outputs if it.sequence_id != sequence_id]
+        self._outputs = [output for output in self._outputs if output.sequence_id != sequence_id]
         self._note_change()
 
     def fail(self, error: Exception) -> None:
-        """Have `fetch` raise the error once nothing else waits."""
+        """Make `fetch` raise the error once nothing else waits."""
         self._failure = error
         self._fetchable.set()
 
@@ -66,7 +66,7 @@ class Outbox:
     def _note_change(self) -> None:
         if self._outputs:
             self._fetchable.set()
-        if sum(len(it.token_ids) for it in self._outputs) < _MAX_TOKENS:
+        if sum(len(output.token_ids) for output in self._outputs) < _MAX_TOKENS:
             self._has_room.set()
         else:
             self._has_room.clear()

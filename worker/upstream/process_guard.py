@@ -1,10 +1,10 @@
 """Runs an inference server for a worker, and ends all of its processes with the worker.
 
-`python process_guard.py COMMAND ...` starts the command in a process group of its own. When
-standard input ends, which it does however the worker dies, the group is ended: a server whose main
-process alone is killed may leave others behind that hold the device. Before a line came on standard
-input, which says that the server has answered, the end of the command ends the guard too, with the
-same exit code. After that it is started again.
+`python process_guard.py COMMAND ...` starts the command in a new process group. Standard input ends
+in every way in which the worker can die, and then the guard ends the group: a server whose main
+process alone is killed may leave others behind that hold the device. A line on standard input says
+that the server has answered. Before it, the end of the command ends the guard too, with the same
+exit code. After it, the guard starts the command again.
 """
 
 import os
@@ -56,7 +56,7 @@ def _heed_signals() -> None:
 
 
 def _read_line(seconds: float) -> str | None:
-    """What came on standard input: None if nothing did, empty if it has ended."""
+    """Returns text from standard input; None if there is none, empty if the input has ended."""
     readable, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1024).decode() if readable else None
 

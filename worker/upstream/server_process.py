@@ -1,4 +1,4 @@
-"""An inference server that the worker starts itself, and whose end it takes care of."""
+"""An inference server that the worker starts and ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class ServerProcess:
             )
 
     def has_answered(self) -> None:
-        """From now on the server is started again when it ends. Raises as `check` does."""
+        """Note that the server has answered: from now on the guard restarts it when it ends. Raises
+        the errors of `check`."""
         assert self._guard.stdin is not None
         try:
             os.write(self._guard.stdin.fileno(), b"answered\n")
@@ -64,7 +65,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on at the moment."""
+    """Returns a port of this machine on which nothing listens at the moment."""
     with socket.create_server((_HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -21,24 +21,24 @@ from promptq.worker.upstream.server_process import ServerProcess
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
 _STEADY_SECONDS = 10.0
-"""A server that breaks streams again sooner than that is asked less and less often."""
+"""A server that breaks streams again sooner than this is called less and less often."""
 
 
 class ServerRecovery:
-    """Asks a server at once, and then less and less often."""
+    """Calls a server at once, and then less and less often, until it is well."""
 
     def __init__(
         self, dialect: Dialect, model: str, max_model_len: int, process: ServerProcess | None
     ) -> None:
-        """What the server has to be again: its model's name, and the context that it takes."""
+        """Requires the same `model` and at least this context of the server that comes back."""
         self._dialect, self._model, self._max_model_len = dialect, model, max_model_len
         self._process = process
         self._well_since = time.monotonic()
-        self._pause = 0.0  # before the server is asked again
-        self._told = ""  # why it was not well when it was last asked
+        self._pause = 0.0  # before the next call of the server
+        self._reported = ""  # why it was not well at the last call
 
     async def wait_until_well(self, server: Server, seconds: float) -> None:
-        """Wait for so many seconds, and then until the server has generated a token.
+        """Wait for `seconds`, and then until the server has generated a token.
 
         Raises ConfigurationError if it is another one now, or will not come back.
         """
@@ -52,20 +52,20 @@ class ServerRecovery:
                 self._process.check()
             try:
                 with malformed_as_fault():
-                    found = await self._dialect.describe(server)
+                    now = await self._dialect.describe(server)
                 break
             except (ServerFaultError, OverloadedError, RefusedError) as error:
-                if str(error) != self._told:
-                    self._told = str(error)
-                    log.warning("the inference server is not well yet", error=self._told)
+                if str(error) != self._reported:
+                    self._reported = str(error)
+                    log.warning("the inference server is not well yet", error=self._reported)
             await asyncio.sleep(self._spread())
-        if found.model != self._model:
-            said = f"serves {found.model!r:.200} now, and served {self._model!r:.200} before"
-            raise ConfigurationError(f"--upstream: {server.url} {said}")
-        if found.max_model_len < self._max_model_len:  # it would refuse what is accepted here
-            said = f"takes {found.max_model_len} tokens now, and took {self._max_model_len} before"
-            raise ConfigurationError(f"--upstream: {server.url} {said}")
-        log.info("the inference server is well", software=found.software)
+        if now.model != self._model:
+            change = f"serves {now.model!r:.200} now, and served {self._model!r:.200} before"
+            raise ConfigurationError(f"--upstream: {server.url} {change}")
+        if now.max_model_len < self._max_model_len:  # it would refuse what is accepted here
+            change = f"takes {now.max_model_len} tokens now, and took {self._max_model_len} before"
+            raise ConfigurationError(f"--upstream: {server.url} {change}")
+        log.info("the inference server is well", software=now.software)
         self._well_since = time.monotonic()
 
     def _spread(self) -> float:

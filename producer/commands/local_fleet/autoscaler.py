@@ -1,4 +1,4 @@
-"""Starts and ends workers of one queue on this machine, as the load asks for them."""
+"""Starts and ends workers of one queue on this machine, by its load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerRange:
-    """From how few to how many workers there may be."""
+    """The least and the most workers that may run."""
 
     least: int
     most: int
@@ -34,8 +34,8 @@ class WorkerRange:
     @classmethod
     def parse(cls, text: str) -> WorkerRange:
         """`2`, or a range such as `1-4`. Raises ConfigurationError."""
-        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if most < least:
             raise ConfigurationError(
                 f"--workers: {text!r} is not a number or a range, such as 2 or 1-4"
@@ -48,11 +48,11 @@ class WorkerRange:
 
 
 class Autoscaler:
-    """Keeps as many workers of one queue as it needs. They are called `NAME 1`, `NAME 2`.
+    """Keeps the number of workers that one queue needs. Their names are `NAME 1`, `NAME 2`.
 
-    Workers of other machines count too: these are only added to them. Its calls wait for the server
-    in a thread of their own, so that nobody waits while it is away. Fewer workers are kept only
-    once fewer were enough for `hold_seconds`.
+    Workers of other machines count too: the autoscaler only adds to them. Its calls to the server
+    are in a separate thread, so that nothing else waits while the server is away. The number of
+    workers shrinks only once fewer were enough for `hold_seconds`.
     """
 
     def __init__(
@@ -92,48 +92,52 @@ class Autoscaler:
         if latest is None:
             return
         scaling, stats = latest
-        names = {it.worker_id: self._name_of(it) for it in stats.workers}
+        names = {worker.worker_id: self._name_of(worker) for worker in stats.workers}
         num_others = sum(
-            it.state == "running" and names[it.worker_id] is None and not _is_gone(it)
-            for it in stats.workers
+            worker.state == "running" and names[worker.worker_id] is None and not _is_gone(worker)
+            for worker in stats.workers
         )
         now, own = time.monotonic(), self._supervisor.staying(self._command)
         needed = min(max(scaling.desired - num_others, self._range.least), self._range.most)
-        self._wanted = [it for it in self._wanted if it[0] > now - self._hold] + [(now, needed)]
+        recent = [wish for wish in self._wanted if wish[0] > now - self._hold]
+        self._wanted = [*recent, (now, needed)]
         wanted = max(number for _, number in self._wanted)
         if needed > len(own) and now >= self._paused_until:
             self._add(needed - len(own), scaling, num_others)
         elif wanted < len(own):
-            self._tell(wanted, len(own), scaling, num_others)
-            held = {names[it.worker_id]: it.num_running + it.num_prefetched for it in stats.workers}
-            # Whoever holds the least loses the least. One that does not serve yet has nothing.
-            for name in sorted(own, key=lambda it: held.get(it, -1))[: len(own) - wanted]:
+            self._show_change(wanted, len(own), scaling, num_others)
+            held = {
+                names[worker.worker_id]: worker.num_running + worker.num_prefetched
+                for worker in stats.workers
+            }
+            # End those that hold the least: that loses the least.
+            for name in sorted(own, key=lambda each: held.get(each, -1))[: len(own) - wanted]:
                 self._supervisor.remove(name)
 
     def _add(self, num_missing: int, scaling: Scaling, num_others: int) -> None:
-        """Those that still drain take places too, such as GPUs."""
+        """Start workers. Those that still drain count too: they hold places, such as GPUs."""
         num_staying = len(self._supervisor.staying(self._command))
         processes = self._supervisor.processes(self._command)
         num_added = min(num_missing, self._range.most - len(processes))
         if num_added <= 0:
             return
-        self._tell(num_staying + num_added, num_staying, scaling, num_others)
+        self._show_change(num_staying + num_added, num_staying, scaling, num_others)
         for _ in range(num_added):
             self._supervisor.add(self._free_name(), self._command, is_extra=True)
-        # One that does not start, such as for want of memory, is not tried all the time.
+        # A worker that cannot start, such as for want of memory, is not tried all the time.
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
-    def _tell(self, wanted: int, own: int, scaling: Scaling, num_others: int) -> None:
+    def _show_change(self, wanted: int, own: int, scaling: Scaling, num_others: int) -> None:
         elsewhere = f", and {num_others} are elsewhere" if num_others else ""
-        told = f"{scaling.desired} wanted, as {scaling.because}{elsewhere}"
-        self._show(f"{self._name}: {wanted} instead of {own} ({told})")
+        why = f"{scaling.desired} wanted, as {scaling.because}{elsewhere}"
+        self._show(f"{self._name}: {wanted} instead of {own} ({why})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
         """The name of the process that is this worker; None if it is not one of these."""
         if worker.host != socket.gethostname():
             return None
         processes = self._supervisor.processes(self._command)
-        return next((name for name, it in processes.items() if it.has(worker.pid)), None)
+        return next((name for name, process in processes.items() if process.has(worker.pid)), None)
 
     def _free_name(self) -> str:
         taken = self._supervisor.processes(self._command)
@@ -144,8 +148,8 @@ class Autoscaler:
             error = ""
             try:
                 self._latest = self._client.scaling(self._target), self._client.stats()
-            except Exception as told:  # what a stranger wrote must not end the scaling
-                error = str(told) or type(told).__name__
+            except Exception as problem:  # a stranger's record must not end the scaling
+                error = str(problem) or type(problem).__name__
             if error and error != self._last_error and not self._is_over.is_set():
                 self._show(f"{self._name}: as many workers as before: {printable(error)}")
             self._last_error = error
@@ -153,7 +157,7 @@ class Autoscaler:
 
 
 def _is_gone(worker: WorkerStats) -> bool:
-    """Whether its process has died, although its last heartbeat still stands."""
+    """Whether its process has died, although its last heartbeat has not expired."""
     if worker.host != socket.gethostname() or worker.pid <= 0:
         return False
     try:

@@ -69,7 +69,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n if signal n ended it."""
+        """Exit code: None while it runs; 128 + n if signal n ended it."""
         return self._shell.poll()
 
     @property
@@ -79,13 +79,13 @@ class ChildProcess:
         return "\n".join(self.last_lines)
 
     def has(self, pid: int) -> bool:
-        """Whether a process of this machine is a part of it."""
+        """Whether a process of this machine belongs to this one's session."""
         with suppress(OSError, OverflowError):  # it is gone, or a stranger wrote the number
             return os.getsid(pid) == self._shell.pid
         return False
 
     def drain(self) -> None:
-        """Ask it to finish what runs and to end."""
+        """Request that it finishes its work and ends."""
         if self._shell.stdin is not None:
             self._shell.stdin.close()
 
@@ -97,7 +97,7 @@ class ChildProcess:
         self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds. Gives whether it has ended."""
+        """Wait up to `timeout` seconds. Returns whether it has ended."""
         try:
             self._shell.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -85,7 +85,7 @@ PARTS: Sequence[Part] = [
 
 
 def run_demo(worker_args: Sequence[str] = ()) -> int:
-    """Run the demo. Ctrl-C ends everything that it started. Gives the exit code."""
+    """Run the demo. Ctrl-C ends everything that it started. Returns the exit code."""
     console = SafeConsole(highlight=False)
     try:
         with EmbeddedServer() as server:

@@ -10,7 +10,7 @@ from promptq.producer.commands.local_fleet.child_process import ChildProcess
 from promptq.shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
-"""How long processes may take to end by themselves; then they are killed."""
+"""Seconds in which processes must end by themselves; then they are killed."""
 
 _MAX_FAILURES = 5
 _STEADY_SECONDS = 60.0
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.1
 
 
 class WorkersFailedError(PromptqError):
-    """Processes end as soon as they are started. Their output was shown before."""
+    """Processes end as soon as they start. Their output is above."""
 
 
 @dataclass
@@ -33,9 +33,9 @@ class _Place:
     failures: int = 0
     restart_at: float | None = None
     is_leaving: bool = False
-    """It was told to end, and is not started again."""
+    """Whether this process was asked to end, so that it is not restarted."""
     is_extra: bool = False
-    """The others go on without it if it does not start."""
+    """Whether the others continue without it if it does not start."""
 
 
 class Supervisor:
@@ -79,31 +79,31 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Start one more process. The others go on without an extra one that keeps ending."""
+        """Start one more process. The others continue without an extra one that keeps ending."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)
 
     def staying(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """The processes of a command that were not told to end, by name."""
-        return {it.name: it.process for it in self._of(command) if not it.is_leaving}
+        """Returns the processes of a command that will stay, by name."""
+        return {place.name: place.process for place in self._of(command) if not place.is_leaving}
 
     def processes(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """The same with those that are ending."""
-        return {it.name: it.process for it in self._of(command)}
+        """Returns all processes of a command by name, also those that are ending."""
+        return {place.name: place.process for place in self._of(command)}
 
     def _of(self, command: Sequence[str]) -> list[_Place]:
-        return [it for it in self._places if it.command == tuple(command)]
+        return [place for place in self._places if place.command == tuple(command)]
 
     def remove(self, name: str) -> None:
-        """Let one finish what runs and end."""
+        """Let one process finish its work and end."""
         for place in self._places:
             if place.name == name:
                 place.is_leaving = True
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Let them finish what runs, and kill those that still run when it `is_enough`."""
+        """Let all processes finish their work, and kill the rest once `is_enough` returns True."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()
@@ -134,7 +134,7 @@ class Supervisor:
             self._take_note(place, exit_code)
 
     def _take_note(self, place: _Place, exit_code: int) -> None:
-        """Plan the restart of a process that ended without being told to."""
+        """Plan the restart of a process that ended unexpectedly."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128

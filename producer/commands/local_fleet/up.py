@@ -34,15 +34,15 @@ _LOOK_SECONDS = 0.1
 
 @dataclass
 class UpOptions:
-    """What to start. `redis_url` is the address of a server that runs already."""
+    """Options of `promptq up`. `redis_url` is the address of a server that runs already."""
 
     redis_url: str | None = None
     redis_port: int | None = None
     data_dir: Path | None = None
     models: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
-    """Models by their queues; None is the workers' own default."""
+    """Models by their queues; None: the workers' default."""
     workers: WorkerRange = field(default_factory=lambda: WorkerRange(1, 1))
-    """For each model."""
+    """The number of workers for each model."""
     http_port: int | None = None
     logs_requests: bool = False
     """Whether the gateway logs each call."""
@@ -74,7 +74,7 @@ class StopSignals:
 
 
 def run_up(options: UpOptions, console: Console) -> None:
-    """Run until told to stop. Raises PromptqError if something does not start."""
+    """Run until a stop signal. Raises PromptqError if a process does not start."""
     if options.http_port and not is_free(options.http_port):
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
@@ -90,11 +90,12 @@ def run_up(options: UpOptions, console: Console) -> None:
             with ExitStack() as stack:
                 stack.callback(supervisor.drain, signals.asked_to_stop)
                 scalers = [
-                    stack.enter_context(closing(it))
-                    for it in _autoscalers(options, supervisor, url, show)
+                    stack.enter_context(closing(scaler))
+                    for scaler in _autoscalers(options, supervisor, url, show)
                 ]
                 welcome = partial(_print, _welcome(options, url), console)
-                supervisor.run(signals.asked_to_drain, [it.adjust for it in scalers], welcome)
+                adjust = [scaler.adjust for scaler in scalers]
+                supervisor.run(signals.asked_to_drain, adjust, welcome)
                 console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
     finally:
         signals.restore()
@@ -111,7 +112,7 @@ def _server(options: UpOptions) -> Iterator[str]:
 
 
 def run_server(port: int | None, data_dir: Path | None, console: Console) -> None:
-    """Run the embedded server alone until told to stop. Raises ConfigurationError, as above."""
+    """Run the embedded server alone until a stop signal. Raises ConfigurationError."""
     signals = StopSignals()
     try:
         with _server(UpOptions(redis_port=port, data_dir=data_dir)) as url:
@@ -155,7 +156,7 @@ def run_supervised(
     target_seconds: float,
     hold_seconds: float,
 ) -> None:
-    """Keep as many processes of a worker's command as the queue needs, until told to stop."""
+    """Keep as many processes of a worker's command as the queue needs, until a stop signal."""
     signals = StopSignals()
     show = partial(console.out, highlight=False)
     times = {"target_seconds": target_seconds, "hold_seconds": hold_seconds}
@@ -163,7 +164,7 @@ def run_supervised(
     try:
         named = {f"worker {number}": command for number in range(1, workers.least + 1)}
         with Client(url, queue) as client, ExitStack() as stack:
-            client.scaling(target_seconds)  # what is wrong is told at once
+            client.scaling(target_seconds)  # raises errors before any worker starts
             show(f"queue {queue}: {workers.least} to {workers.most} workers, as its load needs")
             supervisor = Supervisor(named, env, show)
             stack.callback(supervisor.drain, signals.asked_to_stop)
@@ -186,13 +187,13 @@ def _autoscalers(
 
 
 def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
-    """By queue, what its workers are called and their command."""
-    found = {}
+    """Returns the name and command of each queue's workers."""
+    workers = {}
     for queue, model in options.models.items():
         of_model = [] if model is None else ["--model", model]
         name = "worker" if len(options.models) == 1 else queue
-        found[queue] = name, worker_command([*of_model, "--queue", queue, *options.worker_args])
-    return found
+        workers[queue] = name, worker_command([*of_model, "--queue", queue, *options.worker_args])
+    return workers
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
@@ -269,8 +270,8 @@ def _welcome(options: UpOptions, url: str) -> list[str]:
             f'  {cli} zadd "{prefix}pending" 0 $id',
             f'  {cli} xread block 5000 streams "{prefix}tokens:$id" 0',
         ]
-        if found := beside(url):
-            lines += ["", *(f"[yellow]{escape(line)}[/]" for line in found)]
+        if notes := beside(url):
+            lines += ["", *(f"[yellow]{escape(line)}[/]" for line in notes)]
     return [*lines, "", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
 
 

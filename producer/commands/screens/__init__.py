@@ -1,1 +1,1 @@
-"""What commands show at a terminal."""
+"""Renders the output of commands for a terminal."""

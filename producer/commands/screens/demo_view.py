@@ -56,12 +56,12 @@ class Shown:
 
     @property
     def first_token_ms(self) -> float | None:
-        """From enqueueing to the first token, as the subscriber saw it."""
+        """Milliseconds from enqueueing to the first token, measured by the subscriber."""
         return None if self.first_token is None else (self.first_token - self.enqueued) * 1000
 
     @property
     def tokens_per_second(self) -> float | None:
-        """As the worker measured it; by default from the first to the last token that came."""
+        """The worker's measurement; by default from the first to the last token that arrived."""
         if self.worker_rate:
             return self.worker_rate
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:
@@ -114,7 +114,7 @@ class Board:
 
 
 def _grid(count: int, width: int, height: int) -> tuple[int, int]:
-    """The number of columns, and of lines in a panel, with which most text is shown."""
+    """Returns the numbers of columns and of lines in a panel that show the most text."""
 
     def lines(columns: int) -> int:
         return height // -(-count // columns) - _FRAME
@@ -153,7 +153,7 @@ def finished_text(shown: Shown) -> Text:
 
 
 def requests_table(shown: Sequence[Shown], width: int) -> Table:
-    """How each request went, for a terminal of this width."""
+    """Returns a table of the requests' times, for a terminal of this width."""
     columns = {
         "request": [one.title for one in shown],
         "priority": [f"{one.priority:+d}" for one in shown],

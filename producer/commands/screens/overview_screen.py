@@ -44,7 +44,7 @@ def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -
 
 
 def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> RenderableType:
-    """The queues of a server, a line each; `shown` is the one whose overview is below."""
+    """Returns a server's queues, a line each; `shown` is the one with its overview below."""
     table = plain_table("queue", "model", "workers", "waiting", "active", left=["queue", "model"])
     for view in views:
         numbers = (num_workers_of(view), f"{view.num_waiting:,}", f"{view.num_active:,}")
@@ -67,14 +67,14 @@ def _title(overview: Overview) -> Text:
 
 def _figures(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
     slots = sum(worker.max_num_seqs for worker in overview.workers)
-    recent = [it for it in samples if overview.now_ms - it.at < _RECENT_MS]
+    recent = [sample for sample in samples if overview.now_ms - sample.at < _RECENT_MS]
     figures = {
         "waiting": f"{overview.waiting:,}",
         "delayed": f"{overview.delayed:,}",
         "running": f"{overview.running:,} of {slots:,}",
         "tokens/s": f"{overview.tokens_per_second:,.0f}",
-        "first token": milliseconds(_last(recent, lambda it: it.ttft_p50_ms)),
-        "queue time": milliseconds(_last(recent, lambda it: it.queue_p50_ms)),
+        "first token": milliseconds(_last(recent, lambda sample: sample.ttft_p50_ms)),
+        "queue time": milliseconds(_last(recent, lambda sample: sample.queue_p50_ms)),
         "dead": f"{overview.dead:,}",
     }
     if width_of({name: [value] for name, value in figures.items()}) <= width:
@@ -90,17 +90,17 @@ def _figures(overview: Overview, samples: Sequence[Sample], width: int) -> Rende
 def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
     table = Table.grid(padding=(0, 2))
     lines: list[tuple[str, Callable[[Sample], float | None], Callable[[float], str]]] = [
-        ("waiting", lambda it: it.waiting, lambda most: f"{most:,.0f}"),
-        ("running", lambda it: it.running, lambda most: f"{most:,.0f}"),
-        ("tokens/s", lambda it: it.tokens_per_second, lambda most: f"{most:,.0f}"),
-        ("first token", lambda it: it.ttft_p50_ms, milliseconds),
-        ("queue time", lambda it: it.queue_p50_ms, milliseconds),
+        ("waiting", lambda sample: sample.waiting, lambda most: f"{most:,.0f}"),
+        ("running", lambda sample: sample.running, lambda most: f"{most:,.0f}"),
+        ("tokens/s", lambda sample: sample.tokens_per_second, lambda most: f"{most:,.0f}"),
+        ("first token", lambda sample: sample.ttft_p50_ms, milliseconds),
+        ("queue time", lambda sample: sample.queue_p50_ms, milliseconds),
     ]
     for name, value, written in lines:
         peaks = _peaks(samples, value, now_ms, columns)
-        most = max((it for it in peaks if it is not None), default=None)
-        told = "–" if most is None else f"up to {written(most)}"
-        table.add_row(name, Text(_sparkline(peaks, most or 0.0), style="cyan"), told)
+        most = max((peak for peak in peaks if peak is not None), default=None)
+        limit = "–" if most is None else f"up to {written(most)}"
+        table.add_row(name, Text(_sparkline(peaks, most or 0.0), style="cyan"), limit)
     ago = "an hour ago" if columns > 20 else "-1 h"
     table.add_row("", Text(ago.ljust(columns - 3) + "now", style="dim"), "")
     return table
@@ -109,19 +109,20 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
 def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """The maximum in equal parts of the last hour, oldest first; None if nothing is known."""
+    """Returns the maximum in equal parts of the last hour, oldest first; None without samples."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
-        if 0 <= at < columns and (told := value(sample)) is not None:
-            parts[at].append(told)
-    return [max(it, default=None) for it in parts]
+        if 0 <= at < columns and (number := value(sample)) is not None:
+            parts[at].append(number)
+    return [max(part, default=None) for part in parts]
 
 
 def _sparkline(values: Sequence[float | None], most: float) -> str:
     steps = len(_BLOCKS) - 1
     return "".join(
-        " " if it is None else _BLOCKS[round(it / most * steps) if most else 0] for it in values
+        " " if number is None else _BLOCKS[round(number / most * steps) if most else 0]
+        for number in values
     )
 
 
@@ -137,31 +138,33 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """How many there should be, if these are not as many, and one row for each worker."""
+    """Returns a row for each worker, and the wanted number of workers if it differs."""
     table = _workers_table(overview, width)
     wanted = overview.scaling
     if wanted.desired == wanted.workers:
         return table
-    told = f"Workers wanted: {wanted.desired:,}, as {wanted.because}."
-    return Group(Text(told, style="yellow"), table)
+    text = f"Workers wanted: {wanted.desired:,}, because {wanted.because}."
+    return Group(Text(text, style="yellow"), table)
 
 
 def _workers_table(overview: Overview, width: int) -> RenderableType:
-    """If columns do not fit, the least important ones are left out."""
+    """Returns a table without the least important columns, if not all fit."""
     if not overview.workers:
         return Text(why_no_worker(overview))
     columns = {
-        "worker": [it.worker_id for it in overview.workers],
-        "state": [it.state for it in overview.workers],
-        "heartbeat": [_heartbeat(overview, it) for it in overview.workers],
-        "slots": [f"{it.num_running} of {it.max_num_seqs}" for it in overview.workers],
-        "KV blocks": [f"{it.kv_used_blocks:,} of {it.kv_blocks:,}" for it in overview.workers],
-        "tokens/s": [f"{it.recent_tokens_per_second:,.0f}" for it in overview.workers],
-        "step": [milliseconds(it.told("step_ms")) for it in overview.workers],
-        "preempted": [f"{it.num_preemptions:,}" for it in overview.workers],
-        "prepared": [f"{it.mean_prefetched:.1f}" for it in overview.workers],
-        "lay ready": [milliseconds(it.mean_prefetch_wait_ms) for it in overview.workers],
-        "ran empty": [f"{it.num_prefetch_empty:,}" for it in overview.workers],
+        "worker": [worker.worker_id for worker in overview.workers],
+        "state": [worker.state for worker in overview.workers],
+        "heartbeat": [_heartbeat(overview, worker) for worker in overview.workers],
+        "slots": [f"{worker.num_running} of {worker.max_num_seqs}" for worker in overview.workers],
+        "KV blocks": [
+            f"{worker.kv_used_blocks:,} of {worker.kv_blocks:,}" for worker in overview.workers
+        ],
+        "tokens/s": [f"{worker.recent_tokens_per_second:,.0f}" for worker in overview.workers],
+        "step": [milliseconds(worker.told("step_ms")) for worker in overview.workers],
+        "preempted": [f"{worker.num_preemptions:,}" for worker in overview.workers],
+        "prepared": [f"{worker.mean_prefetched:.1f}" for worker in overview.workers],
+        "lay ready": [milliseconds(worker.mean_prefetch_wait_ms) for worker in overview.workers],
+        "ran empty": [f"{worker.num_prefetch_empty:,}" for worker in overview.workers],
     }
     kept = fitting(columns, width, _DROPPED_FIRST)
     table = plain_table(*kept, left=("worker", "state"))
@@ -181,4 +184,5 @@ def _heartbeat(overview: Overview, worker: WorkerStats) -> str:
 
 
 def _last(samples: Sequence[Sample], value: Callable[[Sample], float | None]) -> float | None:
-    return next((told for it in reversed(samples) if (told := value(it)) is not None), None)
+    values = map(value, reversed(samples))
+    return next((number for number in values if number is not None), None)

@@ -46,7 +46,7 @@ class StreamPrinter:
         self._ends_in_newline = True
 
     def submit(self) -> int:
-        """Print to the end. Ctrl-C or a closed pipe cancels the request. Gives the exit code."""
+        """Print to the end. Ctrl-C or a closed pipe cancels the request. Returns the exit code."""
         self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
@@ -64,7 +64,7 @@ class StreamPrinter:
         return self._tell(last)
 
     def watch(self) -> int:
-        """Print to the end. Ctrl-C only stops watching. Gives the exit code."""
+        """Print to the end. Ctrl-C only stops watching. Returns the exit code."""
         try:
             return self._tell(self._follow())
         except KeyboardInterrupt:
@@ -90,7 +90,7 @@ class StreamPrinter:
         if self._as_json or not sys.stdout.isatty():
             return
         queue, prompt = self._client.queue, None
-        with suppress(PromptqError, RedisError):  # the stream itself says what is wrong
+        with suppress(PromptqError, RedisError):  # the stream reports the error
             prompt = json_object(queue.run(lookups.payload(queue.keys, self._id))).get("prompt")
         if isinstance(prompt, str):
             shown = Text(printable(prompt, keep="\n\t"), "dim")
@@ -113,7 +113,7 @@ class StreamPrinter:
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[Callable[[], None]]:
-        """At a terminal, explain why nothing comes. Call the given function at each event."""
+        """At a terminal, explain why no event comes. Call the yielded function at each event."""
         num_heard, is_over = 0, threading.Event()
 
         def heard() -> None:
@@ -141,14 +141,14 @@ class StreamPrinter:
             is_over.set()
 
     def _why_silent(self, *, has_begun: bool) -> str:
-        """Why no event comes, as far as the queue tells; or empty."""
+        """Returns why no event comes, as far as the queue shows; or empty."""
         try:
             stats = self._client.stats()
         except RedisUnavailableError:
             return f"the server does not answer; it is asked again for {GIVE_UP_SECONDS:.0f} s"
-        except PromptqError:  # the stream itself says what is wrong with the server
+        except PromptqError:  # the stream reports the server's error
             return ""
-        if stats.paused and not has_begun:  # what runs goes on
+        if stats.paused and not has_begun:  # running requests continue
             return "the request waits: the queue is paused; `promptq resume` ends that"
         if stats.workers:
             return ""
@@ -172,7 +172,7 @@ class StreamPrinter:
         give_up.daemon = True
 
         def cancel() -> None:
-            with suppress(PromptqError):  # the stream itself says what is wrong with the server
+            with suppress(PromptqError):  # the stream reports the server's error
                 self._client.cancel(self._id)
 
         def on_interrupt(_number: int, _frame: FrameType | None) -> None:

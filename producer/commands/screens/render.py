@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def how_to_start_a_worker(queue: str) -> str:
-    """What to do about a queue that no worker serves."""
+    """Returns advice about a queue that no worker serves."""
     return f"start one with `promptq worker{queue_option(queue)}`"
 
 
@@ -42,13 +42,13 @@ def why_no_worker(stats: QueueStats) -> str:
 
 
 def num_workers_of(view: QueueView) -> str:
-    """How many workers have the model loaded, for a table of queues."""
+    """Returns the number of workers that have the model loaded, for a table of queues."""
     is_on_call = view.has_standby and not view.num_workers
     return "on call" if is_on_call else f"{view.num_workers:,}"
 
 
 def queue_option(queue: str) -> str:
-    """What a command needs to be about this queue, with a space in front; empty for `default`."""
+    """Returns a command's option for this queue, with a space in front; empty for `default`."""
     return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
@@ -114,7 +114,7 @@ def fitting(
 
 
 def queue_table(stats: QueueStats) -> Table:
-    """How many requests are in each state."""
+    """Returns a table of the number of requests in each state."""
     title = Text(f"queue {stats.queue}", style="bold")
     title.append(f", model {printable(stats.model[:200])}" if stats.model else "")
     title.append(", paused" if stats.paused else "")
@@ -124,13 +124,13 @@ def queue_table(stats: QueueStats) -> Table:
     return table
 
 
-def scaling_table(found: Sequence[Scaling]) -> Table:
-    """How many workers queues should have: one row for each queue."""
+def scaling_table(scalings: Sequence[Scaling]) -> Table:
+    """Returns a table of the wanted workers, one row for each queue."""
     texts = ("queue", "because")
     columns = ("queue", "workers", "wanted", "because", "work waiting", "work running")
     table = plain_table(*columns, left=texts)
-    for one in found:
-        work = (_seconds_of_work(it) for it in (one.waiting_seconds, one.running_seconds))
+    for one in scalings:
+        work = (_seconds_of_work(seconds) for seconds in (one.waiting_seconds, one.running_seconds))
         cells = (f"{one.workers:,}", f"{one.desired:,}", one.because, *work)
         table.add_row(*(Text(cell) for cell in (printable(one.queue), *cells)))
     return table
@@ -167,17 +167,19 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
     """One row for each key, or one fact on each line if the terminal is too narrow."""
     now = time.time() * 1000
     columns = {
-        "name": [it.name for it in keys],
-        "key": [f"…{it.hint}" for it in keys],
-        "tenant": [f"{it.tenant} (its own)" if it.is_own_tenant else f"{it.tenant}" for it in keys],
-        "requests/min": [_limit(it.requests_per_minute) for it in keys],
-        "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
-        "most urgent priority": [str(it.highest_priority) for it in keys],
-        "may call": [_calls(it) for it in keys],
-        "models": [", ".join(it.models) if it.models is not None else "all" for it in keys],
-        "expires": [_expiry(it, now) for it in keys],
-        "last used": [_minute(it.last_used_at) if it.last_used_at else "never" for it in keys],
-        "made": [_minute(it.created_at) for it in keys],
+        "name": [key.name for key in keys],
+        "key": [f"…{key.hint}" for key in keys],
+        "tenant": [
+            f"{key.tenant} (its own)" if key.is_own_tenant else f"{key.tenant}" for key in keys
+        ],
+        "requests/min": [_limit(key.requests_per_minute) for key in keys],
+        "tokens/min": [_limit(key.tokens_per_minute) for key in keys],
+        "most urgent priority": [str(key.highest_priority) for key in keys],
+        "may call": [_calls(key) for key in keys],
+        "models": [", ".join(key.models) if key.models is not None else "all" for key in keys],
+        "expires": [_expiry(key, now) for key in keys],
+        "last used": [_minute(key.last_used_at) if key.last_used_at else "never" for key in keys],
+        "made": [_minute(key.created_at) for key in keys],
     }
     rows = zip(*columns.values(), strict=True)
     if width_of(columns) > width:
@@ -272,7 +274,7 @@ def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
 
 
 def _setting(row: dict[str, Any]) -> Text:
-    value, default = ("–" if it is None else str(it) for it in (row["value"], row["default"]))
+    value, default = ("–" if row[key] is None else str(row[key]) for key in ("value", "default"))
     if value == default:
         return Text(f"{row['variable']}  {value}")
     return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

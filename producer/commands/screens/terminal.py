@@ -41,7 +41,7 @@ class SafeConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """As for any console, but with printable text."""
+        """Renders like any console, but with printable text only."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment

@@ -1,4 +1,4 @@
-"""The dashboard's actions on a queue. Each is logged with the name of who did it."""
+"""The dashboard's actions on a queue. Each is logged with the administrator's name."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Move(One):
 
 
 class DeadLetters(BaseModel):
-    """Some dead letters, or with `all` the latest ones, as many as one action takes."""
+    """Some dead letters; with `all`, the latest ones, up to the most of one action."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False
 
 
 async def admin_log(request: Request, admin: ThisAdmin, served: ThisQueue) -> Any:
-    """Logs what an administrator does, with their name and address: `log(action="cancel", ...)`.
+    """Returns a logger of an administrator's actions, with name and address: `log(action=...)`.
 
-    Raises ApiError 403 for callers who are no administrators.
+    Raises ApiError 403 for callers without administrators' rights.
     """
     address = request.client.host if request.client else ""
     return partial(
@@ -114,7 +114,7 @@ async def reprioritise(
 
 @router.post("/pause")
 async def pause(log: AdminLog, served: ThisQueue) -> dict[str, bool]:
-    """Hand out no more requests. Those that run go on."""
+    """Stop handing out requests. Running ones finish."""
     await served.client.pause()
     log(action="pause")
     return {"paused": True}
@@ -130,20 +130,20 @@ async def resume(log: AdminLog, served: ThisQueue) -> dict[str, bool]:
 
 @router.post("/drain")
 async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, list[str]]:
-    """Tell one worker to finish what it runs and to exit."""
+    """Make one worker finish its running requests and exit."""
     worker_id = one.id
-    told = await served.client.drain(worker_id)
-    log(action="drain", worker_id=worker_id, told=len(told))
-    if not told:
+    draining = await served.client.drain(worker_id)
+    log(action="drain", worker_id=worker_id, told=len(draining))
+    if not draining:
         raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
-    return {"told": told}
+    return {"told": draining}
 
 
 @router.post("/dead/requeue")
 async def requeue(
     log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Run dead letters again; gives new ids by old ones. Skips those that somebody else took."""
+    """Run dead letters again; returns new ids by old ones. Skips letters that another call took."""
     new_ids = {}
     for dead_id in await _chosen(served, letters):
         try:
@@ -156,7 +156,7 @@ async def requeue(
 
 @router.post("/dead/purge")
 async def purge(log: AdminLog, served: ThisQueue, letters: TheseLetters) -> dict[str, int]:
-    """Delete dead letters; gives how many there were."""
+    """Delete dead letters; returns how many there were."""
     chosen = await _chosen(served, letters)
     count = await served.client.purge(chosen)
     log(action="purge", request_ids=chosen, purged=count)

@@ -21,7 +21,7 @@ SILENCE_SECONDS = 15.0
 """After this time a comment is sent, so that proxies and pages know that the stream is alive."""
 
 CHECK_SECONDS = 3.0
-"""How often the right of the reader is checked again."""
+"""Seconds between two checks of the reader's key."""
 
 
 def message(event: str, data: str) -> str:
@@ -34,7 +34,7 @@ def event_response(
 ) -> StreamingResponse:
     """Sends messages as they come, until they end, the page goes away or the gateway stops.
 
-    It also ends when the reader loses the right to read. The page then asks again, and gets the
+    It also ends when the reader loses the right to read. The page then reconnects, and gets the
     reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -59,7 +59,7 @@ async def _until_over(
                 await asyncio.wait(
                     {coming, *over}, timeout=SILENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
-                if any(it.done() for it in over):
+                if any(task.done() for task in over):
                     return
                 if not coming.done():
                     yield ": still here\n\n"
@@ -75,7 +75,7 @@ async def _until_over(
 
 
 async def _refused(request: Request, gateway: Gateway) -> None:
-    """Returns once the caller is not let in any more, for example because its key was revoked."""
+    """Returns once the caller is refused, for example because its key was revoked."""
     while True:
         await asyncio.sleep(CHECK_SECONDS)
         try:

@@ -39,7 +39,7 @@ router = APIRouter(include_in_schema=False)
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FOLDERS = ("", "pages/", "shared/")
 _HEADERS = {
-    # The page may load only what this gateway serves, and has no scripts or styles inside it. No
+    # The page may load only files of this gateway, and has no scripts or styles inside it. No
     # text is ever taken for HTML: browsers that know trusted types refuse that.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
@@ -49,7 +49,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 TIMELINE_SECONDS = 1.0
-"""How often a request's page looks for changes other than tokens."""
+"""Seconds between two checks of a request's page for changes other than tokens."""
 
 MAX_SHOWN_PAYLOAD = 65_536
 """Characters. A longer payload is cut, as people do not read it."""
@@ -99,9 +99,9 @@ async def file(name: str) -> Response:
 
 @router.get("/dashboard/api/caller")
 async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, object]:
-    """Who is asking, and which queues there are, the gateway's own first."""
-    found = await gateway.queues.views()
-    queues = [{"name": served.name, "model": view.model} for served, view in found]
+    """Returns the caller's name and the queues, the gateway's own first."""
+    views = await gateway.queues.views()
+    queues = [{"name": served.name, "model": view.model} for served, view in views]
     return {"name": admin.name, "queues": queues}
 
 
@@ -172,7 +172,7 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """A page of requests, and what was searched to find them."""
+    """Returns a page of requests, and what was searched to find them."""
     return await request_search.search(
         served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
@@ -184,7 +184,7 @@ async def dead_letters(
 ) -> list[dict[str, object]]:
     """Dead letters, the latest first. Long payloads are cut."""
     letters = await served.client.dead_letters(limit)
-    return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
+    return [{**letter.model_dump(), "payload": letter.payload[:4096]} for letter in letters]
 
 
 def _poller_of(request: Request, gateway: Gateway) -> Poller:
@@ -197,7 +197,7 @@ def _poller_of(request: Request, gateway: Gateway) -> Poller:
 
 
 async def _read(gateway: Gateway, topic: Topic) -> str:
-    """What pages show of a topic, as JSON. Its first word is a queue's name."""
+    """Returns the state of a topic as JSON. A topic's first word is a queue's name."""
     name, *which = topic
     served = await gateway.queues.named(name)
     return await _as_of_now(served, await _value_of(served, which))
@@ -243,7 +243,7 @@ async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
 async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, None]:
     with suppress(PromptqError):  # the next message says that the queue cannot be reached
         samples = await served.client.statistics()
-        dumped = [it.model_dump(mode="json") for it in samples]
+        dumped = [sample.model_dump(mode="json") for sample in samples]
         yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
     async with aclosing(_polled(poller, (served.name, "overview"))) as messages:
         async for text in messages:
@@ -253,7 +253,7 @@ async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, 
 async def _request(
     served: ServedQueue, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Both sources write into one bounded mailbox, so a slow page delays only itself."""
+    """Streams a request's timeline and tokens through one bounded mailbox: a slow page waits."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 
@@ -280,7 +280,10 @@ async def _request(
                     await is_over.wait()
 
     async def follow_both() -> None:
-        tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
+        tasks = [
+            asyncio.create_task(coroutine)
+            for coroutine in (follow_timeline(timeline), follow_tokens())
+        ]
         try:
             await asyncio.gather(*tasks)
         except Exception as error:  # the page must hear of it, or it would wait forever
@@ -301,7 +304,7 @@ async def _request(
 
 
 def _shown(event: TokenEvent) -> Work[str]:
-    """The event as JSON, without what it tells of the prompt, which pages do not show."""
+    """Returns the event as JSON, without the prompt's fields, which pages do not show."""
     logprobs = []
     for chosen in event.logprobs or ():
         logprobs.append(chosen.model_dump_json())

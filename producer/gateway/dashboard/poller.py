@@ -1,4 +1,4 @@
-"""Reads what pages show, once a second and once for all pages."""
+"""Reads the data of pages, once a second and once for all pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptq.shared.runtime.tasks import kept_up
 INTERVAL_SECONDS = 1.0
 
 Topic = tuple[str, ...]
-"""What a page shows, in words: a kind, and which of that kind."""
+"""The subject of a page, in words: a queue, a kind, and which one of that kind."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,10 @@ class _Watched:
 
 
 class Poller:
-    """Calls `read`, which gives the JSON of a topic, for all topics that are watched.
+    """Calls `read`, which returns the JSON of a topic, for all topics that are watched.
 
-    It stops when nobody watches, so that a gateway without an open dashboard asks the server for
-    nothing.
+    The poller stops when nobody watches, so that a gateway without an open dashboard sends the
+    server nothing.
     """
 
     def __init__(

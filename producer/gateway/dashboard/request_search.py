@@ -26,7 +26,7 @@ MAX_SCANS = 20
 """The most calls of SCAN for one page, for about 10,000 keys in all."""
 
 SETS = ("waiting", "delayed", "active", "dead")
-STATES = ("", *SETS, *(it.value for it in RequestState if it.value not in SETS))
+STATES = ("", *SETS, *(state.value for state in RequestState if state.value not in SETS))
 
 _WHOLE = re.compile(r"-?\d{1,15}")
 
@@ -53,11 +53,11 @@ _FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
-    """A page. `cursor` asks for the next page; it is None on the last one."""
+    """A page of requests. `cursor` fetches the next page; None on the last one."""
 
     requests: list[FoundRequest]
     searched: str
-    """What was searched, in words."""
+    """A description of the searched requests."""
     cursor: str | None
 
 
@@ -69,7 +69,7 @@ async def search(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Requests whose id begins with `prefix`. Raises InvalidRequestError, redis errors."""
+    """Returns requests whose id begins with `prefix`. Raises InvalidRequestError, redis errors."""
     if state not in STATES:
         raise InvalidRequestError(
             f"state: {state!r} is not one of {', '.join(STATES)}", field="state"
@@ -103,11 +103,11 @@ class _Wanted:
         latest_first: list[str | bytes | int] = ["REV"] if self._state == "dead" else []
         for name, size in zip(names, sizes, strict=True):
             if at < size and left > 0:
-                asked: list[str | bytes | int] = ["ZRANGE", name, at, at + left - 1]
-                pages.append(Call("", asked + latest_first, list, list))
+                command: list[str | bytes | int] = ["ZRANGE", name, at, at + left - 1]
+                pages.append(Call("", command + latest_first, list, list))
                 left -= min(left, size - at)
             at = max(0, at - size)
-        ids = [it for page in await self._queue.run(pages) for it in page]
+        ids = [request_id for page in await self._queue.run(pages) for request_id in page]
         rows = await self._rows(ids)
         upto = start + len(ids)
         # Only waiting requests have a set for each tenant. Pages of other states are filtered.
@@ -125,19 +125,19 @@ class _Wanted:
         """Matches among the server's keys, from a position of SCAN on."""
         is_first = position == 0
         rows = await self.exactly() if self._prefix and is_first else []
-        seen = {self._keys.request(it.request_id).encode() for it in rows}
+        seen = {self._keys.request(row.request_id).encode() for row in rows}
         looked_at, pattern = 0, self._pattern()
         start = len(self._keys.request(""))
         for _ in range(MAX_SCANS):
-            position, found = await self._queue.run(_scan(position, pattern))
+            position, keys = await self._queue.run(_scan(position, pattern))
             looked_at += SCAN_COUNT
-            fresh = set(found) - seen  # SCAN may give a key twice
+            fresh = set(keys) - seen  # SCAN may return a key twice
             seen |= fresh
             rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:
                 break
         size = await self._queue.run(Call("", ["DBSIZE"], int))
-        rows.sort(key=lambda it: it.enqueued_at or 0, reverse=True)
+        rows.sort(key=lambda row: row.enqueued_at or 0, reverse=True)
         part = "all" if is_first else "the rest of"
         if position:
             part = f"about {looked_at:,}{'' if is_first else ' more'} of"
@@ -167,23 +167,23 @@ class _Wanted:
         return re.sub(r"([*?\[\]\\^])", r"\\\1", self._keys.request(self._prefix)) + "*"
 
     def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:
-        return [it for it in rows if not self._tenant or it.tenant == self._tenant]
+        return [row for row in rows if not self._tenant or row.tenant == self._tenant]
 
     def _matching(self, rows: list[FoundRequest]) -> list[FoundRequest]:
-        return [it for it in self._of_tenant(rows) if self._state in ("", it.state)]
+        return [row for row in self._of_tenant(rows) if self._state in ("", row.state)]
 
     async def _rows(self, ids: Sequence[bytes]) -> list[FoundRequest]:
-        names = [it.decode("utf-8", "replace") for it in ids]
+        names = [name.decode("utf-8", "replace") for name in ids]
         calls: list[Call[Any]] = []
         for name in names:
             key = self._keys.request(name)
             calls.append(Call("", ["HMGET", key, "payload", *_FIELDS], list, list))
             is_delayed = ["ZSCORE", self._keys.delayed, name]
             calls.append(Call("", is_delayed, lambda score: score is not None, bool))
-        given = await self._queue.run(calls)
+        records = await self._queue.run(calls)
         return [
             _row(name, values[1:], is_delayed=is_delayed)
-            for name, values, is_delayed in zip(names, given[::2], given[1::2], strict=True)
+            for name, values, is_delayed in zip(names, records[::2], records[1::2], strict=True)
             if values and values[0] is not None
         ]
 
@@ -197,13 +197,13 @@ def _scan(position: int, pattern: str) -> Call[tuple[int, list[bytes]]]:
 
 
 def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:
-    found: dict[str, Any] = {"state": "waiting"}
+    fields: dict[str, Any] = {"state": "waiting"}
     for name, value in zip(_FIELDS, values, strict=True):
         text = "" if value is None else value.decode("utf-8", "replace")
         if value is not None and FoundRequest.model_fields[name].annotation is str:
-            found[name] = text
+            fields[name] = text
         elif _WHOLE.fullmatch(text):
-            found[name] = int(text)
-    if is_delayed and found["state"] == "waiting":
-        found["state"] = "delayed"
-    return FoundRequest(request_id=request_id, **found)
+            fields[name] = int(text)
+    if is_delayed and fields["state"] == "waiting":
+        fields["state"] = "delayed"
+    return FoundRequest(request_id=request_id, **fields)

@@ -1,1 +1,1 @@
-"""Answers probes, Prometheus and people who ask a gateway about itself."""
+"""Routes about the gateway itself: probes, metrics, documentation, scaling."""

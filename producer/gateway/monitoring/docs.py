@@ -1,6 +1,6 @@
-"""The OpenAPI document, and a page made from it, which loads nothing from outside.
+"""Serves the OpenAPI document, and a page built from it, which loads nothing from outside.
 
-Both need no key, so each is made once and kept as bytes.
+Both need no key, so each is built once and kept as bytes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,13 @@ def _page(document: dict[str, Any]) -> str:
 
 def _operation(path: str, method: str, operation: dict[str, Any], document: dict[str, Any]) -> str:
     fields = [
-        _row(it["name"], it["in"], _kind(it.get("schema", {})), it.get("description", ""))
-        for it in operation.get("parameters", ())
+        _row(
+            parameter["name"],
+            parameter["in"],
+            _kind(parameter.get("schema", {})),
+            parameter.get("description", ""),
+        )
+        for parameter in operation.get("parameters", ())
     ]
     for content in operation.get("requestBody", {}).get("content", {}).values():
         fields += [
@@ -114,12 +119,13 @@ def _text(text: str) -> str:
 
 def _resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     name = schema.get("$ref", "").rpartition("/")[2]
-    found: dict[str, Any] = document["components"]["schemas"][name] if name else schema
-    return found
+    part: dict[str, Any] = document["components"]["schemas"][name] if name else schema
+    return part
 
 
 def _kind(schema: dict[str, Any]) -> str:
     kinds = [
-        it.get("type", "object" if "$ref" in it else "any") for it in schema.get("anyOf", [schema])
+        choice.get("type", "object" if "$ref" in choice else "any")
+        for choice in schema.get("anyOf", [schema])
     ]
     return " or ".join(str(kind) for kind in kinds)

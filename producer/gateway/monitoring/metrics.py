@@ -64,20 +64,21 @@ async def scrape(request: Request, gateway: ThisGateway) -> Response:
 
 
 async def _read(request: Request, gateway: Gateway) -> list[Reading]:
-    found: list[Reading] = []
+    readings: list[Reading] = []
     waiting: Counter[str] = Counter()  # by model, which several queues may serve
     for served in await _queues(gateway):
         try:
             overview = await served.client.overview()
         except (RedisSideError, SpoiltRecordError):
             overview = None
-        found += _of_queue(served.name, overview)
+        readings += _of_queue(served.name, overview)
         if overview is not None:
             waiting[overview.model] += overview.waiting
-    found += [(metrics.WAITING, (it, metrics.ENGINE), float(n)) for it, n in waiting.items()]
+    for model, n in waiting.items():
+        readings.append((metrics.WAITING, (model, metrics.ENGINE), float(n)))
     if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
-        found += http_meter.readings()
-    return found
+        readings += http_meter.readings()
+    return readings
 
 
 async def _queues(gateway: Gateway) -> list[ServedQueue]:

@@ -1,4 +1,4 @@
-"""How many workers each queue should have, for whoever starts and ends them, such as KEDA."""
+"""Serves the wanted number of workers, for software that starts and ends them, such as KEDA."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ async def scale(
         float, Query(gt=0, le=86_400, description="How long a request should wait at most.")
     ] = TARGET_SECONDS,
 ) -> ScalingOfQueues:
-    """How many workers each queue should have, and why.
+    """Returns the number of workers that each queue should have, and the reason.
 
-    A queue that no worker has come to yet is found by its name, so that its first worker can be
+    A queue that has never had a worker is found by its name, so that its first worker can be
     started.
     """
     if queue is None:
@@ -46,12 +46,12 @@ async def scale(
         names = [queue]
     else:
         names = [(await gateway.queues.named(queue)).name]
-    found: list[Scaling] = []
+    scalings: list[Scaling] = []
     for name in names:
         try:
             asking = scaling(Keys(name), target_seconds)
-            found.append(await carry_out_async(asking, gateway.queue.run))
+            scalings.append(await carry_out_async(asking, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
             if len(names) == 1:  # of several queues, one may be away or spoilt
                 raise
-    return ScalingOfQueues(queues=found)
+    return ScalingOfQueues(queues=scalings)

@@ -107,7 +107,7 @@ def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:
     with Client(redis_url) as client:
         by_pid = {it.pid: it.worker_id for it in client.stats().workers}
         said = run("drain", "--worker", by_pid[workers[0].pid]).stdout
-        assert said == f"told {by_pid[workers[0].pid]} to finish and exit\n"
+        assert said == f"{by_pid[workers[0].pid]} finishes its requests and exits\n"
         assert workers[0].wait() == 0
         assert workers[1].poll() is None
         assert client.generate("Hi", seed=1, max_tokens=3).text == text_of(1, 3)

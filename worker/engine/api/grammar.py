@@ -1,7 +1,7 @@
-"""What the engine asks of a grammar of any library: which tokens a sequence may have next.
+"""The engine's view of a grammar, from any library: which tokens may follow in a sequence.
 
-A grammar is the state of one sequence. The engine gives it each token, and stops the sequence once
-nothing can follow. The sampler asks for the masks of all rows at once, while the model computes.
+A grammar is the state of one sequence. The engine passes each token to it, and stops the sequence
+once nothing can follow. The sampler gets the masks of all rows at once, while the model computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """How far one sequence's output has matched. Used by one thread at a time."""
+    """The state of one sequence's match. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:

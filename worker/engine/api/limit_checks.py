@@ -21,7 +21,7 @@ def check_settings(limits: EngineLimits) -> None:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raises ValueError naming what an engine of these limits cannot compute."""
+    """Raises ValueError that names the field which an engine of these limits cannot compute."""
     num_prompt_tokens = len(request.prompt_token_ids)
     num_output_tokens = len(request.output_token_ids)
     num_tokens = num_prompt_tokens + num_output_tokens

@@ -1,4 +1,4 @@
-"""What a worker asks of any engine, and the plain messages between them.
+"""The interface between a worker and any engine, and the plain messages between them.
 
 An engine lives in one thread, and only that thread drives it: `add` and `abort` are called between
 steps, and `step` does one step and returns its result. Nothing here knows of Redis, asyncio or
@@ -46,7 +46,7 @@ class EngineRequest:
     """Token sequences that must not appear in the output (the tokenised `bad_words`)."""
 
     output_token_ids: list[int] = field(default_factory=list)
-    """What earlier attempts emitted. Generation continues after it."""
+    """Tokens that earlier attempts emitted. Generation continues after them."""
 
     priority: int = 0
     """Only this decides which sequence may preempt which. Lower is more urgent."""
@@ -61,18 +61,18 @@ class EngineRequest:
     """Only sequences of the same tenant share cached prefixes, unless all tenants share them."""
 
     weight: float = 1.0
-    """The tenant's, by which it may have more of the slots and of the KV cache than others."""
+    """A tenant with a larger weight may have more of the slots and of the KV cache than others."""
 
     grammar: Grammar | None = None
-    """What the output must match, in the state after `output_token_ids`. From now on only the
-    engine uses it. This is the only field that is not plain data."""
+    """Grammar of the output, in the state after `output_token_ids`. From now on only the engine
+    uses it. This is the only field that is not plain data."""
 
     pooling: Pooling | None = None
     """Set if its prompt is to become a vector. Nothing is generated then."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of the prompt are still to be told. They go with the first
+        """Whether the prompt's log-probabilities still have to be reported. They go with the first
         token."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
@@ -99,7 +99,7 @@ class EngineRequest:
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Natural log-probabilities of P tokens of a prompt that follow each other, and of the N
-    likeliest tokens in the place of each. They are arrays, as there may be very many."""
+    likeliest tokens in the place of each. They are arrays, because there may be very many."""
 
     logprobs: npt.NDArray[np.float32]  # [P]
     ranks: npt.NDArray[np.int64]  # [P], from 1
@@ -112,7 +112,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What one step gave one sequence.
+    """The output of one step for one sequence.
 
     `finish_reason` is set on the last output of a sequence, and `error` goes with
     FinishReason.ERROR. Slot and blocks are free by the time it is returned.
@@ -131,21 +131,21 @@ class SequenceOutput:
     timing: SequenceTiming | None = None
     """Set with the first token of this attempt, after a preemption, and with the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: the pooled hidden states, as they are; with the last output of a sequence
-    that asks for them."""
+    """[embedding_size]: the pooled hidden states, not normalised; with the last output of a
+    sequence whose request has `pooling`."""
     given_back: GivenBack | None = None
     """Set if the sequence left without an end, and its request is to go back to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """Why an engine gives a sequence back without an end."""
+    """A sequence that an engine gives back without an end, and the reason."""
 
     reason: str
     is_blamed: bool = True
-    """Whether that counts as a crash of the request, so that one that always fails ends."""
+    """Whether that counts as a crash of the request. A request that crashes too often ends."""
     delay_ms: int | None = None
-    """How long nobody should try it again, if not at once. Only of a sequence without blame."""
+    """How long no worker should try it again; None: retry at once. Only if it is not blamed."""
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class SequenceTiming:
     resumed_at: list[float] = field(default_factory=list)
 
     def copy(self) -> SequenceTiming:
-        """A copy that its sequence does not change any more."""
+        """Returns a copy that its sequence no longer changes."""
         return replace(self, preempted_at=[*self.preempted_at], resumed_at=[*self.resumed_at])
 
 
@@ -178,7 +178,7 @@ class EngineStats:
     num_used_blocks: int = 0
     """Blocks owned by a sequence; cached blocks without an owner are free to take."""
     num_saved_blocks: int = 0
-    """How many more would be owned if sequences did not share their prefixes."""
+    """Number of blocks that sequences save because they share prefixes."""
     num_cached_blocks: int = 0
     """Blocks without an owner that still hold a reusable prefix."""
     num_steps: int = 0
@@ -225,7 +225,7 @@ class SequenceSnapshot:
 
 @dataclass(slots=True)
 class EngineSnapshot:
-    """All sequences between two steps: those that run by slot, then those that wait in order."""
+    """All sequences between two steps: running ones by slot, then waiting ones in order."""
 
     sequences: list[SequenceSnapshot] = field(default_factory=list)
     num_shared_blocks: int = 0
@@ -233,12 +233,12 @@ class EngineSnapshot:
     step_seconds: float = 0.0
     """Median of the last steps."""
     peak_memory_bytes: int = 0
-    """It is read for a snapshot only, because on CUDA the allocator is asked for it."""
+    """Read for a snapshot only, because on CUDA this queries the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can hold. A worker claims and checks requests by it."""
+    """The capacity of an engine. A worker claims and checks requests by these limits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -251,12 +251,12 @@ class EngineLimits:
     """True size of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
     vocab_size: int
     embedding_size: int = 0
-    """Numbers of a vector. 0 if the engine makes none."""
+    """Length of a vector. 0 if the engine computes none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """What an engine can do with a request. A worker refuses all else by name."""
+    """Features that an engine supports. A worker refuses all others by name."""
 
     logprobs: bool = True
     """Whether it reports log-probabilities, with ranks as in the protocol."""
@@ -265,22 +265,22 @@ class EngineAbilities:
     preemption: bool = True
     """Whether a more urgent sequence takes the place of one that runs."""
     preempts_inexact: bool = True
-    """Whether also one that would not resume exactly is preempted."""
+    """Whether a sequence that would not resume exactly may be preempted too."""
     unheeded: frozenset[str] = frozenset()
     """Further fields of a request that the engine would ignore."""
     lowest_temperature: float = 0.0
     """The engine would raise a temperature between 0 and this one."""
     exact_resume: bool = True
-    """Whether another attempt continues with exactly the tokens that the first would have given. If
-    not, a stream still has no gap and no repeat."""
+    """Whether another attempt continues with exactly the tokens that the first would have emitted.
+    If not, a stream still has no gap and no repeat."""
     inexact_with: frozenset[str] = frozenset()
     """Fields of a request with which `exact_resume` does not hold. `temperature` stands for any
-    that is not greedy."""
+    request that is not greedy."""
 
     is_at_risk: bool = True
-    """Whether what it runs may be the cause if the engine fails."""
+    """Whether a running request may be the cause if the engine fails."""
     untold: frozenset[str] = frozenset()
-    """Statistics of `WorkerStats` that the engine cannot tell. Their values mean nothing."""
+    """Statistics of `WorkerStats` that the engine cannot report. Their values mean nothing."""
 
     @property
     def refused(self) -> list[str]:

@@ -15,12 +15,12 @@ from promptq.worker.engine.api.messages import (
 
 
 class Progress(Protocol):
-    """Is called in each stage of a start, such as the weights and the check."""
+    """A callback for each stage of a start, such as loading weights and the check."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` goes on, and that the stage before it is over.
+        """Report that `stage` is under way, and that the stage before it is over.
 
-        `share` is how much of the stage is done, from 0 to 1; None if that is unknown.
+        `share` is the part of the stage that is done, from 0 to 1; None if that is unknown.
         """
         ...
 
@@ -56,7 +56,7 @@ class Engine(Protocol):
     def abort(self, sequence_id: int) -> bool:
         """End a sequence without a further output; slot and blocks are free on return.
 
-        False if it is not here (any more).
+        Returns False if the engine does not have it (or no longer does).
         """
         ...
 
@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Compute the work of a step that raised `error` again, in parts if necessary.
 
         Sequences that fail alone end with an error. A sequence that is out of memory even alone
-        waits without blocks, is tried some more times, and is then given back. Raises if the engine
+        waits without blocks, is tried some more times, and then goes back. Raises if the engine
         itself is broken, or was broken before the work of the step was known.
         """
         ...
@@ -78,7 +78,7 @@ class Engine(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Audit blocks and slots. Raises RuntimeError that names what is inconsistent."""
+        """Audit blocks and slots. Raises RuntimeError that names the inconsistency."""
         ...
 
 
@@ -99,8 +99,8 @@ class EnginePort(Protocol):
 
     @property
     def is_accepting(self) -> bool:
-        """Whether it can run new sequences. While it cannot, nothing is claimed for it, and what is
-        added is given back."""
+        """Whether the engine can run new sequences. While it cannot, a worker claims nothing, and
+        the engine gives back the sequences that are added."""
         ...
 
     def start(self) -> None:
@@ -130,7 +130,8 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """All steps since the last call, at least one. An engine that is not fetched from stops.
+        """Returns all steps since the last call, at least one. An engine whose steps nobody fetches
+        stops.
 
         Raises the exception of an engine that failed, once all steps before that were fetched.
         """
@@ -138,7 +139,7 @@ class EnginePort(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed and does nothing any more."""
+        """Whether the engine has failed and no longer does anything."""
         ...
 
     @property
@@ -147,6 +148,6 @@ class EnginePort(Protocol):
         ...
 
     def seconds_without_progress(self) -> float:
-        """How long it has been busy with one thing. About 0 while it waits for work or to be
-        fetched."""
+        """Returns how long one piece of work has taken so far. About 0 while the engine waits for
+        work or for a call of `fetch`."""
         ...

@@ -53,6 +53,6 @@ class AttentionBackend(ABC):
         """Write the step's K and V into the cache, then attend through the block tables.
 
         `query` [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value`
-        [T, num_kv_heads, value_size] give [T, num_heads, value_size]. Cache content outside of the
-        sequences, even NaN, does not change the result.
+        [T, num_kv_heads, value_size] result in [T, num_heads, value_size]. Cache content outside of
+        the sequences, even NaN, does not change the result.
         """

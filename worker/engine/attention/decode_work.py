@@ -25,14 +25,14 @@ MAX_PARTS = 64
 FIELDS = 7
 """The numbers that describe a span (see `cut`)."""
 START_TOKENS = 64
-"""How many tokens a program reads in the time that it takes to start a span."""
+"""Number of tokens that a program reads in the time that starting a span takes."""
 MAX_SPAN_TOKENS = 4096
 
 _Numbers = npt.NDArray[np.int64]
 
 
-def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
-    """[1 + num_spans, FIELDS]: the work list of decodes whose contexts are so long.
+def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
+    """Returns [1 + num_spans, FIELDS]: the work list of decodes with contexts of these lengths.
 
     The first row begins with the number of spans. Each further row is a span: its sequence, its
     first token and the one after its last, the place of its first part in the memory for results,
@@ -42,7 +42,7 @@ def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
     -1, which stands for a row of a chunk, has none.
     """
     last = np.array(contexts, dtype=np.int64)
-    starts = [asked.pattern.first_visible(max(0, context - 1)) for context in contexts]
+    starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]
     first = np.array(starts, dtype=np.int64)
     length = last - first
     size = np.full_like(length, PART_TOKENS)
@@ -50,7 +50,7 @@ def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
         size[too_many] *= 2
     count = _quotient(length, size)
     first_place = np.cumsum(count) - count
-    tokens = _span_tokens(length, size, asked.at_once)
+    tokens = _span_tokens(length, size, spans.at_once)
     sequence, start = _spans(length, tokens)
     end = np.minimum(start + tokens[sequence], length[sequence])
     place = first_place[sequence] + start // size[sequence]
@@ -63,7 +63,7 @@ def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """The tokens of each sequence's spans: parts of these sizes, as many as make the launch short.
+    """Returns the tokens of each sequence's spans: the number of parts that makes the launch short.
 
     Long spans are started less often, and short ones are shared more evenly.
     """
@@ -92,19 +92,19 @@ def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
-    """How many pieces of so many tokens there are: one of a sequence without tokens."""
+    """Returns the number of pieces of `tokens` tokens; a sequence without tokens has one."""
     quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
     return quotient
 
 
 def most_parts(context: int) -> int:
-    """How many parts a context of up to so many tokens may have, in a layer of any pattern."""
+    """Returns the most parts of a context of up to `context` tokens, for layers of any pattern."""
     return min(max(1, -(-context // PART_TOKENS)), MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class PartResults:
-    """What the parts of a layer leave for the program that combines them."""
+    """Results of a layer's parts, for the program that combines them."""
 
     sums: torch.Tensor
     """[places, num_heads, value_size], float32: a part's weighted mean of the values."""
@@ -116,11 +116,11 @@ class PartResults:
 
 
 class DecodeWork:
-    """The work lists of decodes, one for each SpanList that layers ask for, and memory for results.
+    """Work lists of decodes, one for each SpanList that layers request, and memory for results.
 
     There is room for `contexts`, the lengths of the sequences. `fill` may replace them by others
-    that are no longer. The tensors then stay where they are, as graphs that are replayed need it.
-    Lists that are on the device already are given.
+    that are not longer. The tensors keep their addresses, as replayed graphs need. `lists` has the
+    work lists that are on the device already.
     """
 
     def __init__(
@@ -140,24 +140,24 @@ class DecodeWork:
 
     @property
     def asked(self) -> Sequence[SpanList]:
-        """The lists that were asked for."""
+        """The lists that layers requested."""
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
         """Go on with sequences of other lengths."""
         self._contexts, self._given = contexts, lists
-        for asked in self._lists:
-            self._write(asked)
+        for key in self._lists:
+            self._write(key)
 
-    def spans(self, asked: SpanList) -> torch.Tensor:
-        """The list (see `cut`) that layers ask for. Rows after its end mean nothing."""
-        if asked in self._given and asked not in self._lists:
-            self._lists[asked] = self._given[asked]
-        if asked not in self._lists:
+    def spans(self, key: SpanList) -> torch.Tensor:
+        """Returns the list (see `cut`) that layers request. Rows after its end mean nothing."""
+        if key in self._given and key not in self._lists:
+            self._lists[key] = self._given[key]
+        if key not in self._lists:
             shape = (1 + self.max_parts, FIELDS)
-            self._lists[asked] = torch.empty(shape, dtype=torch.int32, device=self._device)
-            self._write(asked)
-        return self._lists[asked]
+            self._lists[key] = torch.empty(shape, dtype=torch.int32, device=self._device)
+            self._write(key)
+        return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
         """The memory for the parts of a layer of this shape. All such layers share it."""
@@ -172,8 +172,8 @@ class DecodeWork:
             )
         return self._results[shape]
 
-    def _write(self, asked: SpanList) -> None:
-        work = self._given.get(asked)
+    def _write(self, key: SpanList) -> None:
+        work = self._given.get(key)
         if work is None:
-            work = to_device(cut(self._contexts, asked), self._device)
-        self._lists[asked][: len(work)] = work
+            work = to_device(cut(self._contexts, key), self._device)
+        self._lists[key][: len(work)] = work

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets, and what share of the free memory that may take."""
+"""Computes the number of blocks of the KV cache, and its share of the free memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 
 MIN_BLOCKS = 2
-"""With one block, a sequence that fills it could never go on."""
+"""The fewest blocks: with one, a sequence that fills it could never continue."""
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
-"""Of what the largest step and the graphs leave free. The rest is for what was not foreseen, such
-as gaps between allocations of other sizes."""
+"""The cache's share of the memory that the largest step and the graphs leave free. The rest is a
+reserve, for example for gaps between allocations of other sizes."""
 
 
 def fitting_blocks(
@@ -29,11 +29,11 @@ def fitting_blocks(
     device: torch.device,
     reserved_bytes: int = 0,
 ) -> int:
-    """How many blocks to allocate: as many as fit into `memory_bytes`.
+    """Returns the number of blocks that fit into `memory_bytes`.
 
-    If that is None, as many as `wanted_tokens` need, up to a share of the memory that is free now
-    without `reserved_bytes`, which is kept for other things. Raises ConfigurationError if fewer
-    than two fit, or if `memory_bytes` are not free.
+    If that is None, returns the number that `wanted_tokens` need, up to a share of the memory that
+    is free now without `reserved_bytes`, which is kept for other things. Raises ConfigurationError
+    if fewer than two fit, or if `memory_bytes` are not free.
     """
     block_bytes = bytes_per_token(specs) * block_size
     if memory_bytes is not None:
@@ -64,9 +64,9 @@ def fitting_blocks(
 
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
-    """The share of the device's free memory that a cache takes if no amount was asked for.
+    """Returns the bytes of a cache without `--kv-cache-memory`: a share of the free memory.
 
-    `reserved_bytes` of it are not free for the cache.
+    `reserved_bytes` of the free memory are kept for other things.
     """
     share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
     return max(0, int((free_bytes(device) - reserved_bytes) * share))

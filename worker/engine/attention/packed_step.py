@@ -19,16 +19,16 @@ from promptq.worker.engine.device.async_copies import to_device_at_once
 UNKNOWN = 0
 """The input in place of a token that the previous step is still computing."""
 NO_DRAWS = np.empty((0, 0))
-"""Of a step whose tokens are not drawn."""
+"""The draws of a step whose tokens are not drawn."""
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 PaddedLists = Callable[[StepLayout, int], Lists | None]
-"""Gives the work lists of a step of so many sampled rows that is going to be padded; None if it is
-not. Of the layout, only the lengths are known."""
+"""Returns the work lists of a step with this number of sampled rows if the step will be padded,
+else None. Only the lengths in the layout are known."""
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """Of a model that pads no step."""
+    """A PaddedLists for a model that pads no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class PackedStep:
 
     @property
     def pooled_rows(self) -> list[int]:
-        """The rows whose final hidden states become part of vectors: those of each item together,
-        in the order of `items`."""
+        """The rows whose final hidden states become part of vectors, grouped by item in the order
+        of `items`."""
         ends = self.layout.query_starts[1:]
         return [
             row
@@ -83,12 +83,11 @@ class Packer:
         sampled_at: Mapping[int, int] = NOWHERE,
         padded_lists: PaddedLists = no_padding,
     ) -> PackedStep:
-        """All that the device needs for a step, in one copy.
+        """Returns the inputs of a step on the device, moved there in one copy.
 
-        `draws` [D, S] have a column for each token that is sampled. They go with the step, and
-        mean nothing here. `sampled_at` has the places of the tokens that the step before is still
-        sampling, by the ids of their sequences. `padded_lists` gives the work lists if the step is
-        going to be padded.
+        `draws` [D, S] have a column for each sampled token; they are only passed on. `sampled_at`
+        maps ids of sequences to the places of the tokens that the step before is still sampling.
+        `padded_lists` returns the work lists if the step will be padded.
         """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]
         decodes.sort(key=lambda item: item.start, reverse=True)
@@ -192,7 +191,7 @@ def _reported(
     rows: list[int] = []
     following: list[int] = []
     for item in reporting:
-        first, asked = end_of[id(item)] - item.num_rows - item.start, item.reported_rows
-        rows += range(first + asked.start, first + asked.stop)
-        following += item.sequence.token_ids[asked.start + 1 : asked.stop + 1]
+        first, reported = end_of[id(item)] - item.num_rows - item.start, item.reported_rows
+        rows += range(first + reported.start, first + reported.stop)
+        following += item.sequence.token_ids[reported.start + 1 : reported.stop + 1]
     return np.array([rows, following], dtype=np.int64)

@@ -42,12 +42,12 @@ def longest_chunk(layout: StepLayout) -> int:
 
 
 class PrefillWork:
-    """The tiles of a step, in one list for each size of tile that layers ask for.
+    """Work lists of a step's tiles, one for each size of tile that layers request.
 
-    With `room`, for so many rows of so many chunks, `fill` may replace the step by another one.
-    The lists then stay where they are, as graphs that are replayed need it, and end with tiles
-    without rows. Lists that are on the device already are given by their sizes of tiles: with
-    `room` to `fill`, and else in the layout.
+    With `room`, (most rows, most chunks), `fill` may replace the step by another one. The lists
+    then keep their addresses, as replayed graphs need, and end with tiles without rows. Lists that
+    are on the device already, by size of tile, are passed to `fill` with `room`, and else are in
+    the layout.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:
@@ -60,7 +60,7 @@ class PrefillWork:
 
     @property
     def tile_sizes(self) -> Sequence[int]:
-        """Those that were asked for."""
+        """The sizes of tiles that layers requested."""
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
@@ -87,8 +87,8 @@ class PrefillWork:
         return tiles
 
     def _tiles(self, queries_per_tile: int) -> torch.Tensor:
-        given = self._given.get(queries_per_tile)
-        if given is not None:
-            return given
+        ready = self._given.get(queries_per_tile)
+        if ready is not None:
+            return ready
         tiles = self.cut(self._layout, queries_per_tile)
         return to_device(tiles, self._layout.block_tables.device)

@@ -80,7 +80,7 @@ class StepBuffers:
         """The work lists of a step that is padded to this kind. They go to the device with its
         inputs, and `fill` finds them in its layout."""
         contexts = self._contexts(layout, kind)
-        lists: Lists = {(kind, asked): cut(contexts, asked) for asked in self._decodes.asked}
+        lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.asked}
         if kind.is_mixed:
             chunks = self._chunks[kind]
             lists |= {(kind, size): chunks.cut(layout, size) for size in chunks.tile_sizes}
@@ -88,7 +88,7 @@ class StepBuffers:
 
     @staticmethod
     def _contexts(layout: StepLayout, kind: StepKind) -> list[int]:
-        """Of all rows: those of the decodes, of the chunks' rows, and of padding."""
+        """Returns the contexts of all rows: of decodes, of the chunks' rows, and of padding."""
         decodes, num_rows = layout.context_lens[: layout.num_decodes], layout.query_starts[-1]
         of_chunks = [-1] * (num_rows - len(decodes))
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
@@ -110,14 +110,14 @@ class StepBuffers:
         self._draws[:, num_drawn : kind.num_rows] = 0.0
         num_sequences, width = layout.block_tables.shape
         self._block_tables[:num_sequences, :width] = layout.block_tables
-        given: dict[Hashable, torch.Tensor] = {
+        lists: dict[Hashable, torch.Tensor] = {
             key[1]: each
             for key, each in layout.lists.items()
             if isinstance(key, tuple) and key[0] == kind
         }
-        self._decodes.fill(self._contexts(layout, kind), given)
+        self._decodes.fill(self._contexts(layout, kind), lists)
         if kind.is_mixed:
-            self._chunks[kind].fill(layout, given)
+            self._chunks[kind].fill(layout, lists)
 
     def step(self, kind: StepKind) -> PackedStep:
         """A step of this kind on the buffers. Until they are filled, its rows are padding."""
@@ -138,7 +138,8 @@ class StepBuffers:
         )
 
     def _layout(self, kind: StepKind) -> StepLayout:
-        """Its lengths are only right in the work lists, where each row may be a decode."""
+        """Returns a layout with upper bounds as lengths: each row may be a decode of the longest
+        context. The true lengths are in the work lists."""
         rows, longest = kind.num_rows, self._block_tables.shape[1] * self._block_size
         return StepLayout(
             num_decodes=rows,

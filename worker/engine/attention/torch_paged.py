@@ -194,7 +194,7 @@ def _attend(
     bias: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """[size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
+    """Returns [size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
 
     Without a bias there are either as many rows as keys, and attention is causal, or there is one
     row, which sees all keys.
@@ -228,7 +228,7 @@ def _attend_explicitly(
     bias: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """The same with softcap and sinks, which torch's own kernels do not support."""
+    """Computes `_attend` with softcap and sinks, which torch's kernels do not support."""
     size, num_heads, rows, key_size = query.shape
     num_kv_heads, length = keys.shape[1:3]
     if bias is None and rows > 1:

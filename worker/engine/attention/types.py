@@ -12,16 +12,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SpanList:
-    """Which list of spans layers ask for: that of their pattern, made for the number of spans whose
-    KV heads a launch computes at once."""
+    """The key of a list of spans: the layers' pattern, and the number of spans whose KV heads a
+    launch computes at once."""
 
     pattern: Pattern
     at_once: int
 
 
 class AskedLists:
-    """The lists that were asked for in earlier steps. A list that is missing here costs a copy of
-    its own, once."""
+    """Lists that layers requested in earlier steps. A list that is missing here costs one
+    additional copy, once."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
@@ -29,15 +29,15 @@ class AskedLists:
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def note(self, spans: SpanList) -> None:
-        """Layers asked for this list of decodes."""
+        """Notes that layers requested this list of decodes."""
         self.spans.add(spans)
 
     def note_tiles(self, longest_chunk: int, queries_per_tile: int) -> None:
-        """Layers asked for tiles of this size, beside a longest chunk of this length."""
+        """Notes that layers requested tiles of this size in a step with this longest chunk."""
         self._tile_sizes[_power_of_two(longest_chunk)].add(queries_per_tile)
 
     def tile_sizes(self, longest_chunk: int) -> Set[int]:
-        """The sizes of tiles that layers asked for beside a longest chunk of this length."""
+        """Returns the sizes of tiles that layers requested in steps with such a longest chunk."""
         return self._tile_sizes[_power_of_two(longest_chunk)]
 
 
@@ -48,9 +48,9 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which positions a query sees, up to and including its own.
+    """The positions that a query sees, up to and including its position.
 
-    `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
+    `full`: all; `sliding`: the last `size`; `chunked`: all since the last multiple of `size`.
     """
 
     kind: Literal["full", "sliding", "chunked"]
@@ -65,7 +65,8 @@ class Pattern:
         return 0
 
     def shortened(self, max_length: int) -> Pattern:
-        """The same for sequences of up to `max_length` tokens. It is full if `size` covers them."""
+        """Returns this pattern for sequences of up to `max_length` tokens: full if `size` covers
+        them."""
         return FULL if self.size >= max_length else self
 
 
@@ -101,7 +102,7 @@ class LayerSpec:
         return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
 
     def in_int8(self) -> LayerSpec:
-        """The same with K and V in int8: a row has its integers, and then their scale in bf16."""
+        """Returns this layer with K and V in int8: a row has integers, then their scale in bf16."""
         if self.key_dtype == torch.uint8:
             return self
         return replace(
@@ -113,7 +114,7 @@ class LayerSpec:
         )
 
     def in_float32(self) -> LayerSpec:
-        """The same with K and V in fp32, whatever they are in."""
+        """Returns this layer with K and V in fp32, from any format."""
         scale_bytes = SCALE_BYTES if self.key_dtype == torch.uint8 else 0
         return replace(
             self,
@@ -124,12 +125,12 @@ class LayerSpec:
         )
 
     def in_fp8(self) -> LayerSpec:
-        """The same with K and V in fp8, without a scale."""
+        """Returns this layer with K and V in fp8, which needs no scale."""
         return replace(self, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn)
 
 
 SCALE_BYTES = 2
-"""What the scale of a row in int8 takes."""
+"""Bytes of the scale of a row in int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,9 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How queries score keys: `softmax(softcap * tanh(q k scale / softcap))` within `pattern`.
+    """The scores of keys for queries: `softmax(softcap * tanh(q k scale / softcap))` in `pattern`.
 
-    `sinks` [num_heads] are further logits in the softmax that carry no value (gpt-oss).
+    `sinks` [num_heads] are further logits in the softmax, without a value (gpt-oss).
     """
 
     scale: float
@@ -155,7 +156,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where a step's T packed rows lie in the cache; the same for all layers.
+    """Places of a step's T packed rows in the cache; equal for all layers.
 
     The first `num_decodes` rows belong to one sequence each, in descending order of context, and
     the rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to
@@ -173,16 +174,16 @@ class StepLayout:
     """[T], int64: the place in that block."""
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict)
-    """What a backend computes once per step and uses in every layer."""
+    """Data that a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """The work lists that came with the step's inputs: of decodes by their SpanList, and of chunks
     by the size of their tiles. Those of a padded step have keys (kind, one of these)."""
     asked: AskedLists = field(default_factory=AskedLists)
-    """Where a backend notes which lists it asks for."""
+    """The lists that a backend requests; it notes them here."""
 
 
 DECODE_WORK = "decode work"
 """The key in a layout's plans for the DecodeWork of its decodes. Code that replays a step with
 other lengths puts its own there."""
 PREFILL_WORK = "prefill work"
-"""The same for the PrefillWork of its chunks."""
+"""Key in `plans` of the PrefillWork of a step's chunks."""

@@ -1,4 +1,4 @@
-"""Makes the work lists that the layers of a model ask for, so that they travel with its inputs."""
+"""Builds the work lists that a model's layers request, so that they travel with its inputs."""
 
 from __future__ import annotations
 

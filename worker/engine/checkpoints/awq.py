@@ -15,7 +15,7 @@ from promptq.worker.engine.checkpoints.packed_integers import offsets_of, unpack
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Where in a word the eight outputs are that follow each other."""
+"""The places of eight successive outputs in a word."""
 
 
 class AWQ:
@@ -25,7 +25,7 @@ class AWQ:
     bits = 4
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModelError for what is not read."""
+        """Raises UnsupportedModelError for a variant that is not supported."""
         version = config.get("version", config.get("format", "gemm"))
         bits = config.get("bits", config.get("w_bit"))
         if str(version).lower() != "gemm":
@@ -34,7 +34,7 @@ class AWQ:
             raise UnsupportedModelError(f"awq: its weights have {bits} bits, and 4 are read")
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Of a linear layer. Raises KeyError for a part that is missing."""
+        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
         scales = parts["scales"].T.float()
         numbers, zeros = _outputs(parts["qweight"]), _outputs(parts["qzeros"])
         group = -(-numbers.shape[1] // scales.shape[1])

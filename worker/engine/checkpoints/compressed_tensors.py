@@ -38,17 +38,17 @@ class CompressedTensors:
     marker = "weight_scale"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModelError for what is not read."""
+        """Raises UnsupportedModelError for a variant that is not supported."""
         groups = (config.get("config_groups") or {}).values()
-        formats = {config.get("format"), *(it.get("format") for it in groups)} - {None}
-        schemes = [it.get("weights") or {} for it in groups]
+        formats = {config.get("format"), *(group.get("format") for group in groups)} - {None}
+        schemes = [group.get("weights") or {} for group in groups]
         sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
         problem = ""
         if strange := formats - _FORMATS:
             problem = f"its format {min(strange)!r} is none of {', '.join(sorted(_FORMATS))}"
-        elif strange := {it.get("num_bits", 8) for it in schemes} - {4, 8}:
+        elif strange := {scheme.get("num_bits", 8) for scheme in schemes} - {4, 8}:
             problem = f"its weights have {min(strange)} bits, and 4 or 8 are read"
-        elif any(it.get("type") == "float" and it.get("num_bits") == 4 for it in schemes):
+        elif any((each.get("type"), each.get("num_bits")) == ("float", 4) for each in schemes):
             problem = "its weights are numbers of 4 bits with an exponent"
         elif sparsity != "dense":
             problem = f"its weights are sparse ({sparsity})"
@@ -56,12 +56,12 @@ class CompressedTensors:
             problem = "it transforms inputs"
         if problem:
             raise UnsupportedModelError(f"compressed-tensors: {problem}")
-        blocks = [it["block_structure"] for it in schemes if it.get("block_structure")]
+        blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
         self._block = blocks[0] if blocks else None
-        self.bits = min((it.get("num_bits", 8) for it in schemes), default=8)
+        self.bits = min((scheme.get("num_bits", 8) for scheme in schemes), default=8)
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
-        """Of a linear layer. Raises KeyError for a part that is missing."""
+        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
         scales = parts[self.marker]
         if "weight_packed" in parts:
             packed, (outputs, inputs) = parts["weight_packed"], parts["weight_shape"].tolist()

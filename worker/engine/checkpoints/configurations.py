@@ -1,4 +1,4 @@
-"""Reads what a model's configurations say beside its weights: end tokens and pooling."""
+"""Reads end tokens and pooling from a model's configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES: dict[str, Pooling] = {
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """`last` if there is no such file; None if it asks for another one, such as the first token.
+    """Returns the folder's pooling: `last` without a file, None for one that is not supported.
 
     Raises ConfigurationError for a file that cannot be read.
     """
@@ -48,9 +48,9 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def end_token_ids(configurations: Iterable[object]) -> frozenset[int]:
-    """Those of the first configuration that names any.
+    """Returns the end tokens of the first configuration that names any.
 
-    Raises UnsupportedModelError if one of them is no token id.
+    Raises UnsupportedModelError if one of them is not a token id.
     """
     for configuration in configurations:
         ids = getattr(configuration, "eos_token_id", None)

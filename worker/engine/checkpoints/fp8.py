@@ -21,7 +21,7 @@ class FP8:
         self._block = config.get("weight_block_size")
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FP8Weight | torch.Tensor:
-        """Of a linear layer. Raises KeyError for a part that is missing."""
+        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
         return scaled(parts["weight"], parts[self.marker], self._block)
 
 

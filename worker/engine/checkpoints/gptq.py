@@ -20,7 +20,7 @@ from promptq.worker.engine.checkpoints.packed_integers import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to each zero in the file."""
+"""Formats, and the number to add to each zero in the file."""
 
 
 def _added(words: torch.Tensor, number: int, bits: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class GPTQ:
     marker = "qweight"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModelError for what is not read."""
+        """Raises UnsupportedModelError for a variant that is not supported."""
         format = config.get("checkpoint_format", "gptq")
         self.bits: int = config.get("bits", 0)
         if format not in _FORMATS:
@@ -50,7 +50,7 @@ class GPTQ:
         self._added = _FORMATS[format]
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
-        """Of a linear layer. Raises KeyError for a part that is missing."""
+        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
         numbers = unpacked(parts["qweight"].T, self.bits)
         scales = parts["scales"].T.float()
         zeros = unpacked(_added(parts["qzeros"], self._added, self.bits), self.bits).T

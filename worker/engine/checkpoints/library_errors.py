@@ -1,4 +1,4 @@
-"""What functions of transformers raise when files are not as they should be."""
+"""Exceptions that transformers' functions raise for files with faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def first_sentence(error: Exception) -> str:
         kind = type(error).__name__
         return f"its files have sizes that cannot be, or do not fit each other ({kind})"
     first, _, rest = str(error).strip().partition("\n")
-    if first.rstrip().endswith(":"):  # only what follows says what is wrong
+    if first.rstrip().endswith(":"):  # only the next line names the fault
         first += " " + rest.strip().split("\n")[0]
     text = " ".join(first.split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

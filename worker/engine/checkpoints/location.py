@@ -1,4 +1,4 @@
-"""Where the files of a model are: a directory, a GGUF file, or a name of a model hub."""
+"""Places of a model's files: a directory, a GGUF file, or a name on a model hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_gguf(name_or_dir: str) -> bool:
 
 
 def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` of transformers takes for a tokenizer."""
+    """Returns the arguments for transformers' `from_pretrained` of a tokenizer."""
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()
@@ -30,7 +30,7 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
 
 
 def check_source(name_or_dir: str) -> str:
-    """The directory or GGUF file, checked to hold a model, or the hub name as it is.
+    """Returns the directory or GGUF file, checked to hold a model, or the hub name unchanged.
 
     Raises ModelNotFoundError, and ConfigurationError if a package is missing that reads the file.
     """

@@ -1,4 +1,4 @@
-"""A directory of safetensors files, or what a hub has by a name."""
+"""A directory of safetensors files, or a model of a hub."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Format(Protocol):
     """Reads the layers of one way to quantize."""
 
     marker: str
-    """The part of a layer's tensors that tells that it is quantized."""
+    """The name of the tensor that marks a layer as quantized."""
     bits: int
-    """How many bits of a word of 32 a number has."""
+    """Bits of a number; words of 32 bits hold several."""
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor: ...
 
@@ -53,10 +53,10 @@ _LARGEST_HEADER = 100_000_000
 
 
 class ModelFolder:
-    """Its weights may be quantized by another tool."""
+    """A directory or hub name with a model, whose weights another tool may have quantized."""
 
     def __init__(self, source: str, trust_remote_code: bool) -> None:
-        """Raises ModelNotFoundError, and UnsupportedModelError for weights that are not read."""
+        """Raises ModelNotFoundError, and UnsupportedModelError for weights of another format."""
         self.source = source
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
@@ -70,13 +70,13 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model was saved in, or was before it was quantized."""
+        """The dtype in which the model was saved, or in which it was before it was quantized."""
         saved = getattr(self.config, "dtype", None)
         return saved if isinstance(saved, torch.dtype) else torch.float32
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """For quantized weights; for others the library reads it."""
+        """The folder's generation config; None without quantized weights: the library reads it."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -88,14 +88,14 @@ class ModelFolder:
 
     @property
     def num_saved_bytes(self) -> int:
-        """What the weights take in the files. 0 for a hub name, whose files may not be here yet."""
+        """Bytes of the weights' files. 0 for a hub name, whose files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         return sum(file.stat().st_size for file in self._files())
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """What all parameters take in `dtype`, or as the library would load them. 0 for a hub name,
-        whose files may not be here yet."""
+        """Returns the bytes of all parameters in `dtype`, or in the dtype that the library would
+        load. 0 for a hub name, whose files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
@@ -124,7 +124,7 @@ class ModelFolder:
                 elif _part(name) not in _OF_THE_CACHE:
                     saved.add_tensor(name, self._plain(name, file.get_tensor(name)))
             for module, parts in layers.items():
-                tensors = {it: file.get_tensor(f"{module}.{it}") for it, file in parts.items()}
+                tensors = {key: file.get_tensor(f"{module}.{key}") for key, file in parts.items()}
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
 
@@ -151,7 +151,7 @@ class ModelFolder:
             raise UnsupportedModelError(f"{layer} has parts of wrong sizes: {error}") from error
 
     def _files(self) -> list[Path]:
-        """Those with weights, and no copies in another form beside them."""
+        """Returns the files with weights, without copies in another format beside them."""
         folder = self._folder()
         names = shards_of(folder, self.source)
         if names is None:
@@ -213,8 +213,8 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """How many numbers a safetensors file has, of which so many are packed in a word of 32 bits. 0
-    if it is damaged, which shows when it is loaded."""
+    """Returns the count of numbers in a safetensors file, with `packed` of them in a 32-bit word. 0
+    if the file is damaged, which shows when it is loaded."""
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")

@@ -27,8 +27,9 @@ def scattered(
     groups: torch.Tensor,
     bits: int,
 ) -> torch.Tensor:
-    """The weight [outputs, inputs] in fp32 whose inputs are in any of the `groups` [inputs], of
-    which there are scales and offsets [outputs, groups]."""
+    """Returns a weight [outputs, inputs] in fp32 whose inputs are in groups in any order.
+
+    `groups` [inputs] has the group of each input; scales and offsets are [outputs, groups]."""
     groups = groups.long()
     if offsets is None:
         offsets = -(2 ** (bits - 1)) * scales
@@ -36,5 +37,5 @@ def scattered(
 
 
 def are_in_order(groups: torch.Tensor, group: int) -> bool:
-    """Whether `group` inputs of each of the groups follow each other."""
+    """Whether each group is `group` successive inputs, in order."""
     return bool((groups == torch.arange(len(groups), device=groups.device) // group).all())

@@ -1,7 +1,7 @@
-"""Refuses the files of a model that lead out of its folder, and those whose sizes are absurd.
+"""Refuses a model's files that lead out of its folder or have absurd sizes.
 
 A model may come from a stranger. A link to `/proc/self/environ` as a chat template would show the
-process' secrets to whoever sends a chat, and a FIFO would stop the start for ever.
+process' secrets to every client that sends a chat, and a FIFO would block the start for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", "
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling")
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
-"""The most layers, experts of a layer, or labels, for each of which the library makes an object."""
+"""The most layers, experts of a layer, or labels; the library makes an object for each."""
 _CONTENTS = ("vocab", "merges")
 """Settings of tokenizers that may be the content of a file, or its name."""
 _LONGEST_NAME = 200
@@ -52,9 +52,9 @@ def check_files(folder: Path) -> None:
 
 
 def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
-    """Refuse a `tokenizer_config.json` that names a file which is not the model's.
+    """Refuse a `tokenizer_config.json` that names a file outside of the model.
 
-    The library would read some of these files, and make tokens of what they hold.
+    The library would read some of these files, and turn their content into tokens.
     """
     for name, value in config.items():
         if not isinstance(value, str) or not (name in _CONTENTS or name.endswith("_file")):
@@ -67,7 +67,7 @@ def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
 
 
 def _is_inside(target: Path, folder: Path) -> bool:
-    """Whether a file is the folder's, or the hub's cache has it."""
+    """Whether a file is in the folder or in the hub's cache."""
     home = folder.resolve()
     homes = [home, Path(HF_HUB_CACHE).resolve()]
     if home.parent.name == "snapshots":
@@ -76,7 +76,7 @@ def _is_inside(target: Path, folder: Path) -> bool:
 
 
 def check_config(source: str, config: Any) -> None:
-    """Refuse a `config.json` with so many parts that the library would hang or fill the memory."""
+    """Refuse a `config.json` whose number of parts would hang the library or fill the memory."""
     left = [config]
     while left:
         item = left.pop()

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint that another tool quantized."""
+"""The weights of a checkpoint that another tool quantized."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class SavedWeights:
     """The weights of a quantized checkpoint."""
 
     format: str
-    """In words: `gptq`, for example. Empty if nothing has fewer bits than usual."""
+    """Name of the format, such as `gptq`. Empty if no weight is quantized."""
     dtype: torch.dtype
-    """What the model computes in."""
+    """The dtype in which the model computes."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name in `dtype`. Of those that have fewer bits in the file, there is only
-    the shape, a tensor without memory, until they are widened."""
+    """All parameters by name in `dtype`. Quantized ones are tensors without memory, which only have
+    the shape, until they are widened."""
     quantized: dict[str, FewBits] = field(default_factory=dict)
     """The weights that have fewer bits, by the name of their module."""
 
@@ -35,5 +35,5 @@ class SavedWeights:
         self.add_tensor(f"{module}.weight", weight)
 
     def widen(self, module: str) -> None:
-        """Replace the tensor without memory by the numbers that the weight stands for."""
+        """Replace the tensor without memory by the weight's numbers in `dtype`."""
         self.add_tensor(f"{module}.weight", self.quantized[module].dequantized())

@@ -1,4 +1,4 @@
-"""Which sequence owns which block of the KV cache, and which blocks hold a shareable prefix."""
+"""Tracks which sequence owns which block of the KV cache, and which prefixes can be shared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks hold so many tokens of one sequence. The last may be partly filled."""
+    """Returns the number of blocks for tokens of one sequence. The last may be partly filled."""
     return -(-num_tokens // block_size)
 
 
@@ -26,8 +26,8 @@ class BlockManager:
     owned; a block that can be found is never half written.
 
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
-    prefixes. Then the manager notes which tenants sent a block, as each tenant is only told of its
-    own.
+    prefixes. Then the manager notes which tenants sent a block, because the cached tokens that a
+    tenant sees are only those it sent.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, shares_tenants: bool = False) -> None:
@@ -35,8 +35,8 @@ class BlockManager:
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
         self.num_gained = 0
-        """How many times a block lost its last owner, or could be found for the first time. Only so
-        does a waiting sequence come nearer to having room."""
+        """Number of times that a block lost its last owner, or could be found for the first time.
+        Until this grows, a waiting sequence that lacked room still lacks it."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
@@ -48,7 +48,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """How many blocks can be taken: free ones first, then cached ones."""
+        """Number of blocks that can be allocated: free ones first, then cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -65,9 +65,9 @@ class BlockManager:
         return [block for block in sequence.block_table if references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The computed blocks that the tokens of the sequence begin with.
+        """Returns the computed blocks with which the sequence's tokens begin.
 
-        Tokens whose logits are needed are left to compute, at least the last one.
+        Tokens whose logits are needed remain to be computed, at least the last one.
         """
         self._hash_blocks(sequence)
         prefix: list[int] = []
@@ -80,8 +80,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """How many blocks of a prefix this tenant had sent before. From now on it has sent all of
-        them."""
+        """Returns how many blocks of a prefix this tenant sent before, and notes that it has now
+        sent all of them."""
         if self._senders is None:
             return len(prefix)
         num_known = 0
@@ -91,16 +91,15 @@ class BlockManager:
         return num_known
 
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
-        """How many of the free blocks are needed to hold the known tokens of a sequence without
-        blocks."""
+        """Returns how many free blocks the known tokens of a sequence without blocks need."""
         owned = sum(1 for block in prefix if self._references[block])
         return num_blocks_for(sequence.num_tokens, self.block_size) - owned
 
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Each sequence of `leaving`, with how many blocks would be free if it and those before it
-        left.
+        """Yields each sequence of `leaving`, with the number of free blocks if the sequence and all
+        before it left.
 
         Blocks of `prefix` are not counted, since `num_needed` counts them as owned already.
         """
@@ -129,7 +128,7 @@ class BlockManager:
         self.extend(sequence)
 
     def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
-        """Give the sequence blocks for all known tokens and so many further ones.
+        """Give the sequence blocks for all known tokens and `num_further` more.
 
         Returns False, and changes nothing, if there are too few blocks.
         """
@@ -173,7 +172,7 @@ class BlockManager:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compare all blocks with the block tables of `sequences`, which are all that have blocks.
 
-        Raises RuntimeError that says what is inconsistent.
+        Raises RuntimeError that names the inconsistency.
         """
         entries = Counter(block for sequence in sequences for block in sequence.block_table)
         states = {"free": self._free, "cached without owner": self._cached, "owned": entries}
@@ -204,8 +203,8 @@ class BlockManager:
         if not all(map(self._hashes.__getitem__, self._cached)):
             raise RuntimeError("a cached block is not findable")
         num_hashed = self.num_blocks - self._hashes.count(None)
-        found = map(self._hashes.__getitem__, self._findable.values())
-        if num_hashed != len(self._findable) or list(found) != list(self._findable):
+        hashes = map(self._hashes.__getitem__, self._findable.values())
+        if num_hashed != len(self._findable) or list(hashes) != list(self._findable):
             raise RuntimeError("the index of findable blocks differs from the blocks' hashes")
 
     def _take(self) -> int:

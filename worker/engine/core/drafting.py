@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MAX_ROWS = 16
-"""Drafts are made only for steps of at most so many rows, drafted ones included."""
+"""The most rows of a step with drafts, drafted ones included."""
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
@@ -21,18 +21,18 @@ more, because some libraries multiply one row differently. The values are high f
 dtypes."""
 
 _ALLOWANCE = 0.01
-"""How much failing drafts may cost, as a share of all steps."""
+"""The cost that failing drafts may have, as a share of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
 """Credits are in tokens. With a higher limit, a text that no longer repeats itself would be
 drafted for longer in vain."""
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
-"""How many tokens have to match. A single one means too little."""
+"""Numbers of tokens that have to match. A match of a single token means too little."""
 
 
 class PromptLookup:
-    """Finds what followed earlier occurrences of a text's last tokens, in constant time a token."""
+    """Finds tokens that followed earlier occurrences of a text's last ones, in constant time."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: the position after its last place
@@ -49,10 +49,10 @@ class PromptLookup:
         for size in range(_LONGEST, _SHORTEST - 1, -1):
             start = self._next_of.get(tuple(token_ids[end - size :])) if size < end else None
             if start is not None:
-                found = token_ids[start : start + count]
-                while len(found) < count:
-                    found += found[: count - len(found)]
-                return found
+                draft = token_ids[start : start + count]
+                while len(draft) < count:
+                    draft += draft[: count - len(draft)]
+                return draft
         return []
 
     def _index(self, token_ids: list[int]) -> None:
@@ -65,7 +65,7 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class Drafter:
-    """Drafts for one sequence, as much as pays off.
+    """Drafts for one sequence, as many tokens as pay off.
 
     Drafts are paid for from a credit. Accepted tokens add to it, and each step adds a little. So
     drafts that fail cost at most that little, and drafts that are right become longer.

@@ -30,15 +30,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Collected(NamedTuple):
-    """What a batch gave: for each of its `sampling` and of its `reporting` shares."""
+    """The results of a batch, for each of its `sampling` and `reporting` shares."""
 
     sampled: list[list[SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
 
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
-    """What a launched batch gave. Raises RuntimeError unless there is one entry for each share, and
-    in it one for each row."""
+    """Returns the results of a launched batch. Raises RuntimeError unless there is one entry for
+    each share, and one in it for each row."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
@@ -55,8 +55,8 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
 class StepRecovery:
     """Computes the shares of a step that failed.
 
-    `commit` takes what a batch gave. `leave` removes one sequence, with a reason if it failed
-    and with None if it is given back. Both return outputs. `set_back` lets a sequence wait that
+    `commit` stores the results of a batch. `leave` removes one sequence, with a reason if it failed
+    and with None if it is given back. Both return outputs. `set_back` makes a sequence wait that
     lacked memory even alone; it returns whether the sequence will be tried again.
     """
 
@@ -101,7 +101,7 @@ class StepRecovery:
         return collect(self._runner, batch, self._runner.launch(batch))
 
     def _still_works(self, failed: Sequence) -> bool:
-        """Whether the runner can compute something harmless in the place of a failed sequence."""
+        """Whether the runner can compute a harmless batch in place of a failed sequence."""
         try:
             sampled = self._compute(_probe(failed)).sampled
         except Exception:
@@ -110,7 +110,7 @@ class StepRecovery:
 
 
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
-    """The parts to try after shares failed with `error`; empty if nothing smaller is left.
+    """Returns the parts to try after shares failed with `error`; none if there is nothing smaller.
 
     Several sequences are halved. A single one is tried without its draft, and then, if memory was
     short, with a part of its tokens, whose rest follows in later steps.

@@ -38,13 +38,13 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 """An audit takes 0.1 µs for each block, so the end of a lone request should not always pay for
 one."""
 _SMALL_STEPS = 256
-"""After a step that was out of memory, so many steps are kept smaller."""
+"""Number of steps that are kept smaller after a step that was out of memory."""
 _MOST_SHORTAGES = 6
-"""A sequence that is alone and still lacks memory so often is given back."""
+"""A sequence that lacks memory this often, though it is alone, is given back."""
 _PAUSE_SECONDS = 0.05
 """The pause before the next try if there was no memory for any sequence. It doubles each time."""
 _STEPS_SHOWN = 32
-"""The step time that is shown is the median of so many steps."""
+"""The reported step time is the median of this number of steps."""
 _NO_MEMORY = GivenBack("there is no memory for a request alone")
 
 
@@ -52,16 +52,16 @@ _NO_MEMORY = GivenBack("there is no memory for a request alone")
 class _Step:
     batch: Batch
     launched: Any
-    """What the runner returned for the batch."""
+    """The runner's return value for the batch."""
 
 
 class LLMEngine:
-    """The engine around a runner; see `Engine` in api/messages.py for what it promises.
+    """The engine around a runner; implements `Engine` of api/port.py.
 
-    `max_model_len` is lowered to what the model and its KV cache can hold. `prefill_chunk` is how
-    many tokens of one prompt a step computes at most, by default the whole token budget of a step.
-    `speculative_tokens` is how many tokens are drafted for a sequence in a step at most, unless a
-    request sets its own number. With `async_scheduling`, a step is launched before the tokens of
+    `max_model_len` is lowered to the capacity of the model and its KV cache. `prefill_chunk` is the
+    most tokens of one prompt in a step, by default the whole token budget of a step.
+    `speculative_tokens` is the most tokens that are drafted for a sequence in a step, unless a
+    request sets another number. With `async_scheduling`, a step is launched before the tokens of
     the step before it are collected, for a runner that computes meanwhile; results for sequences
     that stopped in between are dropped. With `share_prefix_cache`, tenants share cached prefixes;
     by default each tenant has its own.
@@ -100,7 +100,7 @@ class LLMEngine:
         self._speculative_tokens = speculative_tokens
         self._async_scheduling = async_scheduling
         self._under_way: _Step | None = None
-        self._uncommitted: Batch | None = None  # what a failed step was to compute
+        self._uncommitted: Batch | None = None  # the work of a failed step
         self._full_steps_from = 0  # the step from which on steps have full size again
         self._block_manager = BlockManager(
             layout.num_blocks, layout.block_size, shares_tenants=share_prefix_cache
@@ -132,7 +132,7 @@ class LLMEngine:
             num_running=len(running),
             num_waiting=len(self._scheduler.waiting),
             num_used_blocks=num_used_blocks,
-            num_saved_blocks=sum(len(it.block_table) for it in running) - num_used_blocks,
+            num_saved_blocks=sum(len(each.block_table) for each in running) - num_used_blocks,
             num_cached_blocks=self._block_manager.num_cached,
             num_preemptions=self._scheduler.num_preemptions,
             cached_tokens=self._scheduler.num_cached_tokens,
@@ -192,32 +192,32 @@ class LLMEngine:
             smaller = max(self.limits.max_num_seqs, batch.num_tokens // 2)
             self._scheduler.max_num_batched_tokens = smaller
             self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
-        there = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
+        there = [s for s in batch.scheduled if s.sequence.status is SequenceStatus.RUNNING]
         outputs = self._recovery.compute(there) if there else []
-        if waiting := [it.sequence for it in there if it.sequence.status is SequenceStatus.WAITING]:
+        if waiting := [s.sequence for s in there if s.sequence.status is SequenceStatus.WAITING]:
             self._run_fewer(waiting)
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
 
     def snapshot(self) -> EngineSnapshot:
-        found = EngineSnapshot(
+        snapshot = EngineSnapshot(
             step_seconds=median(self._last_steps) if self._last_steps else 0.0,
             peak_memory_bytes=self._runner.peak_memory_bytes(),
         )
         shared: set[int] = set()
-        by_slot = sorted(self._scheduler.running, key=lambda it: it.slot or 0)
+        by_slot = sorted(self._scheduler.running, key=lambda sequence: sequence.slot or 0)
         for sequence in (*by_slot, *self._scheduler.waiting):
             shared_here = self._block_manager.shared_blocks(sequence)
             shared.update(shared_here)
-            found.sequences.append(_snapshot_of(sequence, len(shared_here)))
-        found.num_shared_blocks = len(shared)
-        return found
+            snapshot.sequences.append(_snapshot_of(sequence, len(shared_here)))
+        snapshot.num_shared_blocks = len(shared)
+        return snapshot
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler
         scheduler.check_integrity()
         self._block_manager.check_integrity(scheduler.running)
-        scheduled = sorted(it.sequence_id for it in (*scheduler.waiting, *scheduler.running))
+        scheduled = sorted(each.sequence_id for each in (*scheduler.waiting, *scheduler.running))
         if scheduled != sorted(self._sequences):
             raise RuntimeError(
                 f"the engine holds sequences {sorted(self._sequences)} "
@@ -245,7 +245,7 @@ class LLMEngine:
         return True
 
     def _run_fewer(self, set_back: list[Sequence]) -> None:
-        """For some steps, let no more sequences run than memory was found for."""
+        """For some steps, limit the running sequences to the number that found memory."""
         num_running = len(self._scheduler.running)
         self._scheduler.max_running = max(1, num_running)
         self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
@@ -263,7 +263,7 @@ class LLMEngine:
         return output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """None if nothing is to be drafted, or if the next token depends on those before it."""
+        """Returns None for a request without drafts or whose next token needs the earlier ones."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
@@ -317,9 +317,9 @@ class LLMEngine:
             output = _failed(sequence, tokens[0].error)
             output.is_refused = sequence.request.bounds_choice
             return output
-        told_of_prompt = None
+        prompt_logprobs = None
         if sequence.num_output_tokens == 0 and sequence.request.wants_prompt_logprobs:
-            told_of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         finish_reason, num_appended = None, 0
         while finish_reason is None and num_appended < len(tokens):
             sequence.token_ids.append(tokens[num_appended].token_id)
@@ -336,25 +336,25 @@ class LLMEngine:
                 finish_reason = FinishReason.STOP
         self._totals.generation_tokens += num_appended
         sequence.num_shortages = 0
-        timing, told = sequence.timing, None
+        timing, reported_timing = sequence.timing, None
         is_first = timing.first_token_at is None
         if is_first:
             timing.first_token_at = time.monotonic()
-        if is_first or timing.preemptions > sequence.num_told_preemptions:
-            sequence.num_told_preemptions = timing.preemptions
-            told = timing.copy()
-        logprobs = [it.logprob for it in tokens[:num_appended] if it.logprob is not None]
+        if is_first or timing.preemptions > sequence.num_reported_preemptions:
+            sequence.num_reported_preemptions = timing.preemptions
+            reported_timing = timing.copy()
+        logprobs = [token.logprob for token in tokens[:num_appended] if token.logprob is not None]
         return SequenceOutput(
             sequence.sequence_id,
             sequence.token_ids[-num_appended:],
             logprobs=logprobs or None,
-            prompt_logprobs=told_of_prompt,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
-            timing=told,
+            timing=reported_timing,
         )
 
     def _pool(self, share: ScheduledSequence) -> list[SequenceOutput]:
-        """Pool hidden states. With those of the last token, the sequence ends."""
+        """Pool hidden states. The sequence ends with the states of its last token."""
         sequence = share.sequence
         if share.start == 0:
             sequence.pool.clear()  # it was preempted and begins anew

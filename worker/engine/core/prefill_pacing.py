@@ -13,19 +13,19 @@ from promptq.worker.engine.core.sequence import Batch
 LONG_PROMPT = 512
 """A prompt of more tokens is computed in paced chunks while other sequences decode."""
 STRETCH = 1.6
-"""How long a step with a chunk of a long prompt may take, relative to a step of decodes alone."""
+"""Longest step with a chunk of a long prompt, relative to a step of decodes alone."""
 MIN_CHUNK = 4
 """The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0
-"""The same for a step with prompts of any length. The first of several prompts that come together
-need not wait for the last."""
+"""Longest step with prompts of any length, relative to a step of decodes alone. The first of
+several prompts that come together need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
 """The least tokens of all prompts in a step."""
 _RECENT, _RECENT_PROMPTS = 5, 9
-"""How many steps of decodes alone are remembered, and of those with prompts. Medians count, as one
+"""Numbers of remembered steps: of decodes alone, and with prompts. Medians count, because a single
 delayed step says little."""
 _GROWTH = 4
-"""A chunk has at most so many times the tokens of the largest one of late."""
+"""A chunk has at most this many times the tokens of the largest recent one."""
 _CAUTION, _BOLDNESS = 4, 16
 """A token costs at least this part of its share of a step: while chunks of one size were seen, and
 once their sizes differed."""
@@ -63,13 +63,13 @@ class Pacing:
             return MIN_CHUNK
         chunk = max(MIN_CHUNK, self._tokens_within(STRETCH))
         if chunk == MIN_CHUNK and len(sizes) == 1:
-            return 2 * sizes.pop()  # another size tells the fixed time from that of tokens
+            return 2 * sizes.pop()  # another size separates the fixed time from that of tokens
         return min(chunk, _GROWTH * max(sizes))
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts in a step beside decodes. There are none in the first such step, so
-        that it tells what decodes take alone: else no prompt could be weighed against them."""
+        """Most tokens of all prompts in a step beside decodes. 0 in the first such step, which so
+        measures the time of decodes alone: the others are compared with it."""
         if self._prompts and not self._decode_seconds:
             return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))
@@ -98,7 +98,7 @@ class Pacing:
     def _fit(self) -> None:
         """Fit a line through recent steps by the median slope of pairs (Theil-Sen).
 
-        Steps of about one size tell only the sum. Then the fixed time is taken as it was.
+        Steps of about one size determine only the sum. Then the fixed time keeps its value.
         """
         largest = max(self._prompts, key=lambda step: step.num_tokens)
         slopes = [

@@ -1,4 +1,4 @@
-"""What the engine asks of a runner, which turns a batch into tokens: a model or a known
+"""The engine's interface to a runner, which turns a batch into tokens: a model or a known
 function."""
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Runner(Protocol):
         ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """For each of `batch.sampling`, in that order: the token after its last known one, and
-        after each drafted one. It also sets `states` of each share that has `num_pooled`."""
+        """Returns, for each of `batch.sampling` in that order, the token after the last known one
+        and after each drafted one. Also sets `states` of each share that has `num_pooled`."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """For each of `batch.reporting`, in that order: what its `reported_rows` say of the tokens
-        after them."""
+        """Returns, for each of `batch.reporting` in that order, the log-probabilities of the tokens
+        after its `reported_rows`."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Decides what a step computes: which sequences go on, which join, and which make room."""
+"""Decides what a step computes: which sequences continue, which join, and which make room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ fp32."""
 
 
 def most_reported_rows(vocab_size: int) -> int:
-    """From how many rows a step reports log-probabilities of prompts at most."""
+    """Returns the most rows of a step that report log-probabilities of prompts."""
     return max(1, _MAX_LOGITS // vocab_size)
 
 
@@ -111,13 +111,13 @@ class Scheduler:
         long_prompt_chunk: int | None = None,
         prompt_tokens: int | None = None,
     ) -> Batch | None:
-        """The step after `batch`, planned before the tokens of that step are known: one more decode
+        """Plans the step after `batch` before the tokens of that step are known: one more decode
         of each sequence that samples in it and that its length does not end, and the next chunks of
         prompts.
 
         None if a sequence may be admitted, or if a choice depends on the tokens.
         """
-        shares = {it.sequence: it for it in batch.scheduled if _runs(it)}
+        shares = {share.sequence: share for share in batch.scheduled if _runs(share)}
         if not all(map(_is_free, shares.values())):
             return None
         plan = self._new_plan(long_prompt_chunk)
@@ -141,7 +141,7 @@ class Scheduler:
         return Batch(list(plan.shares.values()))
 
     def check_integrity(self) -> None:
-        """Audit slots and queues. Raises RuntimeError that names what is inconsistent."""
+        """Audit slots and queues. Raises RuntimeError that names the inconsistency."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         if sorted(slots + self._free_slots) != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots: owned {slots} and free {self._free_slots} do not add up")
@@ -166,8 +166,8 @@ class Scheduler:
         )
 
     def _may_admit(self, plan: _Plan) -> bool:
-        """Whether a waiting sequence can get a place beside this plan, a free one or one of another
-        sequence."""
+        """Whether a waiting sequence can get a place beside this plan: a free one, or the place of
+        another sequence."""
         if not self.waiting:
             return False
         most_urgent = self._waiting_by_urgency[0]
@@ -191,7 +191,7 @@ class Scheduler:
 
     @property
     def _num_places(self) -> int:
-        """How many more sequences may run."""
+        """Number of sequences that may still be admitted."""
         return min(len(self._free_slots), self.max_running - len(self.running))
 
     def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
@@ -257,7 +257,7 @@ class Scheduler:
             self._admit(sequence, prefix, plan)
 
     def _admit_newcomers(self, plan: _Plan) -> None:
-        """Admit sequences of tenants of which none runs, at the cost of tenants that have more than
+        """Admit sequences of tenants that run nothing, at the cost of tenants that have more than
         their share."""
         for sequence in self._newcomers():
             prefix = self.block_manager.find_prefix(sequence)
@@ -271,18 +271,18 @@ class Scheduler:
             self._admit(sequence, prefix, plan)
 
     def _newcomers(self) -> list[Sequence]:
-        """The first waiting sequence of each tenant of which none runs, if none that waits is more
-        urgent. Empty if nothing runs: the queue's order decides then."""
+        """Returns the first waiting sequence of each tenant that runs nothing, unless a more urgent
+        one waits. Empty if nothing runs: the queue's order decides then."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
-        found: list[Sequence] = []
+        newcomers: list[Sequence] = []
         priority = self._waiting_by_urgency[0].request.priority
         for sequence in self.waiting:
             if sequence.request.priority == priority and sequence.request.tenant in tenants:
                 tenants.remove(sequence.request.tenant)
-                found.append(sequence)
-        return found
+                newcomers.append(sequence)
+        return newcomers
 
     def _admit_in_order(self, plan: _Plan) -> None:
         position = 0  # also the number of places kept for sequences that wait for a prefix
@@ -299,7 +299,7 @@ class Scheduler:
                 return
 
     def _draft(self, plan: _Plan) -> None:
-        """Let decodes draft tokens, with rows and blocks that no other sequence needs."""
+        """Draft tokens for decodes, with rows and blocks that no other sequence needs."""
         num_rows = min(MAX_ROWS - plan.num_tokens, plan.num_tokens_left)
         for share in list(plan.shares.values()):
             if num_rows < 1:
@@ -315,14 +315,14 @@ class Scheduler:
                 num_rows -= len(draft)
 
     def _find_victims(self, sequence: Sequence, prefix: list[int]) -> list[Sequence] | None:
-        """Which sequences to preempt, least urgent first, so that `sequence` fits; None if it
+        """Returns the sequences to preempt, least urgent first, so that `sequence` fits; None if it
         cannot."""
         num_free = self.block_manager.num_free
         num_running = len(self.running)
         if self._num_places > 0 and self._num_needed(sequence, prefix, num_running) <= num_free:
             return []
         priority = sequence.request.priority
-        lesser = list(takewhile(lambda it: it.request.priority > priority, reversed(self.running)))
+        lesser = [*takewhile(lambda each: each.request.priority > priority, reversed(self.running))]
         num_freed_at_most = sum(len(victim.block_table) for victim in lesser)
         left = num_running - len(lesser)
         if self._num_needed(sequence, prefix, left) > num_free + num_freed_at_most:
@@ -337,8 +337,8 @@ class Scheduler:
     def _find_room_for_newcomer(
         self, sequence: Sequence, prefix: list[int]
     ) -> list[Sequence] | None:
-        """The sequences to preempt so that a newcomer's fits: the last ones of the tenants that
-        have most. None if it does not fit beside what is left to each of them."""
+        """Returns the sequences to preempt so that a newcomer's fits: the last ones of the tenants
+        that have most. None if it does not fit beside the share that is left to each of them."""
         num_needed = self._num_needed(sequence, prefix, len(self.running))
         if self._num_places > 0 and num_needed <= self.block_manager.num_free:
             return []
@@ -384,8 +384,8 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Whether it is clear, without a search for its prefix, that a sequence cannot be admitted,
-        and that it waits for no prefix either."""
+        """Whether a sequence surely cannot be admitted and waits for no prefix. Does not search for
+        its prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id
@@ -463,8 +463,8 @@ class _Plan:
     def give(self, sequence: Sequence, start: int | None = None) -> None:
         """Give a sequence a share of the tokens that are left, if any are.
 
-        `start` is how many of its tokens will be computed by then, if a step before this one is
-        still under way. If all known ones will be, the share is for the unknown next one.
+        `start` is the number of its tokens that will be computed by then, if a step before this one
+        is still under way. If all known ones will be, the share is for the unknown next one.
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
@@ -508,8 +508,8 @@ class _Plan:
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether another sequence of this step is about to compute the next block of this prefix.
 
-        `sequence` should wait a step then, and share the block. Only sequences that make progress
-        in this step count, so that nobody waits for one that does not.
+        `sequence` should then wait a step and share the block. Only sequences that make progress in
+        this step count, so that no sequence waits for one that does not.
         """
         index = len(prefix)
         if (index + 1) * self._block_size > sequence.num_cacheable_tokens:
@@ -526,7 +526,7 @@ def _runs(share: ScheduledSequence) -> bool:
 
 
 def _is_free(share: ScheduledSequence) -> bool:
-    """Whether the next share of its sequence can be planned, whatever token it samples."""
+    """Whether the next share of its sequence can be planned without the token that it samples."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

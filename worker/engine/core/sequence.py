@@ -25,9 +25,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """One attempt at a request inside the engine.
 
-    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phases. It
-    is given work as long as it has known tokens that are not computed, and a step that computes its
-    last known token samples the next one, or ends a sequence that is to become a vector.
+    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phases. The
+    scheduler gives it work while it has known tokens that are not computed. A step that computes
+    the last known token samples the next one, or ends the sequence if its request is for a vector.
     """
 
     request: EngineRequest
@@ -46,7 +46,7 @@ class Sequence:
     drafter: Drafter | None = None  # engine, if tokens may be drafted
     pool: Pool = field(default_factory=Pool)  # engine, if it becomes a vector
     num_shortages: int = 0  # engine; how often memory was short for it alone, since its last token
-    num_told_preemptions: int = 0  # engine; preemptions that an output has reported
+    num_reported_preemptions: int = 0  # engine; preemptions that an output has reported
 
     @classmethod
     def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:
@@ -84,9 +84,9 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many of its first tokens need not be computed if the KV cache has them. Hidden states
-        and logits are not cached: the last token is needed, rows that are to be reported, and every
-        token for the mean of all hidden states."""
+        """Number of first tokens that need not be computed if the KV cache has them. Hidden states
+        and logits are not cached, so some tokens are always computed: the last one, rows to report,
+        and all tokens for the mean of all hidden states."""
         if self.request.pooling == "mean":
             return 0
         all_reported = self.num_reported_rows >= self.num_rows_to_report
@@ -124,7 +124,7 @@ class ScheduledSequence:
 
     @property
     def num_ahead(self) -> int:
-        """How many tokens lie between the last known one and the first that is sampled."""
+        """Number of tokens between the last known one and the first that is sampled."""
         return self.start + self.num_tokens - self.sequence.num_tokens
 
     @property
@@ -135,8 +135,8 @@ class ScheduledSequence:
 
     @property
     def reported_rows(self) -> range:
-        """Its rows, by their place in the sequence, from which the log-probability of the prompt's
-        next token is to be reported."""
+        """The rows, by their place in the sequence, from which to report the log-probability of the
+        prompt's next token."""
         sequence, start = self.sequence, self.start
         if start >= sequence.num_rows_to_report:
             return range(0)
@@ -145,7 +145,7 @@ class ScheduledSequence:
 
     @property
     def num_pooled(self) -> int:
-        """How many of its last rows have hidden states that become part of a vector."""
+        """Number of its last rows whose hidden states become part of a vector."""
         match self.sequence.request.pooling:
             case "mean":
                 return self.num_tokens
@@ -155,7 +155,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """How many of its last rows sample a token."""
+        """Number of its last rows that sample a token."""
         return 1 + len(self.draft) if self.samples else 0
 
 

@@ -1,4 +1,4 @@
-"""How much of an engine each tenant has, and which sequence makes room for another tenant."""
+"""Computes each tenant's share of an engine, and which sequence makes room for another tenant."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Shares:
     def may_make_room(
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
-        """Whether the tenant of `victim`, without its `blocks`, still has as much as that of
-        `newcomer` with the blocks that it needs.
+        """Whether the tenant of `victim`, without its `blocks`, still has at least the share that
+        the tenant of `newcomer` has with the needed blocks.
 
         So no tenant falls below its share, and a tenant that made room cannot take it back.
         """

@@ -1,4 +1,4 @@
-"""What all decoders of our own offer."""
+"""The interface of all of promptq's decoders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LlamaDecoder(ABC):
         *,
         releases: bool = False,
     ) -> None:
-        """For positions below `max_length`, with a cache and a pattern for each layer.
+        """Builds a decoder for positions below `max_length`; each layer has a cache and a pattern.
 
         `backend` is the attention backend that serves the model. `releases`: the model's weights
         may be freed where the decoder has copies. Raises NotOfThisKindError if the
@@ -58,9 +58,9 @@ class LlamaDecoder(ABC):
     @classmethod
     @abstractmethod
     def takes(cls, weight: FewBits) -> bool:
-        """Whether it multiplies with this weight as it is."""
+        """Whether it multiplies with this weight without widening it."""
 
-    @classmethod  # noqa: B027  # a decoder may take them as they are
+    @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:
         """Lay the weights of a model that is served out as the decoder needs them. This is done
         before free memory is counted for the KV cache."""

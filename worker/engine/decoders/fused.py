@@ -46,7 +46,7 @@ class _Layer:
 
 
 class FusedDecoder(LlamaDecoder):
-    """Computes packed steps in fused kernels, as they are or captured in a CUDA graph.
+    """Computes packed steps in fused kernels, directly or captured in a CUDA graph.
 
     The parameters of `model` become views of the fused weights, so the model can still compute.
     """
@@ -93,7 +93,7 @@ class FusedDecoder(LlamaDecoder):
         return add_rms_norm(hidden, update, self._norm, self._epsilon)
 
     def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two terms [T, hidden size], whose sum is what the last layer gives."""
+        """Returns two terms [T, hidden size], whose sum is the output of the last layer."""
         layout, positions, epsilon = step.layout, step.positions[0], self._epsilon
         hidden = self._embedding(step.input_ids[0])
         update: torch.Tensor | None = None

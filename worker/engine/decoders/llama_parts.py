@@ -1,8 +1,8 @@
-"""Takes a model of the library apart whose layers are of the Llama kind.
+"""Splits a library's model of the Llama kind into its parts.
 
-A layer's modules tell what it computes: their names, shapes and types. The check at load compares
-a decoder's result with the library's own model. So a family that has the same module names but
-another formula is detected, and is served through its own modules.
+The names, shapes and types of a layer's modules show what it computes. The check at load compares a
+decoder's result with the library's model. So a family that has the same module names but another
+formula is detected, and is served through its own modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class NotOfThisKindError(Exception):
-    """The model is not of the kind that our own decoders compute; the message says where."""
+    """The model is not of the kind that promptq's decoders compute; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class LlamaParts:
     num_kv_heads: int
     head_size: int
     epsilon: float
-    """Of all norms."""
+    """The epsilon of all norms."""
     scale: float
-    """Of all scores."""
+    """The scale of all attention scores."""
     rotary: nn.Module
 
     @classmethod
@@ -109,7 +109,7 @@ class LlamaParts:
 
 
 def is_of_llama_kind(model: PreTrainedModel) -> bool:
-    """Whether it has the parts of this kind. The check at load shows if it computes the same."""
+    """Whether a model has this kind's parts. The check at load shows if it computes the same."""
     try:
         LlamaParts.of(model)
     except Exception:  # a family may have anything in the places of these parts

@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of weights that it can compute with."""
 
 _FREED_BYTES = 2**26
-"""Weights that were freed go back to the system once there are so many of them."""
+"""Freed weights go back to the system once they have this many bytes."""
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
@@ -42,9 +42,9 @@ class NativeDecoder(LlamaDecoder):
     """Computes packed steps in one call that releases the interpreter lock."""
 
     _is_packed = True
-    """Whether it has a copy of the weights, in the order in which products read them."""
+    """Whether it copies the weights into the order in which products read them."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
-    """Which weights of linear layers and embeddings may have, beside its own."""
+    """Further dtypes that weights of linear layers and embeddings may have."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class NativeDecoder(LlamaDecoder):
         return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
 
     def _kept_weight(self, module: nn.Embedding) -> library.Weight:
-        """The same, of a weight that the native code goes on to read."""
+        """Returns `_weight` of a weight that native code continues to read; keeps it alive."""
         if not self._is_packed:
             return self._weight(module)
         weight = _weight_of(module)
@@ -200,7 +200,7 @@ class NativeDecoder(LlamaDecoder):
         return weight.data_ptr()
 
     def _keep(self, weight: torch.Tensor | None) -> int | None:
-        """The same, of a copy that the native code goes on to read. The model's own tensor may be a
+        """Returns the address of a copy, and keeps it for native code. The model's tensor may be
         part of a whole file in memory."""
         if weight is not None:
             self._kept.append(weight := weight.clone())
@@ -208,7 +208,7 @@ class NativeDecoder(LlamaDecoder):
 
 
 class UnpackedDecoder(NativeDecoder):
-    """Computes in fp32, slowly, and reads the weights where they are: no copy is made of them.
+    """Computes in fp32, slowly, and reads the weights in place, without a copy.
 
     They may also be in bf16, or quantized. Norms and biases are in fp32.
     """
@@ -229,7 +229,7 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """What the native code is told of a quantized weight, which has to be kept meanwhile."""
+    """Describes a quantized weight to the native code. The caller keeps the weight meanwhile."""
     return library.Weight(
         numbers=weight.numbers.data_ptr(),
         scales=weight.scales.data_ptr(),
@@ -240,7 +240,7 @@ def native_weight(weight: QuantizedWeight) -> library.Weight:
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """What the native code is told of a layer's K and V. It goes on to use their memory."""
+    """Describes a layer's K and V to the native code, which continues to use their memory."""
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
@@ -261,8 +261,8 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
 
 
 def release(modules: Iterable[nn.Module]) -> int:
-    """Free the weights of modules, of which a native decoder has copies. They cannot compute any
-    more. Returns how many bytes they had."""
+    """Free the weights of modules, of which a native decoder has copies. The modules can no longer
+    compute. Returns the number of bytes that they had."""
     num_bytes = 0
     for module in modules:
         for parameter in module.parameters(recurse=False):

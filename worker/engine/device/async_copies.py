@@ -28,7 +28,7 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 def to_device_at_once(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """As `to_device` for several arrays of any types, in one copy. The tensors are views of it."""
+    """Copies several arrays of any types to the device in one copy. The tensors are views of it."""
     if device.type != "cuda":
         return [to_device(array, device) for array in arrays]
     together, starts = _joined(arrays)
@@ -73,5 +73,5 @@ class HostCopies:
         return [each.numpy() for each in self._tensors]
 
     def lists(self) -> list[list[Any]]:
-        """The same as lists."""
+        """Returns the arrays as lists."""
         return [each.tolist() for each in self.arrays()]

@@ -1,4 +1,4 @@
-"""How much memory is free on a device, and how much some work takes of it."""
+"""Measures the free memory of a device, and the memory that a piece of work takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Whether the device tells how much memory a piece of work took."""
+    """Whether the device can report how much memory a piece of work took."""
     return device.type == "cuda"
 
 
@@ -49,14 +49,14 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """How many bytes less are free on the device while the result of `make` lives, with what the
-    driver takes for itself."""
+    """Returns how many bytes fewer are free on the device while the result of `make` lives. This
+    includes the driver's memory."""
     give_back(device)
     before = free_bytes(device)
-    made = make()
+    result = make()
     give_back(device)
     held = before - free_bytes(device)
-    del made
+    del result
     give_back(device)
     return max(0, held)
 

@@ -1,4 +1,4 @@
-"""Whether the processor is fast in bf16, and how to run a model exactly in fp32 for a while."""
+"""Tests whether the processor is fast in bf16, and runs a model exactly in fp32 for a while."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
 """The share of free memory that fp32 copies of the weights may take."""
 _PART = 2**22
-"""How many numbers of a weight are widened at a time."""
+"""Count of a weight's numbers that are widened at a time."""
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch has vector code for bf16 products here. If not, it takes number by number."""
+    """Whether torch has vector code for bf16 products here. If not, it multiplies one by one."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -31,7 +31,7 @@ def exact_products(device: torch.device) -> Iterator[bool]:
     """Switch TF32 off, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
 
     Yields whether products are exact now. They are not if the environment forces TF32, as
-    NVIDIA_TF32_OVERRIDE=1 does, so this is tried and not asked for.
+    NVIDIA_TF32_OVERRIDE=1 does, so we test a product instead of reading torch's flag.
     """
     with _without_tf32():
         # 1 + 2^-12 is exact in fp32, and 1 in TF32.
@@ -61,19 +61,22 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
-    """Let a model with 16-bit weights compute in fp32, and restore it on exit.
+    """Make a model with 16-bit weights compute in fp32, and restore it on exit.
 
     `by_parts`: linear layers and embeddings keep their weights, and widen a part of them at a time
     while they run. Otherwise, all weights are converted. Yields whether the model now computes in
     fp32. It is left unchanged if there is too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
-    if any(it.is_floating_point() and it.dtype not in (*_HALVES, torch.float32) for it in tensors):
+    if any(
+        tensor.is_floating_point() and tensor.dtype not in (*_HALVES, torch.float32)
+        for tensor in tensors
+    ):
         yield False
         return
-    widening = [it for it in model.modules() if by_parts and _widens(it)]
+    widening = [module for module in model.modules() if by_parts and _widens(module)]
     kept = {id(module.weight) for module in widening}
-    halves = [it for it in tensors if it.dtype in _HALVES and id(it) not in kept]
+    halves = [tensor for tensor in tensors if tensor.dtype in _HALVES and id(tensor) not in kept]
     needed = sum(4 * tensor.numel() for tensor in halves)
     if halves and needed > _SHARE * free_bytes(halves[0].device):
         yield False
@@ -103,8 +106,8 @@ def product(
     bias: torch.Tensor | None,
     weight_of: Callable[[slice], torch.Tensor],
 ) -> torch.Tensor:
-    """A linear layer in fp32. `weight_of` gives some rows of its weight in fp32, since all of them
-    may be too many to have at once."""
+    """Computes a linear layer in fp32. `weight_of` returns some rows of its weight in fp32, because
+    all rows at once may need too much memory."""
     step = max(1, _PART // x.shape[-1])
     parts = [slice(first, first + step) for first in range(0, num_outputs, step)]
     y = torch.cat([nn.functional.linear(x.float(), weight_of(part)) for part in parts], dim=-1)

@@ -17,7 +17,7 @@ class Scratch:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns], float32, not initialised, valid until the same name is taken again."""
+        """Returns [rows, columns], float32, uninitialised; a call with the same name reuses it."""
         if self._device.type != "cpu":
             return torch.empty(rows, columns, dtype=torch.float32, device=self._device)
         buffer = self._buffers.get(name)

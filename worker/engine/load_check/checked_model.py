@@ -1,4 +1,4 @@
-"""What the check at load found of a model."""
+"""Results of the check at load."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from promptq.worker.engine.model.packed_model import PackedModel
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the check of a model found that a decoder of our own serves. Another load of the same
-    files on the same device need not find it anew."""
+    """Result of the check of a model that one of promptq's decoders serves. Another load of the
+    same files on the same device need not repeat the check."""
 
     specs: list[LayerSpec]
     backend: str
@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """What the check found: the attention modules in order of call, and what each asks for."""
+    """Result of the check: the attention modules in order of call, and the spec of each layer."""
 
     modules: list[nn.Module]
     specs: list[LayerSpec]
@@ -35,9 +35,9 @@ class CheckedModel:
     counts_rows: bool = False
     """See PackedModel."""
     decoder: type[LlamaDecoder] | None = None
-    """Our own decoder that serves the model; None: the library's modules do."""
+    """promptq's decoder that serves the model; None: the library's modules do."""
     why_no_own_code: str = TURNED_OFF
-    """Why no decoder of our own serves the model; empty if one does."""
+    """Why none of promptq's decoders serves the model; empty if one does."""
 
     @property
     def is_known(self) -> bool:
@@ -46,7 +46,7 @@ class CheckedModel:
 
     @property
     def verdict(self) -> Verdict | None:
-        """None if the library's modules compute: they have to be recorded each time."""
+        """The verdict; None if the library's modules compute: each load has to record them."""
         if self.decoder is None:
             return None
         return Verdict(self.specs, self.backend.name, self.decoder.__name__)
@@ -60,9 +60,9 @@ class CheckedModel:
         *,
         releases: bool = False,
     ) -> PackedModel | LlamaDecoder:
-        """The model on this cache, for sequences of up to `max_length` tokens.
+        """Returns the model on this cache, for sequences of up to `max_length` tokens.
 
-        `releases`: nobody else needs the weights any more, so those that are packed are freed.
+        `releases`: nothing else needs the weights, so those that are packed are freed.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:

@@ -1,4 +1,4 @@
-"""How far the logits of packed steps are from those of each request alone."""
+"""Compares the logits of packed steps with those of each request alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from promptq.worker.engine.model.packed_model import (
 )
 
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-"""What a library's modules raise if they were not made for packed steps."""
+"""Exceptions that a library's modules raise if they cannot compute packed steps."""
 
 LENGTHS = (34, 14)
 """Tokens of the two requests of the check. Some of their chunks are long, and some are so short
@@ -40,17 +40,17 @@ TOLERANCE = 1e-4
 Any row may differ ten times as much, because a near tie in a router may be decided differently in
 it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
-"""The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
+"""Tolerance for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
-"""The same for what a decoder makes of rounded weights, inputs, or K and V, once its formula was
-checked. Each of many layers rounds, so that sound products are off by 0.05 in models of 40 layers,
-and by 0.2 in some. Wrong ones are off by 1."""
+"""Tolerance for a decoder with rounded weights, inputs, or K and V, once its formula was checked.
+Each of many layers rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2
+in some. Wrong ones are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
-"""The same for fp32 where the environment forces TF32, which rounds to 11 bits."""
+"""Tolerance in fp32 when the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
-"""The most positions that a decoder of our own is tried with. This is enough, because its table of
-positions comes from the model's own module."""
+"""The most positions with which promptq's decoders are tested. This is enough, because their table
+of positions comes from the model's module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Probe:
 
 
 def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Two requests. The second lies at the end of the model's positions, to show that the model
-    uses the positions it is given."""
+    """Returns two requests. The second lies at the end of the model's positions, to show that the
+    model uses the positions of its input."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
     probes = []
@@ -75,7 +75,7 @@ def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
 
 
 def decoder_probes(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """The same at positions that our own decoders are tried with."""
+    """Returns two requests at positions with which promptq's decoders are tested."""
     return probes_of(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
 
 
@@ -99,7 +99,7 @@ def _alone(loaded: LoadedModel, probe: Probe, counts_rows: bool) -> torch.Tensor
 def packed_logits(
     loaded: LoadedModel, checked: CheckedModel, probes: list[Probe]
 ) -> list[torch.Tensor]:
-    """Of each probe [length, vocab_size]: the logits from packed steps, on a cache of their own."""
+    """Returns each probe's logits [length, vocab_size] from packed steps, on a new cache."""
     device = loaded.model.device
     blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
     num_blocks = len(probes) * blocks_each
@@ -115,7 +115,7 @@ def packed_logits(
 def run_steps(
     model: PackedModel | LlamaDecoder, cache: KVCache, probes: list[Probe], device: torch.device
 ) -> list[torch.Tensor]:
-    """Of each probe [length, vocab_size]: its logits from three packed steps: a chunk of each
+    """Returns each probe's logits [length, vocab_size] from three packed steps: a chunk of each
     request, another chunk, then a decode."""
     packer = Packer(cache.block_size, device)
     sequences = []
@@ -152,7 +152,7 @@ def compare(
     probes: list[Probe],
     tolerance: float,
 ) -> Difference:
-    """How far the logits of packed steps are from those of each request alone."""
+    """Returns how far the logits of packed steps are from those of each request alone."""
     set_attention(loaded.model, "eager")
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
@@ -163,7 +163,7 @@ def compare(
         raise
     except PromptqError:
         raise
-    except Exception as error:  # those of Triton's compiler have no kind of their own
+    except Exception as error:  # exceptions of Triton's compiler share no class
         if checked.decoder is not None:
             raise
         raise NotCompiledError(checked.backend, error) from error
@@ -187,13 +187,13 @@ def difference_of(logits: torch.Tensor, expected: torch.Tensor, tolerance: float
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far logits are off, relative to a row's spread."""
+    """Distance between logits, relative to a row's spread."""
 
     median: float
     worst: float
     tolerance: float
     is_finite_alone: bool = True
-    """Whether the logits that each request gets alone are numbers."""
+    """Whether the logits of each request alone are finite."""
 
     @property
     def is_tolerable(self) -> bool:
@@ -202,7 +202,7 @@ class Difference:
 
 
 def why_not_finite(model: PreTrainedModel) -> str:
-    """Why logits are not numbers, and what to try."""
+    """Returns why logits are not finite, and advice."""
     dtype = str(model.dtype).removeprefix("torch.")
     for name, weight in model.named_parameters():
         if weight.is_meta or bool(torch.isfinite(weight).all()):

@@ -1,4 +1,4 @@
-"""Whether packed steps compute what the model does, and which attention and decoder serve it."""
+"""Checks that packed steps compute what the model does; chooses its attention and decoder."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def check_model(
     why_no_own_code: str = TURNED_OFF,
     known: Verdict | None = None,
 ) -> CheckedModel:
-    """Find out what each layer asks for, and compare packed steps with the library's attention.
+    """Record the layers' specs, and compare packed steps with the library's attention.
 
-    The first of the backends that knows all that the layers ask for is used. If its kernels do not
-    compile, the next one is. Positions up to `max_length` are tried. The first of `decoders` that
-    passes the same comparison serves the model instead of the library's modules. `why_no_own_code`
-    tells why there are none to try. What is `known` from an earlier load is not checked again.
+    The first of the backends that supports all specs is used. If its kernels do not compile, the
+    next one is. Positions up to `max_length` are tested. The first of `decoders` that passes the
+    same comparison serves the model instead of the library's modules. `why_no_own_code` is the
+    reason if there are none. A verdict `known` from an earlier load is not checked again.
     Raises UnsupportedModelError, naming the family and the reason, if the model would not be served
     correctly. Raises ConfigurationError if the kernels of no backend compile.
     """
     left = [*backends]
     if known is not None:
-        backend = next((it for it in backends if it.name == known.backend), None)
-        decoder = next((it for it in decoders if it.__name__ == known.decoder), None)
+        backend = next((each for each in backends if each.name == known.backend), None)
+        decoder = next((each for each in decoders if each.__name__ == known.decoder), None)
         if backend is not None and decoder is not None:
             return CheckedModel([], known.specs, backend, decoder=decoder, why_no_own_code="")
     by_parts = all(decoder.unpacked for decoder in decoders)

@@ -1,4 +1,4 @@
-"""Whether rounded or packed weights compute what they stand for, once the formula was checked."""
+"""Checks that rounded or packed weights compute correctly, once the formula was checked."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.model_length import model_length
 
 
-def check_quantized(loaded: LoadedModel, checked: CheckedModel, asked: str) -> None:
-    """Compare our own decoder of a model whose weights or KV cache are rounded now with the
-    library's model, which computes with what the weights stand for. The formula was checked before.
+def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
+    """Compare promptq's decoder of a model whose weights or KV cache are rounded now with the
+    library's model, which computes with the widened weights. The formula was checked before.
 
-    `asked` are the options that asked for it; empty: the files did. Raises UnsupportedModelError.
+    `options` are those that request rounding; empty: the files have it. Raises
+    UnsupportedModelError.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():
-        _require_alike(loaded, compare(loaded, checked, probes, ROUNDING_TOLERANCE), asked)
+        _require_alike(loaded, compare(loaded, checked, probes, ROUNDING_TOLERANCE), options)
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What packed weights are compared with."""
+    """The logits with which those of packed weights are compared."""
 
     probes: list[Probe]
     logits: torch.Tensor  # [tokens of all probes, vocab_size]
@@ -50,13 +51,14 @@ class Expectation:
     def of(
         cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
     ) -> Expectation | None:
-        """From the formula in fp32 on the weights as they are, which was checked before. The model
-        is to serve sequences of up to `max_length` tokens on the cache. None if there is too little
-        memory even for that."""
-        assert checked.decoder is not None, "code of our own packs weights"
+        """Computes the logits with the formula, which was checked before, in fp32 on the unpacked
+        weights. The model will serve sequences of up to `max_length` tokens on the cache. Returns
+        None if there is too little memory even for that."""
+        assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size
         probes = [
-            replace(it, token_ids=it.token_ids[:most]) for it in decoder_probes(loaded, max_length)
+            replace(probe, token_ids=probe.token_ids[:most])
+            for probe in decoder_probes(loaded, max_length)
         ]
         specs = [spec.in_float32() for spec in checked.specs]
         formula = replace(checked, decoder=checked.decoder.unpacked, specs=specs)
@@ -67,20 +69,20 @@ class Expectation:
 
 
 def check_packed(
-    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, asked: str
+    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
     """Compare a decoder that has packed the weights, on its cache that is not used yet.
 
-    `asked` is as above. Raises UnsupportedModelError.
+    `options` are those that request rounding, as text. Raises UnsupportedModelError.
     """
-    is_exact = loaded.model.dtype == torch.float32 and not (asked or loaded.format)
+    is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     with torch.inference_mode():
         logits = torch.cat(run_steps(decoder, cache, expected.probes, loaded.model.device)).float()
-    _require_alike(loaded, difference_of(logits, expected.logits, tolerance), asked)
+    _require_alike(loaded, difference_of(logits, expected.logits, tolerance), options)
 
 
-def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> None:
+def _require_alike(loaded: LoadedModel, difference: Difference, options: str) -> None:
     if difference.is_tolerable:
         return
     if not difference.is_finite_alone:
@@ -88,10 +90,10 @@ def _require_alike(loaded: LoadedModel, difference: Difference, asked: str) -> N
             f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
         )
     by = f"{difference.median:.2g} of their spread in half of the rows"
-    if what := asked or loaded.format:
+    if what := options or loaded.format:
         raise UnsupportedModelError(
             f"{loaded.family}: {what} changes logits by {by}, beside what rounded weights change;"
-            f" {'leave it out' if asked else 'use --no-native'}"
+            f" {'leave it out' if options else 'use --no-native'}"
         )
     raise UnsupportedModelError(
         f"{loaded.family}: the products of native code change logits by {by} on this processor; use"

@@ -1,7 +1,7 @@
 """The seam's attention as one operator, which torch.compile puts into its graphs unchanged.
 
 A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it.
-Layers are told apart by a number in a tensor, which is an input of the graph like a weight.
+A number in a tensor, an input of the graph like a weight, tells the operator which layer it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = count()
 
 
 def number_of(layer: Attending) -> torch.Tensor:
-    """The number by which the operator finds the layer while it lives, as a tensor on the CPU."""
+    """Returns the number by which the operator finds the layer while it lives; on the CPU."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")

@@ -1,4 +1,4 @@
-"""Decides what computes a model: the device, the attention backend, and which code of our own."""
+"""Chooses the device, the attention backend and promptq's decoder for a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import load_native
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
-"""In order of speed, the fastest first."""
+"""All backends, the fastest first."""
 
 TURNED_OFF = "it is turned off"
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
-    """The backends that run on the device, the fastest first, or only the one of this name.
+    """Returns the backends that run on the device, the fastest first, or the one with this name.
 
     Raises ConfigurationError if there is none of this name, or if it does not run on the device.
     """
@@ -103,9 +103,9 @@ def why_no_native_code(loaded: LoadedModel) -> str:
 def own_decoders(
     device: torch.device, options: LoadOptions, no_native_code: str
 ) -> tuple[list[type[LlamaDecoder]], str]:
-    """The decoders of our own to try on the device, or else why there are none.
+    """Returns promptq's decoders to try on the device, or the reason why there are none.
 
-    `no_native_code` is what `why_no_native_code` says; only the decoder on a CPU needs such code.
+    `no_native_code` is the result of `why_no_native_code`; only the decoder on a CPU needs it.
     """
     if not options.native:
         return [], TURNED_OFF
@@ -127,8 +127,8 @@ def own_decoders(
 def decoder_of_saved_weights(
     device: torch.device, options: LoadOptions
 ) -> type[LlamaDecoder] | None:
-    """The decoder of our own to load weights of few bits for as they are saved. None: they are
-    widened, as what serves the model or checks it needs them wide."""
+    """Returns the decoder that can use weights of few bits in their saved format. None: they are
+    widened, because the code that serves or checks the model needs them wide."""
     if device.type == "cpu" and options.dtype == "float16":  # native code does not compute in it
         return None
     decoders, _ = own_decoders(device, options, "")

@@ -1,4 +1,4 @@
-"""Records what each layer asks of its attention, in a forward with the library's masks."""
+"""Records the spec of each layer's attention, in a forward with the library's masks."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
 def record_layers(
     loaded: LoadedModel, token_ids: list[int], true_patterns: dict[Pattern, Pattern]
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """The attention modules in order of call, and what each asks for, with the current windows.
+    """Returns the attention modules in order of call, and the spec of each, with current windows.
 
-    Raises UnsupportedModelError if a layer does not make exactly one call, or if it asks for
-    something unknown.
+    Raises UnsupportedModelError if a layer does not make exactly one call, or needs an unknown
+    argument.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)
@@ -141,7 +141,7 @@ def record_layers(
 
 
 def _pattern(family: str, index: int, mask: torch.Tensor | None) -> Pattern:
-    """The pattern that made this mask [1, 1, T, T], 0 where visible."""
+    """Returns the pattern of this mask [1, 1, T, T], 0 where visible."""
     if mask is None or mask.dim() != 4:
         raise UnsupportedModelError(f"{family}: layer {index} has no causal mask")
     visible = mask.to(torch.bool) if mask.dtype == torch.bool else mask == 0

@@ -1,4 +1,4 @@
-"""The files of a model, whatever their form."""
+"""The files of a model in any format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""While weights are arranged for code of our own, some of them are there twice."""
+"""Copies of a weight in memory while it is arranged for promptq's code."""
 
 
 class ModelFiles(Protocol):
@@ -71,14 +71,14 @@ def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How to load a model, and what to compute it with."""
+    """Options for loading a model and for the code that computes it."""
 
     device: str = "auto"
     dtype: DType = "auto"
     trust_remote_code: bool = False
     kv_cache_memory: int | None = None
-    """Bytes; None: as many as `max_num_seqs` sequences need, within what is free and what no step
-    needs."""
+    """Bytes; None: enough for `max_num_seqs` sequences, within the memory that is free and that no
+    step needs."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """The most rows of a step, for which memory is kept on CUDA."""
@@ -88,17 +88,17 @@ class LoadOptions:
     """The name of the attention backend; `auto` is the fastest one that serves the model. Native
     code has its own, so a name rules it out."""
     native: bool = True
-    """Whether to use code of our own: native code on a CPU, fused kernels on CUDA. Without it,
-    torch samples and the library's modules compute. They also compute if no decoder of our own fits
+    """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. Without it, torch
+    samples and the library's modules compute. They also compute if none of promptq's decoders fits
     the model."""
     quantization: Quantization = "none"
-    """What to round the weights to."""
+    """The format to which the weights are rounded."""
     quantization_group: int = 32
-    """How many weights in int4 share a scale."""
+    """Number of int4 weights that share a scale."""
     quantize_embeddings: bool = True
     """Whether to round the embedding and the output layer too, to int8."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """What K and V are rounded to; `auto`: they are not."""
+    """The format to which K and V are rounded; `auto`: they are not."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True
@@ -113,7 +113,7 @@ class LoadedModel:
     model: PreTrainedModel
     end_token_ids: frozenset[int]
     format: str = ""
-    """How the files are quantized, in words."""
+    """Name of the files' quantization."""
 
     @property
     def family(self) -> str:
@@ -136,7 +136,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal LM; a directory or a file needs no network.
 
-    If it is of the Llama kind, weights of few bits that `decoder` takes stay as they are saved.
+    If it is of the Llama kind, weights of few bits that `decoder` takes keep their saved format.
     Others are widened.
     Raises ModelNotFoundError if there is no model at that place, and UnsupportedModelError if the
     model does not load correctly.
@@ -220,22 +220,22 @@ def load_model(
 def _widen_others(
     saved: SavedWeights, files: ModelFiles, decoder: type[LlamaDecoder] | None
 ) -> dict[str, FewBits]:
-    """Widen the weights of few bits that `decoder` does not take as they are, and return those that
-    it takes. The library renames and joins weights of some families while it loads them."""
+    """Widen the weights of few bits that `decoder` cannot use, and return those that it uses. The
+    library renames and joins weights of some families while it loads them."""
     kept = {}
     if saved.quantized and decoder is not None and decoder.is_available():
         makes: Any = AutoModelForCausalLM
         with torch.device("meta"):
             model = makes.from_config(files.config)
         plain = {
-            name for name, it in model.named_modules() if type(it) in (nn.Linear, nn.Embedding)
+            name for name, each in model.named_modules() if type(each) in (nn.Linear, nn.Embedding)
         }
         if is_of_llama_kind(model) and saved.quantized.keys() <= plain:
             is_exact = saved.dtype == torch.float32  # which is slow with weights in fp8
             kept = {
-                name: it
-                for name, it in saved.quantized.items()
-                if decoder.takes(it) and not (is_exact and isinstance(it, FP8Weight))
+                name: weight
+                for name, weight in saved.quantized.items()
+                if decoder.takes(weight) and not (is_exact and isinstance(weight, FP8Weight))
             }
     wide = saved.quantized.keys() - kept.keys()
     numbers = sum(prod(saved.quantized[name].shape) for name in wide)
@@ -248,11 +248,11 @@ def _widen_others(
 
 
 def _bytes_of(saved: SavedWeights, kept: Mapping[str, FewBits]) -> int:
-    """What the weights take, if those that are `kept` stay as they are."""
+    """Returns the bytes of the weights, with those that are `kept` in their saved format."""
     names = {f"{module}.weight" for module in kept}
-    tensors = [it for name, it in saved.tensors.items() if name not in names]
+    tensors = [tensor for name, tensor in saved.tensors.items() if name not in names]
     tensors += [each for weight in kept.values() for each in weight.tensors]
-    return sum(it.nbytes for it in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def fits_beside_others(
@@ -279,7 +279,7 @@ def _check_memory(
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
     if files.is_quantized and decoder is not None:
-        # Once they are read, it is checked what they take in fact.
+        # After reading, the true size is checked.
         require_memory(files.source, files.num_saved_bytes, device)
         return
     needed = files.num_bytes(_DTYPES.get(dtype))
@@ -289,7 +289,7 @@ def _check_memory(
 def require_memory(
     source: str, needed: int, device: torch.device, *, is_widened: bool = False
 ) -> None:
-    """Raises ConfigurationError if so many bytes of weights are not free."""
+    """Raises ConfigurationError if `needed` bytes for weights are not free."""
     if needed <= (free := free_bytes(device)):
         return
     widened = ", which are widened while they are loaded," if is_widened else ""
@@ -301,7 +301,7 @@ def require_memory(
 
 
 def _computing(files: ModelFiles, dtype: DType, device: torch.device) -> torch.dtype:
-    """What a model with quantized weights computes in. Native code has no fp16."""
+    """Returns the dtype in which a quantized model computes. Native code has no fp16."""
     if dtype == "auto" and files.dtype == torch.float16 and device.type == "cpu":
         return torch.bfloat16
     return _DTYPES.get(dtype, files.dtype)

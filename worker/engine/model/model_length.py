@@ -1,4 +1,4 @@
-"""How long a sequence may be that a model computes correctly."""
+"""Determines the longest sequence that a model computes correctly."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.model.loading import LoadedModel
 
 
-def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
-    """The longest sequence that is computed correctly: `asked`, or what the model allows.
+def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
+    """Returns the longest sequence that is computed correctly: `wanted`, or the model's limit.
 
     None if nothing limits it. Raises ConfigurationError if the model has fewer positions than
-    `asked`. Raises UnsupportedModelError if, at that length, its rotary embedding would make the
+    `wanted`. Raises UnsupportedModelError if, at that length, its rotary embedding would make the
     positions of one sequence depend on the others in the batch.
     """
     limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
     if limit is not None and limit < 1:
         raise UnsupportedModelError(f"{loaded.name}: its max_position_embeddings are {limit}")
-    if asked is not None and limit is not None and asked > limit:
+    if wanted is not None and limit is not None and wanted > limit:
         raise ConfigurationError(
-            f"--max-model-len: {asked} is more than the {limit} positions that {loaded.name} has"
+            f"--max-model-len: {wanted} is more than the {limit} positions that {loaded.name} has"
         )
     for rope in _rope_parameters(loaded.text_config):
         kind = rope.get("rope_type")
@@ -28,14 +28,14 @@ def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
             continue
         lengths = (rope.get("original_max_position_embeddings"), limit)
         stable = min((length for length in lengths if length), default=0)
-        if asked is not None and asked > stable:
+        if wanted is not None and wanted > stable:
             raise UnsupportedModelError(
                 f"{loaded.family}: its rotary embedding is of type {kind!r}, which changes all "
                 f"positions in a batch once one sequence has more than {stable} tokens; with "
                 f"--max-model-len {stable} it can be served"
             )
         limit = stable
-    return limit if asked is None else asked
+    return limit if wanted is None else wanted
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The seam to transformers: one attention function, registered once, that serves every family.
 
 A model that runs through it builds no mask, because the library makes one only for names that it
-has a mask function for. Each attention module carries its layer's place in the cache, so that the
-function needs nothing but the module that calls it.
+with a mask function. Each attention module carries its layer's place in the cache, so the
+function needs only the module that calls it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBER = "promptq_number"
 
 @dataclass(slots=True)
 class SeamContext:
-    """What all layers of a model share. The layout is set during a forward only."""
+    """Data that all layers of a model share. The layout is set during a forward only."""
 
     backend: AttentionBackend
     layout: StepLayout | None = None
@@ -39,7 +39,7 @@ class SeamContext:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SeamLayer:
-    """What an attention module needs besides its own arguments."""
+    """Data that an attention module needs besides its arguments."""
 
     context: SeamContext
     cache: LayerCache
@@ -131,26 +131,27 @@ class PackedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the final hidden states [len(kept), hidden size] of the rows `kept`: what
-        the library calls `last_hidden_state`. Raises UnsupportedModelError if the family has none.
+        """Returns the logits of `rows`, and the final hidden states [len(kept), hidden size] of the
+        rows `kept`: the library's `last_hidden_state`. Raises UnsupportedModelError if the family
+        has none.
         """
-        found: list[torch.Tensor] = []
+        states_of_kept: list[torch.Tensor] = []
 
-        def keep(body: nn.Module, given: Any, output: Any) -> None:
+        def keep(body: nn.Module, arguments: Any, output: Any) -> None:
             states = getattr(output, "last_hidden_state", None)
             if states is not None:
-                found.append(states[0].index_select(0, kept))
+                states_of_kept.append(states[0].index_select(0, kept))
 
         hook = _body(self._model).register_forward_hook(keep)
         try:
             logits = self._forward(step, rows)
         finally:
             hook.remove()
-        if not found:
+        if not states_of_kept:
             raise UnsupportedModelError(
                 f"{self._model.config.model_type}: does not tell its final hidden states"
             )
-        return logits, found[-1]
+        return logits, states_of_kept[-1]
 
     def _forward(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         context = self._context
@@ -200,7 +201,7 @@ def _body(model: Any) -> nn.Module:
 
 
 def leave_seam(modules: Sequence[nn.Module]) -> None:
-    """Take from the modules what a PackedModel gave them, so that its cache can be freed."""
+    """Remove a PackedModel's attributes from the modules, so that its cache can be freed."""
     for module in modules:
         for name in (_ATTRIBUTE, _NUMBER):
             vars(module).pop(name, None)
@@ -235,14 +236,14 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within each sequence of the packed step.
 
-    `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] give
+    `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] result in
     [1, T, num_heads, value_size]. The check at load has already refused unknown `others`.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__}: was not seen by the check at load")
     if attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__}: makes a mask or bias of its own")
+        raise UnsupportedModelError(f"{type(module).__name__}: computes its own mask or bias")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
         number = getattr(module, _NUMBER)

@@ -38,8 +38,8 @@ _BUILT = Path(__file__).parent / "built"
 
 
 class Kind(NamedTuple):
-    """A kind of processor: what the compiler is told, and what the kernel calls that in its list of
-    a processor's features."""
+    """A kind of processor: the compiler's flags, and the kernel's names of the features that they
+    need."""
 
     flags: list[str]
     features: set[str]
@@ -61,17 +61,17 @@ KINDS = {"amx": _AMX, "avx512-bf16": _BF16, "avx512-vnni": _VNNI, "avx512": _V4,
 
 
 class NativeCodeError(Exception):
-    """There can be no native code on this machine. The message says why."""
+    """Native code is not possible on this machine. The message says why."""
 
 
 def library_path() -> Path:
-    """The library for this machine. It is compiled first if there is none for its kind of processor
-    beside the sources. Raises NativeCodeError if this is impossible.
+    """Returns the library for this machine. Compiles it first if there is none for its kind of
+    processor beside the sources. Raises NativeCodeError if this is impossible.
     """
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
-    if made := _built_for(processor_features()):
-        return made[0]
+    if built := _built_for(processor_features()):
+        return built[0]
     try:
         return _compiled_here()
     except OSError as error:
@@ -80,8 +80,8 @@ def library_path() -> Path:
 
 
 def _compiled_here() -> Path:
-    """The library that was compiled on this machine, now or before. Its name has hashes of all that
-    it depends on: sources, flags and processor, then the compiler. Without a compiler, a library of
+    """Returns the library that was compiled on this machine, now or before. Its name has hashes of
+    its inputs: sources, flags and processor, then the compiler. Without a compiler, a library of
     any compiler is used.
     """
     name = f"native-{_digest_with(_processor())}"
@@ -91,11 +91,11 @@ def _compiled_here() -> Path:
         raise NativeCodeError("this user has no home; set XDG_CACHE_HOME to a folder") from None
     compiler = shutil.which(_compiler())
     if compiler is None:
-        made = sorted(folder.glob(f"{name}-*.so"))
-        if not made:
+        compiled = sorted(folder.glob(f"{name}-*.so"))
+        if not compiled:
             wrong = "change CXX" if os.environ.get("CXX") else "install g++ or set CXX"
             raise NativeCodeError(f"there is no compiler {_compiler()}; {wrong}")
-        return made[-1]
+        return compiled[-1]
     library = folder / f"{name}-{_version_of(compiler)}.so"
     if not library.exists():
         _compile(compiler, library, ["-march=native"])
@@ -128,7 +128,7 @@ def name_for(kind: str) -> str:
 
 
 def _digest_with(processor: str) -> str:
-    """A hash of all but the compiler that a library for this processor depends on."""
+    """Returns a hash of the inputs of a library for this processor, except the compiler."""
     sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
     if not sources:
         raise NativeCodeError(f"its sources are missing in {_SOURCES}; install promptq anew")
@@ -144,10 +144,10 @@ def _compiler() -> str:
 
 
 def _version_of(compiler: str) -> str:
-    told = subprocess.run(  # noqa: S603 # the operator's compiler
+    version = subprocess.run(  # noqa: S603 # the operator's compiler
         [compiler, "--version"], capture_output=True, check=False
     )
-    return hashlib.sha256(told.stdout).hexdigest()[:8]
+    return hashlib.sha256(version.stdout).hexdigest()[:8]
 
 
 def _processor() -> str:

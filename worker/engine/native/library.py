@@ -1,4 +1,4 @@
-"""Loads the native code and declares what it offers; src/interface.h says what each part means."""
+"""Loads the native code and declares its functions; src/interface.h documents each."""
 
 from __future__ import annotations
 
@@ -167,6 +167,6 @@ def load_native() -> Any:
     return library
 
 
-def _check(said: bytes | None, function: Any, arguments: Any) -> None:  # as ctypes calls it
-    if said is not None:
-        raise NativeError(said.decode(errors="replace"))
+def _check(error: bytes | None, function: Any, arguments: Any) -> None:  # as ctypes calls it
+    if error is not None:
+        raise NativeError(error.decode(errors="replace"))

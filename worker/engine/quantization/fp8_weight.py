@@ -1,4 +1,4 @@
-"""Weights in FP8, and what they stand for."""
+"""Weights in FP8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FP8Weight:
 
     @property
     def kind(self) -> str:
-        """What weights share that can be joined."""
+        """Weights of one kind can be joined."""
         return "fp8"
 
     @property
@@ -48,5 +48,5 @@ class FP8Weight:
         return self.numbers.float() * self.scales
 
     def released(self) -> FP8Weight:
-        """What is left of it when its numbers are not needed any more."""
+        """Returns this weight without its numbers, once they are no longer needed."""
         return FP8Weight(self.numbers.new_empty(0, 0), self.scales.new_empty(0, 1))

@@ -1,7 +1,7 @@
 """Modules of a model whose weights are quantized.
 
-They compute with the numbers that the weights stand for, in fp32 and without rounding inputs, so
-that code of our own can be compared with them. They are too slow to serve.
+They compute with the widened weights, in fp32 and without rounding inputs, so that promptq's
+decoders can be compared with them. They are too slow to serve.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding of a model in `dtype`. Its parameter `weight` is empty, and gives numbers their
+    """An embedding of a model in `dtype`. Its parameter `weight` is empty and sets the output's
     dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype) -> None:
@@ -69,9 +69,9 @@ def quantize_model(
 ) -> None:
     """Replace the linear layers by quantized ones, and free their weights.
 
-    The weights that were `saved` quantized, by module, are taken. The others are rounded if there
-    are `bits`, and with `embeddings` the embedding and the output layer too, to 8 bits. Otherwise
-    they stay as they are. Raises NativeError if a weight cannot be rounded.
+    Weights that were `saved` quantized, by module, are used. The others are rounded if there are
+    `bits`, and with `embeddings` the embedding and the output layer too, to 8 bits. Otherwise they
+    do not change. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}
     whole: Any = model  # its class is only partly typed
@@ -112,10 +112,10 @@ def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def with_plain_modules(model: PreTrainedModel) -> None:
-    """Replace quantized modules by plain ones with the numbers that their weights stand for."""
+    """Replace quantized modules by plain ones with widened weights."""
     whole: Any = model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
-    linears = [name for name, it in model.named_modules() if isinstance(it, QuantizedLinear)]
+    linears = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
     for name in linears:
         if (module := model.get_submodule(name)) is not head:
             linear = cast("QuantizedLinear", module)

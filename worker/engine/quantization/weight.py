@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits, and what they stand for."""
+"""Weights of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QuantizedWeight:
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """The same as scales; None: they are `-2 ** (bits - 1) * scale`."""
+    """Shape and dtype of `scales`; None: they are `-2 ** (bits - 1) * scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
@@ -54,9 +54,9 @@ class QuantizedWeight:
         group: int,
         offsets: torch.Tensor | None = None,
     ) -> QuantizedWeight:
-        """From `numbers` [outputs, inputs], which are in their range without a sign, and what they
-        stand for, both [outputs, ceil(inputs / group)]. Scales and offsets are rounded as they are
-        kept. Raises ValueError if they have another shape, or are not finite."""
+        """Builds a weight from unsigned `numbers` [outputs, inputs], with scales and offsets
+        [outputs, ceil(inputs / group)], which are rounded to the dtype in which they are kept.
+        Raises ValueError if they have another shape, or are not finite."""
         inputs = numbers.shape[1]
         numbers = numbers.to(torch.uint8)
         if bits == 4:
@@ -79,12 +79,13 @@ class QuantizedWeight:
 
     @property
     def kind(self) -> tuple[int, int, int, bool]:
-        """What weights share that can be joined."""
+        """Weights of one kind can be joined."""
         return self.bits, self.group, self.inputs, self.offsets is not None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [it for it in (self.numbers, self.scales, self.offsets) if it is not None]
+        parts = (self.numbers, self.scales, self.offsets)
+        return [part for part in parts if part is not None]
 
     @property
     def has_native_products(self) -> bool:
@@ -119,7 +120,7 @@ class QuantizedWeight:
             numbers = self.numbers.float()
         if missing := -self.inputs % self.group:
             numbers = nn.functional.pad(numbers, (0, missing))
-        # As it is large, what follows is computed in place.
+        # In place from here on, because it is large.
         groups = numbers.reshape(*numbers.shape[:-1], -1, self.group)
         scales = self.scales.float().unsqueeze(-1)
         if self.offsets is None:
@@ -129,7 +130,7 @@ class QuantizedWeight:
         return groups.flatten(-2)[..., : self.inputs]
 
     def released(self) -> QuantizedWeight:
-        """What is left of it when its numbers are not needed any more."""
+        """Returns this weight without its numbers, once they are no longer needed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
 

@@ -57,7 +57,7 @@ class CompiledModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `logits`; see PackedModel."""
+        """See PackedModel. Runs compiled, or uncompiled if compiling fails."""
         return self._run(lambda: self._model.logits_and_states(step, rows, kept))
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class CompiledModel:
         return compute()
 
     def undo(self) -> None:
-        """Let the layers run uncompiled."""
+        """Make the layers run uncompiled again."""
         self.is_compiled = False
         for layer in self._layers:
             vars(layer).pop("forward", None)
@@ -118,7 +118,7 @@ class CompiledModel:
 
 
 def _is_capturing() -> bool:
-    """Whether a graph is being captured. A capture cannot go on after any error."""
+    """Whether a graph is being captured. A capture cannot continue after an error."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

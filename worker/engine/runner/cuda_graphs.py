@@ -33,13 +33,13 @@ MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """The numbers of rows of mixed steps, for the same reason."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
-"""What chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
+"""Chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
 Results = tuple[torch.Tensor, Chosen | None]
 """The logits of a step, and the tokens that its graph chose from them."""
 
 
 class Model(Protocol):
-    """What PackedModel offers."""
+    """The methods of PackedModel that graphs use."""
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor: ...
 
@@ -63,15 +63,15 @@ def graph_bytes(
     capture: Callable[[list[StepKind]], GraphedModel],
     device: torch.device,
 ) -> int:
-    """An estimate of the memory that the graphs of these kinds take, in bytes.
+    """Returns an estimate of the bytes that the graphs of these kinds take.
 
-    The two largest are captured and dropped again. The first holds the results of the
-    largest step, in which the smaller steps find room. So each further one is counted as what the
-    second one added, which is mostly the driver's own.
+    Captures the two largest and drops them again. The first holds the results of the largest step,
+    in which the smaller steps find room. So each further graph counts like the second one, whose
+    memory is mostly the driver's.
     """
 
     largest, *others = sorted(kinds, reverse=True)
-    capture([largest])  # what a first capture sets up stays, and is not a graph's
+    capture([largest])  # libraries' memory of a first capture stays, and is not a graph's
     first = bytes_held(device, lambda: capture([largest]))
     if not others:
         return first
@@ -124,14 +124,14 @@ class GraphedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PackedModel. Graphs give no states, so the step must not be padded, and is not
-        replayed."""
+        """See PackedModel. Graphs return no states, so the step must not be padded, and runs
+        without a graph."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
     def run(self, step: PackedStep, rows: torch.Tensor) -> Results:
-        """The same, and the tokens of these rows, by the draws of the step. There are none if the
-        step is not replayed."""
+        """Returns the logits of `rows`, and their tokens by the step's draws. The tokens are None
+        if no graph is replayed."""
         kind = self._kind(step.layout, len(rows))
         if kind is None:
             return self.plain.logits(step, rows), None
@@ -178,10 +178,10 @@ class _Capture:
         self._logits: torch.Tensor | None = None
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
-        """What replays the step. Raises RuntimeError if it cannot be captured.
+        """Returns a function that replays the step. Raises RuntimeError if it cannot be captured.
 
-        A capture that fails leaves the allocator in a state that has to be mended. So a step that
-        waits for the device is found before.
+        A capture that fails leaves the allocator in a state that has to be mended. So a trial run
+        before it detects a step that waits for the device.
         """
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
@@ -219,7 +219,7 @@ class _Capture:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Have torch raise RuntimeError where the host would wait for the device."""
+    """Make torch raise RuntimeError where the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode")  # a prototype
@@ -231,7 +231,7 @@ def _no_waiting() -> Iterator[None]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device this thread's current one; nothing for other devices.
+    """Make a CUDA device this thread's current one; does nothing for other devices.
 
     Kernels of Triton, streams, graphs and events go to the current device, wherever their tensors
     are.

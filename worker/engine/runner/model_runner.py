@@ -83,12 +83,12 @@ from promptq.worker.engine.sampling.grammar_masks import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 LENGTH_WITHOUT_LIMIT = 8192
-"""The model length for a model without a limit of its own, if none was asked for."""
+"""The model length for a model without a limit, if the options set none."""
 
 WARM_UP_TOKENS = 64
 MOST_LIKELIEST = 20
-"""So many of the likeliest tokens are found for every row that reports of a prompt. So which of two
-equally likely ones is told does not depend on what other requests ask for."""
+"""Number of likeliest tokens that are found for each reported row of a prompt. With a fixed number,
+the choice between equally likely tokens does not depend on other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class PooledStates:
 
     shares: list[ScheduledSequence]
     copies: HostCopies
-    """Of one tensor [sum of `num_pooled`, hidden size] in fp32, in the order of `shares`."""
+    """Copies of one tensor [sum of `num_pooled`, hidden size], fp32, in the order of `shares`."""
 
     def hand_out(self) -> None:
-        """Wait for them, and give each share its own."""
+        """Wait for the states, and store each share's in `states`."""
         (states,) = self.copies.arrays()
         end = 0
         for share in self.shares:
@@ -114,13 +114,13 @@ class ModelStep:
 
     sampled: SamplerOutput | None
     counts: list[int]
-    """How many rows were sampled for each sequence."""
+    """Number of sampled rows of each sequence."""
     sequences: list[Sequence]
     """The sequence of each row."""
     reported: HostCopies | None = None
-    """What is reported of prompts, as the columns of ChosenLogprobs; None if nothing is."""
+    """Log-probabilities of prompts, as the columns of ChosenLogprobs; None if there are none."""
     reported_of: list[tuple[int, int]] = field(default_factory=list)
-    """From how many rows of each prompt, and how many of the likeliest tokens."""
+    """For each prompt: number of reported rows, and of likeliest tokens in each."""
     pooled: PooledStates | None = None
 
     @property
@@ -159,22 +159,22 @@ class ModelRunner:
         model = checked.on(loaded.model, cache, max_model_len, releases=True)
         self._model: Model = model
         self.compiled: CompiledModel | None = None
-        """Set if compiling was asked for and the modules of the library compute."""
+        """Set if the options request compiling and the library's modules compute."""
         if options.compile and isinstance(model, PackedModel):
             self._model = self.compiled = CompiledModel(model, cache, max_model_len)
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
         self.why_no_own_code = checked.why_no_own_code
         self.saved_format = loaded.format
-        """How the model's files are quantized, in words; empty if they are not."""
+        """Name of the files' quantization; empty if they are not quantized."""
         self.verdict = checked.verdict
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether the logits of a token are the same to the last bit, whatever rows are beside it.
-        It is known once the model has run."""
+        """Whether the logits of a token are the same to the last bit with any rows beside it. Known
+        once the model has run."""
 
     @classmethod
     def load(
@@ -188,7 +188,7 @@ class ModelRunner:
 
         `progress` is called with each stage. `known` is the verdict of an earlier load of the same
         files with the same options. Raises ModelNotFoundError, UnsupportedModelError or
-        ConfigurationError, with one sentence that says what is wrong.
+        ConfigurationError, with one sentence that names the fault.
         """
         device = resolve_device(options.device)
         backends_on(device, options.attention)  # raises before anything is loaded
@@ -212,7 +212,7 @@ class ModelRunner:
         progress: Progress = unheard,
         known: Verdict | None = None,
     ) -> ModelRunner:
-        """As `load`, for a model that is loaded already, with its own device and dtype."""
+        """Builds a runner from a loaded model, with the model's device and dtype."""
         with on_device(loaded.model.device):
             return cls._of(loaded, options, progress, known)
 
@@ -263,8 +263,8 @@ class ModelRunner:
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
         if isinstance(runner._model, NativeDecoder):
             if expected is not None:
-                asked = asked_options(options)
-                check_packed(loaded, runner._model, cache, expected, asked)
+                rounding = asked_options(options)
+                check_packed(loaded, runner._model, cache, expected, rounding)
             release(loaded.model.modules())
         give_back(device)  # what captures took besides the graphs
         progress("warm-up")
@@ -278,7 +278,7 @@ class ModelRunner:
     def _bytes_beside_cache(
         cls, loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
     ) -> int:
-        """How much memory of a CUDA device the largest step and the graphs need. They are tried on
+        """Returns the bytes of CUDA memory that the largest step and the graphs need. Runs them on
         a cache of a few blocks."""
         device, block_size = loaded.model.device, options.block_size
         fitting_tokens = free_bytes(device) // bytes_per_token(checked.specs)
@@ -296,7 +296,7 @@ class ModelRunner:
         return needed
 
     def _capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
-        """What captures graphs of the model for some kinds of steps."""
+        """Returns a function that captures graphs of the model for some kinds of steps."""
         # Backends that take padding need Triton, which is not installed everywhere.
         from promptq.worker.engine.sampling.triton_choice import choose_tokens
 
@@ -327,7 +327,7 @@ class ModelRunner:
         pools = any(item.num_pooled for item in batch.scheduled)
         reporting = batch.reporting
         if (pools or reporting) and isinstance(model, GraphedModel):
-            model = model.plain  # graphs give the logits of sampled rows alone
+            model = model.plain  # graphs return the logits of sampled rows alone
         step = self._packer.pack(
             batch,
             draws,
@@ -383,10 +383,10 @@ class ModelRunner:
             return []
         with on_device(self.device):
             logprobs, ranks, top_ids, top_logprobs = launched.reported.arrays()
-        found, start = [], 0
+        reports, start = [], 0
         for num_rows, num_top in launched.reported_of:
             rows, start = slice(start, start + num_rows), start + num_rows
-            found.append(
+            reports.append(
                 PromptLogprobs(
                     _finite(logprobs[rows]),
                     ranks[rows].copy(),
@@ -394,7 +394,7 @@ class ModelRunner:
                     _finite(top_logprobs[rows, :num_top]),
                 )
             )
-        return found
+        return reports
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -454,14 +454,14 @@ class ModelRunner:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """These are known once the model has run."""
+        """The engine's abilities. Known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
         return EngineAbilities(exact_resume=is_exact, unheeded=unheeded)
 
     @property
     def own_code(self) -> str:
-        """What our own code for this device is called, whether or not it serves the model."""
+        """Name of promptq's code for this device, whether or not it serves the model."""
         return "fused kernels" if self.device.type == "cuda" else "native code"
 
     @property
@@ -484,7 +484,7 @@ class ModelRunner:
 
 
 def _finite(logprobs: Any) -> npt.NDArray[np.float32]:
-    """A copy in which LEAST stands for what JSON does not have."""
+    """Returns a copy with LEAST in place of -inf and NaN, which JSON does not have."""
     finite: npt.NDArray[np.float32] = np.fmax(logprobs, np.float32(LEAST))  # also of NaN
     return finite
 

@@ -1,4 +1,4 @@
-"""Gives our own decoders weights of few bits, saved or rounded, and such a KV cache."""
+"""Passes weights of few bits, saved or rounded, to promptq's decoders, and such a KV cache."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
-    """Whether anything was saved in few bits, or is to be rounded."""
+    """Whether weights were saved in few bits, or the options round weights or the KV cache."""
     return bool(loaded.format or asked_options(options))
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
-    """Refuse what the options or the device rule out, before anything is loaded.
+    """Refuse quantization that the options or the device rule out, before anything is loaded.
 
     Raises ConfigurationError.
     """
@@ -44,10 +44,10 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is none of none, {', '.join(BITS)}"
         )
-    if not (asked := asked_options(options)):
+    if not (rounding := asked_options(options)):
         return
     if not options.native:
-        raise ConfigurationError(f"{asked} needs code of our own; omit --no-native")
+        raise ConfigurationError(f"{rounding} needs promptq's code; omit --no-native")
     if options.kv_cache_dtype == "auto":
         return
     wanted = "int8" if device.type == "cpu" else "fp8"
@@ -67,19 +67,18 @@ def quantize(
     loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
 ) -> CheckedModel:
     """Replace the weights of a checked model by quantized ones. Returns the model with the cache
-    that was asked for.
+    that the options request.
 
-    What the decoder makes of them is checked, unless it is known, or `check_packed` does it later.
+    Checks the decoder's logits, unless an earlier load did, or `check_packed` does it later.
 
-    Weights that were saved in few bits are served as wide numbers where no decoder of our own
-    serves the model.
+    Weights that were saved in few bits are widened if none of promptq's decoders serves the model.
     Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
-    asked = asked_options(options)
+    rounding = asked_options(options)
     if checked.decoder is None:
-        if asked:
+        if rounding:
             raise UnsupportedModelError(
-                f"{loaded.family}: {asked} needs code of our own, which does not serve this model"
+                f"{loaded.family}: {rounding} needs promptq's code, which does not serve this model"
                 f" ({checked.why_no_own_code})"
             )
         _warn_of_wide(loaded, "all", checked.why_no_own_code)
@@ -90,10 +89,10 @@ def quantize(
     bits, decoder = BITS.get(options.quantization), checked.decoder
     if loaded.format and bits is None and (wide := _wide(loaded)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
-    if not (asked or _quantized_modules(loaded)):
+    if not (rounding or _quantized_modules(loaded)):
         return checked
     try:
-        if asked:
+        if rounding:
             quantize_model(
                 loaded.model,
                 bits,
@@ -102,34 +101,35 @@ def quantize(
             )
     except (NativeError, NativeCodeError) as error:
         raise UnsupportedModelError(
-            f"{loaded.name}: {asked}: a weight cannot be rounded: {error}"
+            f"{loaded.name}: {rounding}: a weight cannot be rounded: {error}"
         ) from error
     if options.kv_cache_dtype == "int8":
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
     elif options.kv_cache_dtype == "fp8":
         checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
     if decoder.unpacked is None and not is_known:
-        check_quantized(loaded, checked, asked)
+        check_quantized(loaded, checked, rounding)
     return checked
 
 
 def _wide(loaded: LoadedModel) -> int:
-    """How many linear layers have no weights of few bits, beside the output layer."""
+    """Returns the number of linear layers with wide weights, without the output layer."""
     model: Any = loaded.model
     head = model.get_output_embeddings()
-    return sum(type(it) is nn.Linear and it is not head for it in model.modules())
+    return sum(type(module) is nn.Linear and module is not head for module in model.modules())
 
 
 def _more_bytes(loaded: LoadedModel) -> int:
-    """How much more quantized modules would take as plain ones."""
-    weights = {id(it.quantized): it.quantized for it in _quantized_modules(loaded)}.values()
-    wide = sum(prod(it.shape) for it in weights) * loaded.model.dtype.itemsize
-    return wide - sum(each.nbytes for it in weights for each in it.tensors)
+    """Returns the additional bytes of the quantized modules if they are widened."""
+    weights = {id(each.quantized): each.quantized for each in _quantized_modules(loaded)}.values()
+    wide = sum(prod(weight.shape) for weight in weights) * loaded.model.dtype.itemsize
+    return wide - sum(each.nbytes for weight in weights for each in weight.tensors)
 
 
 def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:
     model: nn.Module = loaded.model
-    return [it for it in model.modules() if isinstance(it, QuantizedLinear | QuantizedEmbedding)]
+    kinds = (QuantizedLinear, QuantizedEmbedding)
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
@@ -141,10 +141,10 @@ def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
 
 
 def asked_options(options: LoadOptions) -> str:
-    """The options that ask for rounding, or nothing."""
-    asked = []
+    """Returns the options that request rounding, as text; empty without any."""
+    names = []
     if options.quantization != "none":
-        asked.append(f"--quantization {options.quantization}")
+        names.append(f"--quantization {options.quantization}")
     if options.kv_cache_dtype != "auto":
-        asked.append(f"--kv-cache-dtype {options.kv_cache_dtype}")
-    return " ".join(asked)
+        names.append(f"--kv-cache-dtype {options.kv_cache_dtype}")
+    return " ".join(names)

@@ -47,8 +47,9 @@ def trial_batch(
     params: SamplingParams = NEUTRAL,
     max_reported_rows: int = 0,
 ) -> Batch:
-    """A batch in which every sequence samples, and at most so many rows report of prompts. A cache
-    of a few blocks is enough for any context: the sequences share its blocks."""
+    """Returns a batch in which every sequence samples, and at most `max_reported_rows` rows report
+    log-probabilities of prompts. A cache of a few blocks is enough for any context: the sequences
+    share its blocks."""
     scheduled = []
     for slot, (context, num_rows) in enumerate(shares):
         token_ids = [place % 2 for place in range(context)]

@@ -2,7 +2,7 @@
 torch.
 
 All compute the same, except for the rounding of fp32: exponentials and their sums can differ in
-the last bit. So a seed gives the same token in all, unless its number falls within about 1e-6 of
+the last bit. So a seed draws the same token in all, unless its number falls within about 1e-6 of
 the border between two tokens. On the same kind of machine the token is always the same.
 """
 
@@ -30,16 +30,16 @@ from promptq.worker.engine.sampling.filters import (
 from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 DRAWS = ("uniform", "temperature", *FILTERS)
-"""What decides a row's token besides its logits: a random number in [0, 1) and parameters. The
-temperature is 0 if the likeliest token is taken."""
+"""Inputs that decide a row's token besides its logits: a random number in [0, 1) and parameters.
+The temperature is 0 if the likeliest token is chosen."""
 
 _COLDEST = 1e-30
 """Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
 
 
 class Distributions:
-    """How the tokens of some rows are drawn. Tensors are only made for the kernels that use them:
-    Triton reads all from the draws of the step."""
+    """Parameters with which the tokens of some rows are drawn. Tensors are built only for kernels
+    that use them: Triton reads all from the draws of the step."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         # Greedy rows are computed together with the others, which costs less than leaving them out,
@@ -58,7 +58,7 @@ class Distributions:
 
     @cached_property
     def is_sampled(self) -> torch.Tensor:
-        """[R], bool: False if the likeliest token is taken."""
+        """[R], bool: False if the likeliest token is chosen."""
         return to_device(np.array(self._is_sampled), self._device)
 
     @cached_property
@@ -79,9 +79,9 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 class Kernels(Protocol):
     """The logits [R, vocab_size] are not changed by any method."""
 
-    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
-        """Choose a token in each row. `draws` [len(DRAWS), R], float64, are those of `asked`, with
-        random numbers."""
+    def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
+        """Choose a token in each row. `draws` [len(DRAWS), R], float64, are the parameters of
+        `wanted` and random numbers."""
         ...
 
     def report(
@@ -97,20 +97,20 @@ class TorchKernels:
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
 
-    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
+    def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
         best, likeliest = logits.max(dim=1)
         is_sound = best.isfinite()
-        if not asked.any_is_sampled:
+        if not wanted.any_is_sampled:
             return likeliest, is_sound
         scaled = self._scratch.take("scaled", *logits.shape).copy_(logits)
-        scaled.sub_(best.unsqueeze(1)).div_(asked.temperature)
+        scaled.sub_(best.unsqueeze(1)).div_(wanted.temperature)
         weights = self._scratch.take("weights", *logits.shape)
-        threshold = thresholds(scaled, asked.filters, weights)
+        threshold = thresholds(scaled, wanted.filters, weights)
         if threshold is None:
             weights = scaled.exp_()
         else:
             weights = weights_above(scaled, threshold, out=scaled)
-        return torch.where(asked.is_sampled, draw(weights, draws[0]), likeliest), is_sound
+        return torch.where(wanted.is_sampled, draw(weights, draws[0]), likeliest), is_sound
 
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
@@ -124,15 +124,15 @@ class NativeKernels:
     def __init__(self) -> None:
         self._library = load_native()
 
-    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
-        logits, filters = _known(logits), asked.filters.table
+    def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
+        logits, filters = _known(logits), wanted.filters.table
         count, vocab_size = logits.shape
         token_ids = torch.empty(count, dtype=torch.int64)
         is_sound = torch.empty(count, dtype=torch.bool)
         self._library.choose_tokens(
             logits.dtype == torch.bfloat16,
             *(logits.data_ptr(), count, vocab_size),
-            *(asked.is_sampled.data_ptr(), asked.temperature.data_ptr()),
+            *(wanted.is_sampled.data_ptr(), wanted.temperature.data_ptr()),
             *(filters.data_ptr(), filters.shape[1], draws[0].data_ptr()),
             *(torch.get_num_threads(), token_ids.data_ptr(), is_sound.data_ptr()),
         )
@@ -158,8 +158,8 @@ class NativeKernels:
 class TritonKernels(TorchKernels):
     """Chooses in Triton, and does not wait for the device."""
 
-    def choose(self, logits: torch.Tensor, asked: Distributions, draws: torch.Tensor) -> Chosen:
-        if not asked.any_is_sampled:
+    def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
+        if not wanted.any_is_sampled:
             best, likeliest = logits.max(dim=1)
             return likeliest, best.isfinite()
         from promptq.worker.engine.sampling.triton_choice import choose_tokens

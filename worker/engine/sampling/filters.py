@@ -17,8 +17,8 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Asked` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""How many of the likeliest tokens are examined first for top_p. If they are not enough, eight
-times as many are examined next."""
+"""Number of likeliest tokens that are examined first for top_p. If they are not enough, eight times
+this number is examined next."""
 
 _LOWEST = -60.0
 """A token this far below the likeliest is never drawn. This keeps sums of exponentials finite."""
@@ -26,7 +26,7 @@ _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[float, int, float]]:
-    """Of each row, in the order of FILTERS. A top_k that keeps all tokens is 0."""
+    """Returns each row's values in the order of FILTERS. A top_k that keeps all tokens is 0."""
     return [
         (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
         for each in params
@@ -54,21 +54,21 @@ class Filters:
         self.max_top_k = max(values[1])
 
 
-def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
-    """The threshold of each row, [R, 1]; None if nothing is filtered.
+def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
+    """Returns the threshold of each row, [R, 1]; None if nothing is filtered.
 
     `scaled` [R, vocab_size] are logits over temperature, shifted so that each row's maximum is 0.
     The order is that of vLLM and transformers: min_p relative to the likeliest token, then top_k
     of the rest, then, renormalised, the fewest of those that together reach top_p. `scratch` is
     like `scaled`.
     """
-    min_p, top_k, top_p = asked.min_p, asked.top_k, asked.top_p
+    min_p, top_k, top_p = kept.min_p, kept.top_k, kept.top_p
     if min_p is None and top_k is None and top_p is None:
         return None
     threshold = scaled.new_zeros(len(scaled), 1).log() if min_p is None else min_p.log()
     if top_k is None and top_p is None:
         return threshold
-    candidates = max(asked.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
+    candidates = max(kept.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
     likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
     if top_k is not None:
         kth = likeliest.gather(1, (top_k - 1).clamp_min(0))

@@ -27,7 +27,7 @@ class PendingMasks:
 
     rows: list[int]
     num_rows: int
-    """How many rows the whole step has."""
+    """Number of rows of the whole step."""
     words: Future[tuple[torch.Tensor, dict[int, str]]]
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
@@ -63,18 +63,18 @@ class Masks:
     def start(self, sequences: list[Sequence]) -> PendingMasks | None:
         """Start computing the masks for the next token of each; None if no sequence has a
         grammar."""
-        found = [
+        rows = [
             (row, sequence.request.grammar)
             for row, sequence in enumerate(sequences)
             if sequence.request.grammar is not None
         ]
-        if not found:
+        if not rows:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-        grammars = [grammar for _, grammar in found]
+        grammars = [grammar for _, grammar in rows]
         words = self._thread.submit(self._compute, grammars)
-        return PendingMasks([row for row, _ in found], len(sequences), words)
+        return PendingMasks([row for row, _ in rows], len(sequences), words)
 
     def _compute(self, grammars: list[Grammar]) -> tuple[torch.Tensor, dict[int, str]]:
         masker, count = grammars[0].masker, len(grammars)

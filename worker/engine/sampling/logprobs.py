@@ -16,7 +16,7 @@ from promptq.worker.engine.sampling.draw import totals
 
 
 class ChosenLogprobs(NamedTuple):
-    """For L rows: the chosen token of each, and its N likeliest tokens."""
+    """Log-probabilities of L rows: of the chosen token of each, and of its N likeliest tokens."""
 
     logprob: torch.Tensor  # [L]
     rank: torch.Tensor  # [L], from 1
@@ -54,13 +54,13 @@ def _finite(logprob: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Which rows of a step report, and how many of the likeliest tokens each reports."""
+    """The reporting rows of a step, and the number of likeliest tokens of each."""
 
     rows: list[int]
     num_top: list[int]
 
     def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
-        """The report of each row for its chosen token, from the columns of ChosenLogprobs."""
+        """Returns each row's report of its chosen token, from the columns of ChosenLogprobs."""
         result = {}
         for row, num_top, logprob, rank, ids, logprobs in zip(
             self.rows, self.num_top, *columns, strict=True

@@ -11,7 +11,7 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""For each occurrence: the index of its sequence among those with penalties, and the token id."""
+"""For each occurrence: the index of its sequence among those with penalties; its token id."""
 
 
 class Penalties:
@@ -23,8 +23,8 @@ class Penalties:
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
         self._device = device
-        asks = [sequence.request.params.has_penalties for sequence in sequences]
-        self._rows = [row for row, asked in enumerate(asks) if asked]
+        has_penalties = [sequence.request.params.has_penalties for sequence in sequences]
+        self._rows = [row for row, has_any in enumerate(has_penalties) if has_any]
         self._sequences = [sequences[row] for row in self._rows]
         if self._rows:
             params = [sequence.request.params for sequence in self._sequences]

@@ -1,4 +1,4 @@
-"""Randomness as a pure function: the same (seed, position) gives the same number everywhere."""
+"""Randomness as a pure function of (seed, position), equal on every machine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 
 _ROWS_AT_ONCE = 64
-"""Log-probabilities of prompts are reported from so many rows at once, as the work on each row
+"""Number of rows from which log-probabilities of prompts are computed at once. The work on a row
 takes a few times the memory of its logits."""
 _NO_CHOICE = (
     "the model's logits, or what the request allows, leave no token to choose; where the request"
@@ -98,9 +98,9 @@ class Sampler:
         Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
         further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
         has the last token of each row on the device, for rows whose last one the host does not know
-        yet. `draws` are what the method of that name gives, if they are on the device already.
-        `chosen` is what has been chosen with them from the unchanged logits. It counts if no row
-        asks for changed ones.
+        yet. `draws` are the result of the method of that name, if they are on the device already.
+        `chosen` are tokens that were chosen with them from the unchanged logits. They count if no
+        row needs changed ones.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -130,7 +130,7 @@ class Sampler:
         num_top = min(num_top, self._vocab_size)
         pieces = []
         for start in range(0, len(logits), _ROWS_AT_ONCE):
-            some, tokens = (it[start : start + _ROWS_AT_ONCE] for it in (logits, chosen))
+            some, tokens = (tensor[start : start + _ROWS_AT_ONCE] for tensor in (logits, chosen))
             pieces.append(self._kernels.report(some, [*range(len(some))], tokens, num_top))
         return HostCopies([torch.cat(columns) for columns in zip(*pieces, strict=True)])
 

@@ -1,7 +1,7 @@
 """Chooses a token for each row in Triton: no row is sorted, and the host waits for nothing.
 
 The parameters are read from the device, so a launch in a CUDA graph serves any of them. A row does
-only the work that its own parameters ask for.
+only the work that its own parameters need.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The logit with which the likeliest tokens, in descending order, reach what is wanted: a part
+    """Returns the logit at which the likeliest tokens, in descending order, reach `wanted`: a part
     of all weights if WEIGHS, otherwise a number of tokens. At least `lowest`.
 
-    Logits are ordered as `_key` orders their bits. The largest key from which the sum reaches what
-    is wanted is found from its highest bits, two of them in each pass over the row. Logits of 16
+    Logits are ordered as `_key` orders their bits. The search for the largest key from which the
+    sum reaches `wanted` begins with its highest bits, two in each pass over the row. Logits of 16
     bits differ in the highest bits only, so they need fewer passes.
     """
     dtype: tl.constexpr = row_logits.dtype.element_ty

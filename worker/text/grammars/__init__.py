@@ -1,1 +1,1 @@
-"""From the schema or the tools of a request to the masks of its output."""
+"""Compiles the schema or tools of a request into masks for its output."""

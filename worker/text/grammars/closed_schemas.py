@@ -1,4 +1,4 @@
-"""Closes schemas, whose authors mean the properties that they name and no others."""
+"""Closes schemas: their authors mean the properties that they name, and no others."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, in which objects have only the properties that it names, at all depths.
+    """Returns the schema with only the properties that it names in objects, at all depths.
 
-    References must be pointers. An object with `additionalProperties` stays as it is. So does one
-    that other schemas add to, such as a branch of `allOf`, because it would refuse what they name.
+    References must be pointers. An object with `additionalProperties` does not change. Nor does one
+    to which other schemas add, such as a branch of `allOf`: it would refuse their properties.
     """
-    found: dict[str, Any] = _closed(schema, "#", _parts(schema))
-    return found
+    result: dict[str, Any] = _closed(schema, "#", _parts(schema))
+    return result
 
 
 def _parts(schema: dict[str, Any]) -> set[str]:
-    """The paths of schemas that describe an object together with others, and what they refer to."""
+    """Returns the paths of schemas that describe an object with others, and of their references."""
     schemas = dict(_by_path(schema, "#"))
     pending = [
         other
-        for path, it in schemas.items()
-        if _combines(it)
-        for other in _described_with(it, path)
+        for path, schema in schemas.items()
+        if _combines(schema)
+        for other in _described_with(schema, path)
     ]
     parts = set[str]()
     while pending:
@@ -51,11 +51,11 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """The paths of what describes the same value as a schema: what it refers to, and branches."""
-    found = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
+    """Returns the paths of schemas of the same value: a schema's reference and its branches."""
+    paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
-        found.append(unquote(reference).rstrip("/"))
-    return found
+        paths.append(unquote(reference).rstrip("/"))
+    return paths
 
 
 def _closed(schema: Any, path: str, parts: set[str]) -> Any:
@@ -68,10 +68,12 @@ def _closed(schema: Any, path: str, parts: set[str]) -> Any:
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
-    """Whether it names properties, and none is required that it does not name."""
+    """Whether the schema names properties, among them all required ones."""
     named, required = schema.get("properties"), schema.get("required")
     return isinstance(named, dict) and all(
-        isinstance(it, str) and it in named for it in required or () if isinstance(required, list)
+        isinstance(key, str) and key in named
+        for key in required or ()
+        if isinstance(required, list)
     )
 
 
@@ -82,7 +84,7 @@ def below(path: str, keys: tuple[Any, ...]) -> str:
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
-    """Each schema inside of one: where it is, and whether it describes the same value."""
+    """Yields (place, schema, whether it describes the same value) for each schema inside of one."""
     for name in (*_SCHEMA, *_BRANCH):
         if isinstance(child := schema.get(name), dict):
             yield (name,), child, name in _BRANCH

@@ -1,6 +1,6 @@
-"""Compiles a grammar, in a worker and, before that, in the process that tries it out.
+"""Compiles a grammar, in a worker and, before that, in the process that tests it.
 
-This is a module of its own so that the process starts quickly.
+This is a separate module so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATTERN = re.compile(r"(?<=regex parse error: ).* error: ")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the library needs to know of a tokenizer (see LLTokenizer)."""
+    """A tokenizer's data for the library (see LLTokenizer)."""
 
     tokenizer_json: str
     num_tokens: int

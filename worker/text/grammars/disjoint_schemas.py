@@ -120,5 +120,5 @@ def _plain_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain_numbers(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain_numbers(it) for key, it in value.items()}
+        return {key: _plain_numbers(member) for key, member in value.items()}
     return value

@@ -91,8 +91,8 @@ def _cause(places: list[Keys], persists_without: Callable[[list[Keys]], bool]) -
 
 def _in_order(node: dict[str, Any]) -> Iterator[Keys]:
     """Definitions come first: what refers to one has no fault itself."""
-    found = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
-    return iter(sorted(found, key=lambda keys: keys[0] not in ("$defs", "definitions")))
+    places = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
+    return iter(sorted(places, key=lambda keys: keys[0] not in ("$defs", "definitions")))
 
 
 def _at(schema: Any, place: Keys) -> Any:

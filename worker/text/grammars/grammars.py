@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 WHITESPACE = "[ ]"
-"""At most one space between the tokens of JSON. Indentation costs tokens for nothing, and without
-a limit a weak model may write white space for ever."""
+"""At most one space between the tokens of JSON. Indentation wastes tokens, and without a limit a
+weak model may write white space for ever."""
 
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
@@ -90,7 +90,7 @@ class Grammars:
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """The grammar of an output that has no token yet and may end with these end tokens.
+        """Returns the grammar of an output that has no token yet and may end with these end tokens.
 
         Raises InvalidRequestError, with the reason, if the library refuses the schema or if it
         exceeds a limit. With `only_known`, raises NewGrammarError if it had to be compiled.
@@ -114,13 +114,13 @@ class Grammars:
                 try:
                     self._masker = LLMasker(vocabulary.load())
                 except ValueError as error:
-                    raise _untold(field, str(error)) from error
+                    raise _not_possible(field, str(error)) from error
             return self._masker
 
     def _vocabulary(self, field: str) -> Vocabulary:
         content = self._tokenizer.as_json()
         if content is None:
-            raise _untold(field, "it is not one of the tokenizers library")
+            raise _not_possible(field, "it is not one of the tokenizers library")
         num_tokens = max(self._vocab_size, self._tokenizer.num_tokens)
         return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
 
@@ -220,7 +220,7 @@ class Grammars:
                 self._refused.popitem(last=False)
 
 
-def _untold(field: str, reason: str) -> InvalidRequestError:
+def _not_possible(field: str, reason: str) -> InvalidRequestError:
     return _refusal(field, f"the model's tokenizer does not suit the grammar library: {reason}")
 
 
@@ -358,7 +358,7 @@ def _simplified(wanted: Output) -> Output:
 
 
 def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
-    """Each schema of an output, behind its path and before whether it is strict."""
+    """Returns (path, schema, whether it is strict) for each schema of an output."""
     if isinstance(wanted, JsonOutput):
         return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
     if isinstance(wanted, ToolCallOutput):
@@ -391,9 +391,9 @@ def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) 
             except ValueError as error:
                 return str(error)
 
-        if found := reason_of_schema(schema):
+        if fault := reason_of_schema(schema):
             place += path(place_of_fault(schema, reason_of_schema))
-            return f"{place}: {_reworded(found)}"
+            return f"{place}: {_reworded(fault)}"
     return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
 
 
@@ -403,10 +403,10 @@ _NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, whic
 def _reworded(reason: str) -> str:
     """The library's reason in the words of JSON schema."""
     reason = reason.split("failed to compile JSON schema: ")[-1]
-    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
-        return f"{found[1].replace(chr(34), '')} {_NOT_ENFORCED}"
-    if found := re.fullmatch(r"Unknown format: (.*)", reason):
-        return f"the format {shown(found[1])} {_NOT_ENFORCED}"
+    if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
+        return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
+    if match := re.fullmatch(r"Unknown format: (.*)", reason):
+        return f"the format {shown(match[1])} {_NOT_ENFORCED}"
     if reason.startswith("oneOf constraints are not supported"):
         return "one value may match two of these schemas; use anyOf, or let them exclude each other"
     if reason.startswith("regex parse error") and "look-around" in reason:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _CHARACTER = re.compile(r"\\[dwsDWSnrt]|\\[^\w\s]|\[(?!\^?\]).*\]|[^\\\[\](){}.*+?^$|]", re.DOTALL)
-"""A token that stands for one character."""
+"""Matches a token that stands for one character."""
 _LONGEST = 1000
 _DEPTHS = {"(": 1, ")": -1}
 _ANY = r"[\s\S]*"
@@ -22,18 +22,18 @@ def without_lookaheads(pattern: str) -> list[str] | None:
         return None
     tokens = _TOKEN.findall(pattern)
     del tokens[0]
-    found: list[str | None] = []
+    patterns: list[str | None] = []
     while tokens[:3] in (["(", "?", "="], ["(", "?", "!"]):
         if (end := _end_of_group(tokens)) is None:
             return None
         alternatives = _alternatives(tokens[3:end])
         if tokens[2] == "=":
-            found.append(_beginning(alternatives))
+            patterns.append(_beginning(alternatives))
         else:
-            found += map(_not_beginning, alternatives)
+            patterns += map(_not_beginning, alternatives)
         del tokens[: end + 1]
-    others = [other for other in found if other is not None]
-    if len(others) < max(len(found), 1) or len(_alternatives(tokens)) > 1:
+    others = [other for other in patterns if other is not None]
+    if len(others) < max(len(patterns), 1) or len(_alternatives(tokens)) > 1:
         return None
     return ["^" + "".join(tokens), *others]
 

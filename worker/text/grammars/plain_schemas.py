@@ -59,12 +59,12 @@ _STANDARD_FORMATS = frozenset(
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema for the library. Whatever matches it matches the given schema, too.
+    """Returns a schema for the library. Every value that matches it matches `schema`, too.
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
-    found: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
-    return found
+    result: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
+    return result
 
 
 class _Plain:
@@ -113,7 +113,7 @@ class _Plain:
 
 
 def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema that requires the properties by which schemas of a `oneOf` are told apart.
+    """Returns a schema that requires the properties that distinguish the schemas of a `oneOf`.
 
     pydantic leaves them out of `required` where they have a default.
     """
@@ -144,7 +144,7 @@ def _accepts_none(schema: Any) -> bool:
 
 
 def _accepts_texts(schema: Any) -> bool:
-    """Whether each text matches it. Names of properties are texts."""
+    """Whether each text matches the schema. Names of properties are texts."""
     if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
         schema = {key: value for key, value in schema.items() if key != "type"}
     return _accepts_all(schema)
@@ -172,36 +172,36 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""Tests whether a keyword's value is no constraint, whatever is beside it."""
+"""Tests whether a keyword's value is no constraint, beside any other keyword."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
     """Returns the keywords that are no constraint. The schemas inside are plain already."""
-    found = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
-    found += [
+    keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
+    keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
     ]
     if "contains" not in schema:
-        found += ["minContains", "maxContains"]
+        keywords += ["minContains", "maxContains"]
     elif _count(schema, "minContains") == 0 and "maxContains" not in schema:
-        found += ["contains", "minContains"]
+        keywords += ["contains", "minContains"]
     outcomes = [name for name in ("then", "else") if name in schema]
     if "if" not in schema or all(_accepts_all(schema[name]) for name in outcomes):
-        found += ["if", *outcomes]
+        keywords += ["if", *outcomes]
     form = schema.get("format")
     if isinstance(form, str) and (
         form in _HINTS or (isinstance(schema.get("pattern"), str) and form not in _STANDARD_FORMATS)
     ):
-        found.append("format")
+        keywords.append("format")
     named, required = schema.get("properties"), schema.get("required")
     if isinstance(required, list) and _count(schema, "minProperties") <= len({*map(str, required)}):
-        found.append("minProperties")
+        keywords.append("minProperties")
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if is_closed and isinstance(named, dict) and _count(schema, "maxProperties") >= len(named):
-        found.append("maxProperties")
+        keywords.append("maxProperties")
     if _count(schema, "maxItems", 2) <= 1:
-        found.append("uniqueItems")
-    return found
+        keywords.append("uniqueItems")
+    return keywords
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
@@ -219,15 +219,15 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
         schema = {**_without(schema, "contains", "minContains", "maxContains"), **limits}
     names = schema.get("propertyNames")
     if isinstance(names, dict) and not schema.keys() & {"properties", "patternProperties"}:
-        asked = {key: value for key, value in names.items() if key in _CONSTRAINTS - {"type"}}
+        constraints = {key: value for key, value in names.items() if key in _CONSTRAINTS - {"type"}}
         value = schema.get("additionalProperties", True)
-        listed = asked.get("enum", [asked["const"]] if "const" in asked else None)
+        listed = constraints.get("enum", [constraints["const"]] if "const" in constraints else None)
         closed = {**_without(schema, "propertyNames"), "additionalProperties": False}
-        if len(asked) == 1 and isinstance(listed, list):
+        if len(constraints) == 1 and isinstance(listed, list):
             texts = [name for name in listed if isinstance(name, str)]
             schema = {**closed, "properties": dict.fromkeys(texts, value)}
-        elif asked.keys() == {"pattern"} and isinstance(asked["pattern"], str):
-            schema = {**closed, "patternProperties": {asked["pattern"]: value}}
+        elif constraints.keys() == {"pattern"} and isinstance(constraints["pattern"], str):
+            schema = {**closed, "patternProperties": {constraints["pattern"]: value}}
     if not _APPLICATORS & schema.keys():
         for rest, known in (
             ("unevaluatedProperties", "additionalProperties"),

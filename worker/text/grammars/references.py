@@ -23,7 +23,7 @@ def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
     if all(_RESOLVED.isdisjoint(node) for node in all_objects(schema)):
         return schema
     places: dict[tuple[str, str], str] = {}
-    """Where an anchor is, or for an empty one the schema with that address."""
+    """The pointers by (address, anchor); with an empty anchor to the schema of that address."""
     dynamic: Counter[str] = Counter()
     for node, path, base in _placed(schema, "#", ""):
         _, _, former = _text(node, "$id").partition("#")  # draft 7 has anchors there
@@ -96,7 +96,7 @@ def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def target_of(reference: Any, root: Any) -> Any:
-    """Returns what a reference refers to; None if that is not in the same schema."""
+    """Returns the target of a reference; None if it is not in the same schema."""
     if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
         return None
     return [root, *(value for _, _, value in steps_of(reference, root))][-1]
@@ -116,5 +116,5 @@ def all_objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 def all_references(schema: Any) -> set[str]:
     """Returns each `$ref` of a schema."""
-    found = (item.get("$ref") for item in all_objects(schema))
-    return {reference for reference in found if isinstance(reference, str)}
+    references = (item.get("$ref") for item in all_objects(schema))
+    return {reference for reference in references if isinstance(reference, str)}

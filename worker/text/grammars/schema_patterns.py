@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 MAX_COMBINED_PATTERNS = 12
-"""The limit for a schema that combines others. With so many, a token takes 13 ms."""
+"""The limit for a schema that combines others. With this number, a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _ANNOTATIONS = frozenset(
@@ -27,10 +27,11 @@ _ANNOTATIONS = frozenset(
 
 
 def num_combined_patterns(schema: Mapping[str, Any]) -> int:
-    """At most how many different patterns one value may have to match; 0 if none are combined.
+    """Returns an upper bound of the different patterns that one value may have to match; 0 if none
+    are combined.
 
-    All patterns of the schema count as soon as it combines anything. To find out which of them can
-    meet, all references would have to be followed. Names of properties may be taken for keywords.
+    All patterns of the schema count if it combines anything: only following all references would
+    show which of them can meet. Names of properties may count as keywords.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
@@ -52,11 +53,11 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 
 def num_patterns_of_lark(grammar: str) -> int:
-    """At most how many patterns one text may have to match by a Lark grammar, with its schemas."""
+    """Returns an upper bound of the patterns for one text in a Lark grammar with its schemas."""
     count = 0
-    for found in re.finditer(r"%json\s*", grammar):
+    for match in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError):  # no schema, so the library refuses it, or a text
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
             count += num_combined_patterns({"schema": schema})
     num_intersections = _LARK_TEXT.sub("", grammar).count("&")
     return count + (num_intersections + 1 if num_intersections else 0)
@@ -67,9 +68,9 @@ _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether it asks for two things of one value, at least one of them in another schema."""
-    asked = schema.keys() - _ANNOTATIONS
+    """Whether it sets two constraints on one value, at least one of them in another schema."""
+    constraints = schema.keys() - _ANNOTATIONS
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:
         return True
-    return len(asked) > 1 and not asked.isdisjoint(_COMBINING)
+    return len(constraints) > 1 and not constraints.isdisjoint(_COMBINING)

@@ -38,7 +38,7 @@ _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 
 
 class NotVettedError(Exception):
-    """A grammar takes too much, or could not be tried out. The message says which.
+    """A grammar takes too much time or memory, or could not be tested. The message says which.
 
     `is_certain` is False if the next try may succeed.
     """
@@ -60,21 +60,21 @@ class Vetter:
         self._lock = threading.Lock()
 
     def vet(self, grammar: str) -> str:
-        """Why the library refuses a grammar; empty if it accepts it.
+        """Returns the reason why the library refuses a grammar; empty if it accepts it.
 
-        Raises NotVettedError if this takes too long or too much memory, or cannot be found out.
+        Raises NotVettedError if this takes too long or too much memory, or cannot be tested.
         """
         with self._lock:
-            told = self._ask(grammar)
-            if told is None:  # somebody ended the process, perhaps long ago
-                told = self._ask(grammar)
-        if told is None:
+            reply = self._ask(grammar)
+            if reply is None:  # somebody ended the process, perhaps long ago
+                reply = self._ask(grammar)
+        if reply is None:
             raise NotVettedError(
                 "could not be tried out: the process that does it ends at once", is_certain=False
             )
-        if too_much := told["too_much"]:
+        if too_much := reply["too_much"]:
             raise NotVettedError(too_much)
-        return told["error"]
+        return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
         """The reply of the process; None if it ended without a reply, but not by a limit."""
@@ -152,15 +152,15 @@ def _read(pipe: IO[bytes] | None) -> Any:
 
 
 def main() -> None:
-    """Vet one grammar after another, until there are no more."""
+    """Vet one grammar after another, until standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need it
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, replies = sys.stdin.buffer, sys.stdout.buffer
-    told = _read(source)
-    if told is None:
+    fields = _read(source)
+    if fields is None:
         return
-    vocabulary = Vocabulary(**told).load()
+    vocabulary = Vocabulary(**fields).load()
     _limit_memory()
     while (grammar := _read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # its signal ends the process
@@ -183,7 +183,7 @@ def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
         mask = matcher.compute_bitmask()
         if time.process_time() - started_at > MASK_SECONDS:
             return {"error": "", "too_much": f"takes more than {MASK_SECONDS:g} s for a token"}
-        allowed = [it for it in _tokens(mask) if it not in vocabulary.eos_tokens]
+        allowed = [token_id for token_id in _tokens(mask) if token_id not in vocabulary.eos_tokens]
         if not allowed or not matcher.consume_token(rng.choice(allowed)):
             break
     if matcher.is_error():  # the library accepts some grammars that it cannot follow

@@ -1,1 +1,1 @@
-"""The kinds of inference servers: one file for each, and what all of them use."""
+"""The kinds of inference servers: one file for each, and their common code."""

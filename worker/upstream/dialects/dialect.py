@@ -1,4 +1,4 @@
-"""The Protocol of all kinds of inference servers, and what they have in common."""
+"""The Protocol of all kinds of inference servers, and their common abilities."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _UNTOLD = frozenset(
         "step_ms",
     }
 )
-"""Statistics that no server tells for the part that a worker has of it."""
+"""Statistics that no server reports for one worker's part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """What a server says of itself. None for what it does not say."""
+    """A server's report of itself. None for facts that it does not report."""
 
     software: str
     """Its name and version, for people: `vLLM 0.32.0`."""
     model: str
-    """What it calls its model."""
+    """Its name of the model."""
     max_model_len: int
     """Prompt and output together."""
     max_num_seqs: int | None = None
     kv_tokens: int | None = None
     block_size: int = 1
     model_dir: str | None = None
-    """Directory or hub name of the model's files, as the server was given it."""
+    """Directory or hub name of the model's files, from the server's options."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot be used."""
@@ -76,7 +76,7 @@ def seed_after(request: EngineRequest, num_emitted: int) -> int:
 
 
 class Dialect(Protocol):
-    """How to talk to one kind of server: token ids in, token ids out.
+    """A protocol for one kind of server: token ids in, token ids out.
 
     All methods raise the faults of `Server`.
     """
@@ -88,20 +88,20 @@ class Dialect(Protocol):
         ...
 
     async def describe(self, server: Server) -> ServerDescription:
-        """Ask what the server is, and have it generate a token.
+        """Returns the server's description, after it has generated a token.
 
         Raises ConfigurationError if it cannot be used.
         """
         ...
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
-        """The token ids of a text without special tokens; None if the server does not tell."""
+        """Returns a text's token ids without special tokens; None if the server cannot tokenise."""
         ...
 
     def generate(
         self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
     ) -> AsyncGenerator[Chunk]:
-        """What follows `emitted`, the output so far, until the server's end of the sequence.
+        """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
 
         The chunks have every token. Closing the generator closes the connection.
         """
@@ -109,7 +109,7 @@ class Dialect(Protocol):
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
-    """The abilities of a dialect: what all servers have in common, and its own."""
+    """Returns the abilities of a dialect: those of all servers, and its own."""
     return EngineAbilities(
         grammars=False,
         preempts_inexact=False,

@@ -1,4 +1,4 @@
-"""llama.cpp's server, by the call of its own that takes and gives token ids (`/completion`).
+"""llama.cpp's server through `/completion`, which takes and returns token ids.
 
 Tried with the commit 0c1e570.
 """
@@ -30,22 +30,23 @@ from promptq.worker.upstream.dialects.transport import (
 
 _COMPLETION = "/completion"
 _TOKENS_AT_ONCE = 8
-"""How many tokens are asked for at once where a stream lost some."""
+"""Number of tokens that one call requests where a stream lost some."""
 _REASONS = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}
 _RANDOM_SEED = 2**32 - 1
-"""With this seed the server makes one of its own."""
+"""With this seed the server draws a random one."""
 
 
 class LlamaCppDialect:
-    """`is_exact` says that weights and KV cache are fp32, so that greedy streams resume exactly.
+    """llama.cpp's dialect. `is_exact`: weights and KV cache are fp32, so greedy streams resume
+    exactly.
 
-    Its slots take the longest common beginning of any earlier prompt, whoever sent it.
+    A slot reuses the longest common beginning of any earlier prompt, of any tenant.
     """
 
     def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
         del shares_prefixes  # it knows no tenants
         self.abilities = server_abilities(
-            logprobs=False,  # it gives no ranks
+            logprobs=False,  # it reports no ranks
             unheeded=frozenset(
                 {
                     "bad_words",
@@ -115,11 +116,12 @@ class LlamaCppDialect:
     async def generate(
         self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
     ) -> AsyncGenerator[Chunk]:
-        """A stream leaves out tokens inside of a character. Those are asked for once more, without
-        streaming, and then the stream goes on in another call.
+        """Yields chunks with every token.
 
-        A sampled token that was left out would be drawn a second time, so that such tokens would
-        become rare. So what is sampled is never streamed.
+        A stream leaves out tokens inside of a character. This requests them again, without
+        streaming, and then continues the stream in another call. A sampled token that was left out
+        would be drawn a second time, which would make such tokens rare. So sampled outputs are
+        never streamed.
         """
         output = [*emitted]
         while True:
@@ -141,14 +143,14 @@ class LlamaCppDialect:
     ) -> AsyncGenerator[Chunk]:
         """The chunks until the end, or until tokens are missing."""
         body = {**_body(request, output), "stream": True}
-        num_told = 0
+        num_reported = 0
         async with server.stream(_COMPLETION, body) as events:
             async for data in events:
                 event = read_json(data)
                 if message := message_of(event):
                     raise ServerFaultError(message)
-                num_told += len(event["tokens"])
-                if num_told < event["tokens_predicted"]:
+                num_reported += len(event["tokens"])
+                if num_reported < event["tokens_predicted"]:
                     return
                 yield Chunk(event["tokens"], finish_reason=_reason(event))
         raise ServerFaultError("the stream ended without a finish reason")
@@ -178,7 +180,7 @@ def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
         "top_p": params.top_p,
         "min_p": params.min_p,
         "repeat_penalty": params.repetition_penalty,
-        # All of them. The server reserves memory for as many.
+        # All tokens. The server reserves memory for this number.
         "repeat_last_n": len(request.prompt_token_ids) + request.max_tokens,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -1,4 +1,4 @@
-"""Any server with OpenAI's `/v1/completions` that proves at the start that it tells token ids.
+"""Any server with OpenAI's `/v1/completions` that proves at the start that it returns token ids.
 
 The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
 """
@@ -31,9 +31,9 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class OpenAIDialect:
-    """It sends only what OpenAI's API has, because servers silently ignore what they do not know.
+    """Sends only fields of OpenAI's API, because servers silently ignore unknown ones.
 
-    `is_exact` says that the server computes in fp32, so that greedy streams resume exactly.
+    `is_exact`: the server computes in fp32, so greedy streams resume exactly.
     """
 
     def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:

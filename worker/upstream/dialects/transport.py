@@ -29,7 +29,7 @@ DONE = b"[DONE]"
 
 
 class ServerFaultError(Exception):
-    """The server does not answer, or broke off: what it had is computed again."""
+    """The server does not answer, or broke off: its work is computed again."""
 
 
 class UnusableAnswerError(Exception):
@@ -37,7 +37,7 @@ class UnusableAnswerError(Exception):
 
 
 class OverloadedError(Exception):
-    """The server takes no more for now. `seconds` says for how long, if the server does."""
+    """The server accepts no more for now. `seconds` is the server's estimate, if there is one."""
 
     def __init__(self, message: str, seconds: float | None = None) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Server:
     """
 
     def __init__(self, url: str, key: str | None = None, idle_seconds: float = 120.0) -> None:
-        """`idle_seconds` is how long a stream may bring nothing."""
+        """Prepares calls. A stream fails if it is silent for `idle_seconds`."""
         self.url = url
         self.idle_seconds = idle_seconds
         headers = {"Accept-Encoding": "identity"}  # a small answer may unpack to gigabytes
@@ -77,7 +77,7 @@ class Server:
             headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # Each call has a connection of its own. Servers close one after some seconds without a
+            # Each call opens a new connection. Servers close one after some seconds without a
             # call, or after some calls, and a call at that moment would look like a fault.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             auto_decompress=False,
@@ -92,13 +92,13 @@ class Server:
         return await self._call("GET", path, _CALL_SECONDS)
 
     async def post(self, path: str, body: Any, seconds: float = _CALL_SECONDS) -> Any:
-        """The JSON that the server answers with, within so many seconds."""
+        """Returns the server's answer as JSON. Waits for up to `seconds`."""
         return await self._call("POST", path, seconds, json=body)
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The data of each server-sent event. Leaving the context early closes the connection,
-        which is how a server learns that nobody waits any more."""
+        """Yields the data of each server-sent event. Leaving the context early closes the
+        connection, from which a server learns that its client has left."""
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
         )
@@ -127,7 +127,7 @@ class Server:
 
 @contextmanager
 def _as_faults(url: str) -> Iterator[None]:
-    """Turn what the client library raises into a fault of the server."""
+    """Turn the client library's exceptions into faults of the server."""
     try:
         yield
     except TimeoutError as error:
@@ -137,7 +137,7 @@ def _as_faults(url: str) -> Iterator[None]:
 
 
 def _described(error: Exception) -> str:
-    """What went wrong, without the library's words for its own options."""
+    """Returns an error's cause in words, without the library's names of options."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
         if cause.errno is None or isinstance(cause, socket.gaierror):
@@ -149,7 +149,7 @@ def _described(error: Exception) -> str:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a server sent as JSON. Raises ServerFaultError."""
+    """Parses JSON from a server. Raises ServerFaultError."""
     try:
         return from_json(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""vLLM's server, by the calls that take and give token ids (`--enable-scale-out`).
+"""vLLM's server, through the calls that take and return token ids (`--enable-scale-out`).
 
 Tried with vLLM 0.32.
 """
@@ -34,20 +34,20 @@ from promptq.worker.upstream.dialects.transport import (
 
 _GENERATE = "/inference/v1/generate"
 _MOST_LOGPROBS = 20
-"""Its default of `--max-logprobs`."""
+"""vLLM's default of `--max-logprobs`."""
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-"""Any other reason (`abort`, `error`) says that the server broke off."""
+"""Finish reasons. Any other one (`abort`, `error`) means that the server broke off."""
 
 
 class VllmDialect:
-    """`is_exact` says that the server computes in fp32, so that greedy streams resume exactly."""
+    """vLLM's dialect. `is_exact`: the server computes in fp32, so greedy streams resume exactly."""
 
     def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
         self._shares_prefixes = shares_prefixes
         self.abilities = server_abilities(
-            # `bad_words` are tokenised in a way that misses some; drafts are the server's setting.
+            # The server's tokenising of `bad_words` misses some; drafts are the server's setting.
             unheeded=frozenset({"bad_words", "speculative_tokens"}),
             lowest_temperature=0.01,
             exact_resume=is_exact,
@@ -70,8 +70,8 @@ class VllmDialect:
             version = (await server.get("/version"))["version"]
             (model, *_) = (await server.get("/v1/models"))["data"]
             metrics = str(await server.get("/metrics"))
-            found = _CACHE_CONFIG.search(metrics)
-            cache = dict(_LABEL.findall(found[1] if found else ""))
+            match = _CACHE_CONFIG.search(metrics)
+            cache = dict(_LABEL.findall(match[1] if match else ""))
             description = ServerDescription(
                 software=f"vLLM {version!s:.80}",
                 model=model["id"],
@@ -176,13 +176,13 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
     logprobs = choice.get("logprobs")
     return Chunk(
         token_ids=token_ids,
-        logprobs=[_logprob(it, num_top) for it in logprobs["content"]] if logprobs else None,
+        logprobs=[_logprob(entry, num_top) for entry in logprobs["content"]] if logprobs else None,
         finish_reason=_REASONS.get(reason),
     )
 
 
 def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
-    """The chosen token comes first, and then as many of the likeliest as there is room for.
+    """Reads the chosen token with the likeliest tokens, of which the server sends `num_top`.
 
     Raises UnusableAnswerError for a value that is no log-probability, such as a NaN.
     """

@@ -74,7 +74,7 @@ async function open() {
 function showQueues(queues) {
   const names = queues.map((it) => it.name);
   if (queue.get() && !names.includes(queue.get())) {
-    frame.warn(`Queue ${queue.get()} is not served any more. This is queue ${names[0]}.`);
+    frame.warn(`Queue ${queue.get()} is no longer served. This is queue ${names[0]}.`);
     queue.forget();
   }
   const chosen = queue.get() ?? names[0];

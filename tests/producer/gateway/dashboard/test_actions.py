@@ -108,7 +108,7 @@ async def test_drain_a_worker(redis_url: str, connection: Any, open_page: Open) 
         await channel.subscribe(KEYS.control)
         page = await open_page()
         with capture_logs() as logs:
-            await confirm(page, "Drain", "Drain it", "told to finish and exit")
+            await confirm(page, "Drain", "Drain it", "finishes its requests and exits")
         async for message in channel.listen():
             if message["data"] == f"drain:{worker.worker_id}".encode():
                 break

@@ -127,7 +127,7 @@ def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros(1) if mask is None else mask
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", creating)
-    with pytest.raises(UnsupportedModelError, match="makes a mask or bias of its own"):
+    with pytest.raises(UnsupportedModelError, match="computes its own mask or bias"):
         check(loaded_model("llama"))
 
 

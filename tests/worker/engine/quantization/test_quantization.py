@@ -177,7 +177,7 @@ def test_a_cache_in_int8_needs_native_code(others: dict[str, Any]) -> None:
     loaded = LoadedModel("gpt2", make_model("gpt2", SEED), frozenset())
     asked = options(**{"quantization": "none", "kv_cache_dtype": "int8", **others})
     with pytest.raises(
-        UnsupportedModelError, match=r"gpt2: .*--kv-cache-dtype int8 needs code of our own"
+        UnsupportedModelError, match=r"gpt2: .*--kv-cache-dtype int8 needs promptq's code"
     ):
         ModelRunner.of(loaded, asked)
 
@@ -244,7 +244,7 @@ def test_products_that_are_wrong_on_a_processor_are_found_out(
 def test_other_families_are_refused_by_name(family: str) -> None:
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
     with pytest.raises(
-        UnsupportedModelError, match=f"{family}: --quantization int8 needs code of our own"
+        UnsupportedModelError, match=f"{family}: --quantization int8 needs promptq's code"
     ):
         ModelRunner.of(loaded, options("int8"))
 
@@ -253,7 +253,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     ("changed", "named"),
     [
         ({"quantization": "int3"}, "'int3' is none of none, int8, int4"),
-        ({"native": False}, "needs code of our own; omit --no-native"),
+        ({"native": False}, "needs promptq's code; omit --no-native"),
         ({"attention": "torch"}, "--attention torch was asked for"),
         ({"dtype": "float16"}, "the weights are torch.float16"),
     ],

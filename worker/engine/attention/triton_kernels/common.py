@@ -26,8 +26,8 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
-"""The card that launches in the interpreter are planned for. It has so few processors that a
-program takes several parts of the work."""
+"""The card for which launches in the interpreter are planned. It has few processors, so a program
+takes several parts of the work."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def block_ids(
 
 @triton.jit
 def first_visible(position: tl.tensor, pattern_size: tl.tensor, PATTERN: tl.constexpr) -> tl.tensor:
-    """As Pattern.first_visible."""
+    """Computes Pattern.first_visible on the device."""
     first = position * 0
     if PATTERN == SLIDING:
         first = tl.maximum(position + 1 - pattern_size, 0)
@@ -136,7 +136,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """How many keys, with their values, a tile may hold so that so many tiles fit."""
+    """Returns the number of keys, with their values, in a tile, so that `num_tiles` tiles fit."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.
@@ -148,7 +148,7 @@ def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: i
 
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """How much of a processor's shared memory one program may use."""
+    """Returns the bytes of a processor's shared memory that one program may use."""
     return _properties(device)["max_shared_mem"]
 
 

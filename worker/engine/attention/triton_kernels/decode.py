@@ -37,8 +37,8 @@ PROGRAMS_PER_PROCESSOR = 4
 """While one of them starts or ends a span, the others keep the memory busy."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
-"""Of a thread: as many programs as are planned for still fit on a processor. Without this bound the
-compiler may aim at more, and spill."""
+"""The most registers of a thread, so that the planned programs fit on a processor. Without this
+bound the compiler may use more, and spill."""
 NUM_STAGES = 2
 """A tile of K and V is under way while the one before it is computed from registers. The compiler
 does so only if the block ids of a tile are known an iteration before (see `block_ids`). More tiles,
@@ -46,7 +46,7 @@ with fewer programs on a processor, were slower."""
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs beside its tiles of K and V."""
 MAX_COMBINED = 2048
-"""How many numbers of parts are combined at once: 16 in each thread, and no register is spilled."""
+"""The most numbers that are combined at once: 16 in each thread, so that no register is spilled."""
 
 _FIELDS = tl.constexpr(FIELDS)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
@@ -64,8 +64,8 @@ def decode(
 ) -> None:
     """Attend from `query` [num_sequences, num_heads, key_size] into `output`.
 
-    `spans` is the list of `work` to go by. Its contexts include the query's own token. A row whose
-    context is 0 is padding, and its output is zero.
+    `spans` selects the list of `work`. Its contexts include the query's token. A row with a context
+    of 0 is padding, and its output is zero.
     """
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
@@ -119,12 +119,12 @@ def decode(
 
 
 def num_programs(num_items: int, device: torch.device) -> int:
-    """How many programs share up to so many items: as many as run at once, if there is work."""
+    """Returns how many programs share `num_items`: as many as run at once, if there is work."""
     return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
 
 
 def span_list(pattern: Pattern, num_kv_heads: int, device: torch.device) -> SpanList:
-    """The list for layers of this pattern with so many KV heads."""
+    """Returns the list for layers of this pattern with `num_kv_heads` KV heads."""
     at_once = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
     return SpanList(pattern, max(1, at_once))
 

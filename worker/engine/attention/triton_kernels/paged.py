@@ -46,7 +46,7 @@ class TritonPaged(AttentionBackend):
     def attend_written(
         self, query: torch.Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring
     ) -> torch.Tensor:
-        """As `attend`, for a step whose K and V are in the cache already."""
+        """Computes attention for a step whose K and V are already in the cache."""
         query = _with_whole_heads(query)
         dtype = query.dtype if cache.value.itemsize == 1 else cache.value.dtype
         output = query.new_empty(*query.shape[:2], cache.value.shape[-1], dtype=dtype)
@@ -62,7 +62,7 @@ class TritonPaged(AttentionBackend):
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
-    """Make a head's elements contiguous. All other strides may be any for the kernels."""
+    """Make a head's elements contiguous. The kernels accept any other strides."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

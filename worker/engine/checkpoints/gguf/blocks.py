@@ -1,7 +1,7 @@
-"""The blocks of GGUF files in the form of our products.
+"""Converts the blocks of GGUF files to the format of promptq's products.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of an
-output; what it holds is described where it is read.
+output; each reader describes its content.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """The same, and between them 32 bytes: bit i of a byte is the upper bit of its place in the 32
-    inputs that are number i."""
+    """Scales and minima; then 32 bytes with the inputs' upper bits (bit i of byte j is for input
+    32 i + j); then the lower bits as in Q4_K."""
     scales, offsets = _scales_and_offsets(blocks)
     upper = _bits(blocks[..., 16:48]).transpose(-1, -2).flatten(-2)
     numbers = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2) | upper << 4
@@ -51,8 +51,8 @@ def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both [outputs, groups]. A block begins with their two factors in fp16, then 8 scales and 8
-    minima of 6 bits in 12 bytes."""
+    """Returns scales and offsets [outputs, groups]. A block begins with their two factors in fp16,
+    then 8 scales and 8 minima of 6 bits in 12 bytes."""
     factors, packed = _halves(blocks[..., :4]), blocks[..., 4:16]
     low, middle, high = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
@@ -80,7 +80,7 @@ READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
 }
-"""The bytes of a block, and what reads it."""
+"""The bytes of a block, and the function that reads it."""
 
 
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: its fields, without the vocabulary, and its tensors."""
+"""The header of a GGUF file: its fields, without the vocabulary, and its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GGUFHeader:
         """Raises ModelNotFoundError if the file cannot be read."""
         try:
             self._reader: Any = _Reader(source)
-            self.tensors: dict[str, Any] = {it.name: it for it in self._reader.tensors}
+            self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
             self.architecture = self.field("general.architecture")
             if not isinstance(self.architecture, str):
                 raise ValueError("it does not name its architecture")

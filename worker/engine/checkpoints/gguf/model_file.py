@@ -27,7 +27,7 @@ _ROTATED = ("attn_q", "attn_k")
 """The weights whose rows the converter of the architecture `llama` arranges by pairs."""
 _LLAMA3_FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""What all models with rope scaling of the kind `llama3` have, and a GGUF file does not say."""
+"""Settings that all models with rope scaling `llama3` have; GGUF files leave them out."""
 _LLAMA3_POSITIONS = 8192
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -64,11 +64,11 @@ class GGUFFile:
     @property
     def _kinds(self) -> set[str]:
         """The types of its matrices, such as Q4_0."""
-        return {it.tensor_type.name for it in self._tensors.values() if len(it.shape) > 1}
+        return {each.tensor_type.name for each in self._tensors.values() if len(each.shape) > 1}
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its matrices were saved in: bf16 if they are quantized."""
+        """The dtype of the file's matrices; bf16 if they are quantized."""
         kinds = self._kinds
         return _DTYPES[kinds.pop()] if len(kinds) == 1 and kinds <= set(_DTYPES) else torch.bfloat16
 
@@ -78,11 +78,11 @@ class GGUFFile:
 
     @property
     def num_saved_bytes(self) -> int:
-        """What the weights take in the file."""
+        """Size of the file in bytes."""
         return Path(self.source).stat().st_size
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """What all parameters take in `dtype`."""
+        """Returns the bytes of all parameters in `dtype`."""
         numbers = sum(int(tensor.n_elements) for tensor in self._tensors.values())
         return numbers * (dtype or self.dtype).itemsize
 
@@ -108,11 +108,11 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"{self.source}: its settings are not read: {first_sentence(error)}"
             ) from error
-        made: PreTrainedConfig = config
-        return made
+        complete: PreTrainedConfig = config
+        return complete
 
     def _complete(self, config: Any) -> None:
-        """What the table of transformers does not name."""
+        """Set the fields of `config` that are not in transformers' table."""
         if (size := self._header.own_field("attention.key_length")) is not None:
             config.head_dim = int(size)
         scaling = self._header.own_field("rope.scaling.type")
@@ -130,10 +130,10 @@ class GGUFFile:
             "attention.scale": size**-0.5,
         }
         for name, value in neutral.items():
-            found = self._header.own_field(name)
-            if found is not None and not abs(found - value) <= 1e-6:  # or it is NaN
+            saved = self._header.own_field(name)
+            if saved is not None and not abs(saved - value) <= 1e-6:  # or it is NaN
                 raise UnsupportedModelError(
-                    f"{self.source}: {name} is {found}, which is not read from GGUF files; use a"
+                    f"{self.source}: {name} is {saved}, which is not read from GGUF files; use a"
                     " directory of safetensors files"
                 )
         if _LLAMA3_FREQUENCIES in self._tensors:
@@ -142,7 +142,7 @@ class GGUFFile:
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
-        """For a model that computes in `dtype`.
+        """Returns the weights for a model that computes in `dtype`.
 
         Raises UnsupportedModelError if a weight is missing or unknown.
         """

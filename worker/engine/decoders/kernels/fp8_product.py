@@ -14,8 +14,8 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class FP8Product:
-    """A linear layer: rows [T, inputs] give rows [T, outputs]. Each row is rounded to FP8 with a
-    scale of its own. Rows in fp32 are multiplied exactly, which takes long."""
+    """A linear layer from rows [T, inputs] to [T, outputs]. Rows are rounded to FP8, with one scale
+    for each. Rows in fp32 are multiplied exactly, which takes long."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -35,10 +35,10 @@ class FP8Product:
                 rows,
                 len(self._weight.numbers),
                 self._bias,
-                lambda it: self._weight.rows(it).dequantized(),
+                lambda outputs: self._weight.rows(outputs).dequantized(),
             )
         numbers, scales = rounded(rows)
-        # Not every card gives another dtype.
+        # Not every card can return another dtype.
         y: torch.Tensor = torch._scaled_mm(
             numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )

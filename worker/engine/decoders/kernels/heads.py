@@ -35,11 +35,11 @@ def place_heads(
     cache: LayerCache,
     layout: StepLayout,
 ) -> torch.Tensor:
-    """The queries [T, num_heads, head size], and K and V are in the cache.
+    """Returns the queries [T, num_heads, head size], and writes K and V to the cache.
 
-    `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is what the projections give, and `norms`
-    [2, head size] are the weights of the query's and the key's norm, if they have one. `positions`
-    are [T]. Rows whose block is -1 pad the step: their K and V are written nowhere.
+    `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections, and
+    `norms` [2, head size] are the weights of the query's and the key's norm, if they have one.
+    `positions` are [T]. Rows whose block is -1 pad the step: their K and V are not written.
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape

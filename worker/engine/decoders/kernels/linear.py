@@ -15,7 +15,7 @@ from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits, QuantizedLinear
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [T, inputs] give rows [T, outputs]."""
+"""Computes rows [T, outputs] from rows [T, inputs]."""
 
 
 class Linear:
@@ -39,10 +39,10 @@ class SideBySide:
 
 
 def fused(*linears: nn.Linear) -> Product:
-    """The layer that gives the outputs of all `linears`, one after the other.
+    """Returns one layer with the outputs of all `linears`, one after the other.
 
-    All have a bias, or none has. Their weights become views of its own, unless they are of several
-    kinds.
+    All have a bias, or none has. Their weights become views of its weight, unless they are of
+    several kinds.
     """
     biases = [linear.bias for linear in linears if linear.bias is not None]
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
@@ -69,7 +69,7 @@ def _product(weight: FewBits, bias: torch.Tensor | None) -> Product:
 
 
 def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All in one tensor, one after the other. They are copied only if they do not lie so yet."""
+    """Returns all in one tensor, one after the other. Copies them only if they lie elsewhere."""
     first = parameters[0].data
     num_rows = sum(len(each) for each in parameters)
     if not _lie_together(parameters):

@@ -20,7 +20,7 @@ from promptq.worker.engine.attention.triton_kernels.common import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 FEW_ROWS = 256
-"""Up to so many, weights are widened in registers, and again for each tile of rows."""
+"""Up to this number of rows, weights are widened in registers, again for each tile of rows."""
 _OUTPUT_TILE = 128
 """A program reads the inputs of its rows again for each tile, so they are large. Its warps share
 the outputs, so each widens a part of the weights."""
@@ -28,26 +28,26 @@ _ROW_TILE = 64
 STEP = 64
 """Inputs of an iteration."""
 _LEAST_ITERATIONS = 12
-"""Of a program. Its sum of a tile takes as many bytes as the numbers of four iterations or eight,
-and is written and read."""
+"""The fewest iterations of a program. Its sum of a tile takes as many bytes as the numbers of four
+to eight iterations, and is written and read."""
 _STAGES = tl.constexpr(4)
 """The numbers and inputs of three iterations are under way while a program computes one."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
-"""About so many weights, for many rows. In 16 bits they stay in the card's cache until they are
-multiplied."""
+"""About how many weights are widened at once, for many rows. In 16 bits they stay in the card's
+cache until they are multiplied."""
 _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
-"""Of a program that only widens."""
+"""Outputs and inputs of a program that only widens."""
 
 
 def programs_per_processor(architecture: int) -> int:
-    """How many programs run on a processor beside each other. On older cards a third one would
+    """Returns how many programs run side by side on a processor. On older cards a third one would
     spill registers."""
     return 3 if architecture >= 90 else 2
 
 
 class QuantizedProduct:
-    """A linear layer: rows [T, inputs] give rows [T, outputs]. Few rows take one launch."""
+    """A linear layer from rows [T, inputs] to [T, outputs]. Few rows take one launch."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
@@ -57,7 +57,7 @@ class QuantizedProduct:
             self._part = min(STEP, weight.group & -weight.group)
         tiles, device = triton.cdiv(outputs, _OUTPUT_TILE), weight.numbers.device
         at_once = programs_per_processor(architecture(device))
-        # Of a thread, so that these programs fit on a processor. Registers are given out by eights.
+        # For each thread, so that these programs fit on a processor. Registers come in eights.
         self._most_registers = min(255, 65_536 // (at_once * _NUM_WARPS * 32) // 8 * 8)
         most = triton.cdiv(inputs, STEP * _LEAST_ITERATIONS)
         self._splits = max(1, min(at_once * num_processors(device) // tiles, most))
@@ -66,7 +66,7 @@ class QuantizedProduct:
 
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
-        """Whether groups have a size that is known to be fast."""
+        """Whether the kernels are fast for the weight's size of groups."""
         return weight.group >= weight.inputs or weight.group % 16 == 0
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _widen_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One program for each tile of outputs and inputs: what their weights stand for."""
+    """One program for each tile of outputs and inputs; writes their weights as wide numbers."""
     EACH: tl.constexpr = 8 // BITS
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
     NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
@@ -295,8 +295,8 @@ def _groups(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """[outputs, COUNT]: the groups of so many parts, from the one of input `first`. Parts beyond
-    the last input are counted to the last group."""
+    """Returns [outputs, COUNT]: the groups of COUNT parts, from the one of input `first`. Parts
+    beyond the last input count to the last group."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
@@ -309,7 +309,7 @@ def _scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """What `integers` [outputs, inputs] stand for, in fp32. Scales and offsets are
+    """Returns the weights of `integers` [outputs, inputs] in fp32. Scales and offsets are
     [outputs, parts], and a part has PART inputs."""
     weights = tl.reshape(integers, (integers.shape[0], integers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]

@@ -143,7 +143,7 @@ class DecoderOf : public Decoder {
     LayerCache cache;
   };
 
-  // Slices of weights end at multiples of so many columns.
+  // Slices of weights end at multiples of this number of columns.
   static constexpr int64_t kGranule = 64;
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
   static constexpr int64_t kHeadSlices = 8;

@@ -6,7 +6,7 @@
 
 namespace promptq {
 
-// Runs the action. Returns null, or what its exception says, which is kept until the thread's next call.
+// Runs the action. Returns null, or its exception's message, which is kept until the thread's next call.
 template <typename Action>
 const char* guarded(const Action& action) {
   static thread_local std::string said;

@@ -1,10 +1,10 @@
-// What Python calls (native/library.py has the same structures). There is no header of Python's or torch's
-// in this code, so that one library serves each version of them.
+// Functions that Python calls (native/library.py has the same structures). This code includes no header of
+// Python or torch, so that one library serves each version of them.
 //
-// Numbers lie one after the other and belong to the caller, who keeps them as long as is said here.
+// Numbers lie one after the other and belong to the caller, which keeps them as long as stated here.
 // Matrices are [rows, columns]; weights, K and V, activations and logits are all fp32 or all bf16, but
 // weights of linear layers may have 8 or 4 bits.
-// Functions that can fail return null, or else what went wrong, until the thread's next call.
+// Functions that can fail return null, or else an error message, valid until the thread's next call.
 #pragma once
 
 #include <cstdint>

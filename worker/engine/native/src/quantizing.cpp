@@ -1,7 +1,7 @@
 // Rounds weights to 8 or 4 bits. Threads share the rows.
 //
 // 8 bits: the largest number of a group is 127 or -127 steps. 4 bits: steps of some sizes are tried, and the
-// one with the least squared error is taken.
+// one with the least squared error is used.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -42,7 +42,7 @@ float as_fp16(float number) {
 float scale_of_4_bits(const float* numbers, int64_t blocks) {
   const float extreme = extreme_of(numbers, blocks);
   float best = as_fp16(extreme / -8.0f), most_explained = 0.0f;
-  // The largest number is so many steps. If these are more than there are, it is cut off.
+  // The largest number is `steps` steps. If that is out of range, it is cut off.
   for (float steps : {-8.0f, -7.4f, -8.6f}) {
     const float factor = extreme != 0.0f ? steps / extreme : 0.0f;
     float with_numbers = 0.0f, with_itself = 0.0f;

@@ -4,7 +4,7 @@ import { drain, pause, resume } from "../shared/actions.js";
 import { live } from "../shared/api.js";
 import { chart } from "../shared/chart.js";
 import { h, show } from "../shared/dom.js";
-import { count, duration, rate, told } from "../shared/format.js";
+import { count, duration, rate, reported } from "../shared/format.js";
 import { badge, bar, heartbeat, section, table, tile, workerLink } from "../shared/parts.js";
 
 const HOUR_MS = 3_600_000;
@@ -101,7 +101,7 @@ function workersOf(it, now) {
     { name: "Slots", of: (one) => bar(one.num_running / one.max_num_seqs, `${one.num_running} of ${one.max_num_seqs}`) },
     { name: "KV blocks", of: (one) => bar(one.kv_used_blocks / one.kv_blocks, `${count(one.kv_used_blocks)} of ${count(one.kv_blocks)}`) },
     { name: "Tokens/s", of: (one) => rate(one.recent_tokens_per_second), number: true },
-    { name: "Step", of: (one) => duration(told(one, "step_ms")), number: true },
+    { name: "Step", of: (one) => duration(reported(one, "step_ms")), number: true },
     { name: "", of: (one) => one.state === "running" && h("button", { type: "button", class: "small", onclick: () => drain(one.worker_id) }, "Drain") },
   ], it.workers, (one) => one.worker_id));
 }

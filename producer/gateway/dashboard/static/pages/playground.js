@@ -68,7 +68,7 @@ export function open(main) {
         const now = performance.now();
         if (event.token_ids.length) first ??= now;
         tokens.add(event);
-        show(outcome, ...told(id, event, began, first, now));
+        show(outcome, ...progress(id, event, began, first, now));
         isOver = event.finish_reason !== null;
         if (isOver) isRunning(false);
       },
@@ -101,7 +101,7 @@ export function open(main) {
   return () => close();
 }
 
-function told(id, event, began, first, now) {
+function progress(id, event, began, first, now) {
   const num = event.index + event.token_ids.length;
   const seconds = first === null ? 0 : (now - first) / 1000;
   const words = [`${count(num)} tokens`];

@@ -3,7 +3,7 @@
 import { drain } from "../shared/actions.js";
 import { live } from "../shared/api.js";
 import { h, show, sized } from "../shared/dom.js";
-import { ago, bytes, count, duration, percent, rate, told } from "../shared/format.js";
+import { ago, bytes, count, duration, percent, rate, reported } from "../shared/format.js";
 import { badge, bar, facts, heartbeat, requestLink, section, table, tile } from "../shared/parts.js";
 
 export function open(main, { argument: id, frame }) {
@@ -28,19 +28,19 @@ function view({ stats, slots, told_at }, now) {
       stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
     h("div", { class: "tiles" },
       tile("Slots in use", count(slots.filter((it) => it.slot !== null).length), `of ${count(stats.max_num_seqs)}`),
-      tile("Step time", duration(told(stats, "step_ms")), "recent median"),
+      tile("Step time", duration(reported(stats, "step_ms")), "recent median"),
       tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
       tile("Preemptions", count(stats.num_preemptions), "since it started"),
-      tile("Recomputed", count(told(stats, "recomputed_tokens")), "tokens since it started"),
+      tile("Recomputed", count(reported(stats, "recomputed_tokens")), "tokens since it started"),
       tile("Requests done", count(stats.num_processed), `${count(stats.num_waiting + stats.num_prefetched)} prepared`)),
     memory(stats),
     batch(slots, stats, told_at, now),
     section("Worker", facts([
       ["Model", stats.model], ["Device", `${stats.device} ${stats.dtype}`.trim()],
       ["Host", stats.host], ["Process", String(stats.pid)], ["Up for", duration(now - stats.started_at_ms)],
-      ["Prompt tokens", `${count(stats.prompt_tokens)}, and ${count(told(stats, "cached_tokens"))} from the cache`],
+      ["Prompt tokens", `${count(stats.prompt_tokens)}, and ${count(reported(stats, "cached_tokens"))} from the cache`],
       ["Generated tokens", count(stats.generation_tokens)],
-      ["Drafted, accepted", `${count(told(stats, "drafted_tokens"))}, ${count(told(stats, "accepted_tokens"))}`],
+      ["Drafted, accepted", `${count(reported(stats, "drafted_tokens"))}, ${count(reported(stats, "accepted_tokens"))}`],
       ["Peak memory", stats.peak_memory_bytes ? bytes(stats.peak_memory_bytes) : "–"],
     ])),
   ];

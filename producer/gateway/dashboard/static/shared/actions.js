@@ -67,7 +67,7 @@ export function drain(id) {
     title: "Drain this worker?",
     text: `${id} claims no more, finishes its requests and exits. Whatever keeps it running may start it again.`,
     action: "Drain it", danger: true,
-  }, "drain", { id }, () => "The worker was told to finish and exit");
+  }, "drain", { id }, () => "The worker finishes its requests and exits");
 }
 
 export function requeue(ids) {

@@ -140,15 +140,15 @@ export function stream(path, query, on, isOver = () => false) {
 }
 
 /**
- * A stream that sends the whole state of a page to `told` once a second. `more` has functions for other events.
+ * A stream that sends the whole state of a page to `show` once a second. `more` has functions for other events.
  * The frame shows a warning while the page is not live. Returns a function that closes the stream.
  */
-export function live(kind, query, frame, told, more = {}) {
+export function live(kind, query, frame, show, more = {}) {
   return stream(`live/${kind}`, query, {
     ...more,
-    [kind]: (it) => {
+    [kind]: (state) => {
       frame.warn(null);
-      told(it);
+      show(state);
     },
     unreachable: () => frame.warn("The queue cannot be reached at the moment. The data below is old."),
     broken: (error) => frame.warn(isRefusal(error) ? error.message : `Not live: ${error.message}. Trying again.`),

@@ -90,8 +90,8 @@ export function chart(title, series, format) {
     drawing.setAttribute("width", at.width);
     drawing.setAttribute("viewBox", `0 0 ${at.width} ${HEIGHT}`);
     const newest = samples.at(-1);
-    const told = newest ? series.map((it) => `${it.name} ${format(it.of(newest))}`).join(", ") : "no samples yet";
-    drawing.setAttribute("aria-label", `${title} over the last ${duration(span())}; now: ${told}`);
+    const values = newest ? series.map((it) => `${it.name} ${format(it.of(newest))}`).join(", ") : "no samples yet";
+    drawing.setAttribute("aria-label", `${title} over the last ${duration(span())}; now: ${values}`);
     const shown = hovered !== null && samples[hovered];
     show(drawing,
       at.steps.map((value) => s("g", { class: "grid" },

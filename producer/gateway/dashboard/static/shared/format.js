@@ -2,8 +2,8 @@
 
 const NONE = "–";
 
-/** A statistic of a worker; null if its engine does not tell it. */
-export function told(stats, name) {
+/** Returns a statistic of a worker; null if its engine does not report it. */
+export function reported(stats, name) {
   return stats.untold.split(" ").includes(name) ? null : stats[name];
 }
 

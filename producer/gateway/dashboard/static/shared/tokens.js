@@ -20,7 +20,7 @@ export function tokenView() {
   const text = h("div", { class: "text", tabindex: 0, role: "log", "aria-label": "Text" });
   const tip = h("div", { class: "tip", role: "status", hidden: true });
   const element = h("div", { class: "tokens" }, text, tip);
-  let told = new WeakMap();
+  let logprobsOf = new WeakMap();
   let coming = [];
   let shown = null;
 
@@ -33,7 +33,7 @@ export function tokenView() {
   }
 
   function explain(span) {
-    const logprobs = told.get(span);
+    const logprobs = logprobsOf.get(span);
     shown?.classList.remove("shown");
     shown = logprobs ? span : null;
     tip.hidden = !logprobs;
@@ -58,7 +58,7 @@ export function tokenView() {
       ArrowRight: shown ? shown.nextElementSibling : text.querySelector(".token"),
       ArrowLeft: shown?.previousElementSibling,
     }[event.key];
-    if (!told.has(next)) return;
+    if (!logprobsOf.has(next)) return;
     event.preventDefault();
     next.scrollIntoView({ block: "nearest" });
     explain(next);
@@ -69,7 +69,7 @@ export function tokenView() {
       for (const piece of piecesOf(event)) {
         const span = h("span", {}, piece.text);
         if (piece.logprobs.length) {
-          told.set(span, piece.logprobs);
+          logprobsOf.set(span, piece.logprobs);
           const worst = Math.min(...piece.logprobs.map((it) => it.logprob));
           span.className = `token surprise-${surprise(worst)}`;
         }
@@ -81,7 +81,7 @@ export function tokenView() {
       coming = [];
       text.replaceChildren(h("span", { class: "quiet" }, prompt));
       explain(null);
-      told = new WeakMap();
+      logprobsOf = new WeakMap();
     },
   };
 }

@@ -26,7 +26,7 @@ struct Pattern {
 };
 
 // One layer's K [num_blocks, num_kv_heads, block_size] of rows, and V likewise. A row has head_size of the
-// model's own numbers, or is as cache_rows.h says. The strides are in bytes.
+// model's numbers, or the format of cache_rows.h. The strides are in bytes.
 struct LayerCache {
   void *keys, *values;
   int64_t num_kv_heads, block_size, head_size, block_stride, head_stride, position_stride, is_int8;
@@ -107,7 +107,7 @@ struct Piece {
         position + 1 - begin, scale);
   }
 
-  // For each query by ascending position: the shared positions, then those of its own sequence.
+  // For each query by ascending position: the shared positions, then the other ones of its sequence.
   std::vector<Stretch> stretches() const {
     std::vector<Stretch> found;
     const int64_t first = this->first();
@@ -182,7 +182,7 @@ class Pieces {
   static constexpr int64_t kPieceRows = 16;    // most rows that attend together
   static constexpr int64_t kFewRows = 4;       // most rows whose heads stay together
   static constexpr int64_t kLeastShared = 64;  // positions; it is faster to read fewer for each row
-  static constexpr int64_t kLeastShare = 4;    // at least one in so many of a row's positions is shared
+  static constexpr int64_t kLeastShare = 4;    // at least 1 in kLeastShare of a row's positions is shared
 
   struct Part {
     int64_t first_row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;

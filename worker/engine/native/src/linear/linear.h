@@ -70,8 +70,8 @@ template <typename T>
 class Linear {
  public:
   // `bias` [outputs] may be null; beside it, an output has one result. Slices end at multiples of `granule`
-  // outputs. There are at most `slices_each` for each thread. What is given is copied into `memory`. Without
-  // memory, weights are read where they are.
+  // outputs. There are at most `slices_each` for each thread. Weights and bias are copied into `memory`;
+  // without memory, weights are read in place.
   Linear(
       int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
       WeightMemory* memory, int64_t slices_each = 1) {

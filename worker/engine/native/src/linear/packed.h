@@ -1,4 +1,4 @@
-// Weights as they are given, and as products read them.
+// Weights in the caller's format, and in the format that products read.
 #pragma once
 
 #include <algorithm>

@@ -89,12 +89,12 @@ class QuantizedLinear : public Packed<T> {
   // A column's bytes of a step.
   static constexpr int64_t kColumnBytes = kStep / kColumns;
   static constexpr int64_t kRows = kRegisters / 2 - 2;
-  // Chunks have a multiple of so many inputs, and at most so many: 4 bits are summed in 16.
+  // Chunks have a multiple of kChunk inputs, and at most kMostOfChunk: 4 bits are summed in 16.
   static constexpr int64_t kChunk = Bits == 4 ? 32 : 16, kMostOfChunk = Bits == 4 ? 32 : 512;
-  // Inputs are padded to a multiple of so many, which is what tile registers take, or of a chunk.
+  // Inputs are padded to a multiple of this number, which tile registers need, or of a chunk.
   static constexpr int64_t kPadding = 64;
 
-  // Weights are read ahead by so many bytes. What the processor reads ahead by itself is not enough.
+  // Weights are read ahead by this number of bytes. The processor's prefetching alone is not enough.
   static constexpr int64_t kAhead = 2048;
 
   // A chunk of a row: what its integers are multiplied with, and their sum.

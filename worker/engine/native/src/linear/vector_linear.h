@@ -1,6 +1,6 @@
 // Products in vector registers.
 //
-// Weights are read as they are, so bf16 halves what is read of memory. Where the processor multiplies
+// Weights are read in their format, so bf16 halves the bytes that are read. Where the processor multiplies
 // bf16, it does so by pairs of inputs. Elsewhere bf16 is widened in registers. Each sum goes through the
 // inputs in order, so the result of a row does not depend on the rows beside it.
 #pragma once
@@ -22,7 +22,7 @@ template <typename T>
 class VectorLinear : public Packed<T> {
  public:
   // Packs `weight` into tiles [steps, kColumns, kInputs], with zeros after the last output and the last
-  // input. A step is what is multiplied at a time.
+  // input. A step is the columns and inputs that are multiplied at a time.
   VectorLinear(const Matrix& weight, WeightMemory& memory) : Packed<T>(weight.rows, weight.columns) {
     const int64_t outputs = weight.rows, inputs = weight.columns, num_steps = ceil_div(inputs, kInputs);
     const int64_t num_tiles = ceil_div(outputs, kColumns);

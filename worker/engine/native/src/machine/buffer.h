@@ -70,7 +70,7 @@ class WeightMemory {
   }
 
  private:
-  static constexpr int64_t kBlock = 64 << 20;  // what is not used of it is never touched
+  static constexpr int64_t kBlock = 64 << 20;  // unused parts are never touched
 
   std::mutex mutex_;
   std::vector<Buffer<uint8_t>> blocks_;

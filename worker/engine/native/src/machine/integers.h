@@ -103,7 +103,7 @@ struct IntegerWeights<4> {
   static constexpr int64_t kInputs = 8, kBytes = 4 * kLanes, kWords = 2;
 
   static void pack(const uint8_t* weights, uint8_t* to) {
-    const auto spread_halves = [](uint32_t four) {  // each into a byte of its own
+    const auto spread_halves = [](uint32_t four) {  // each into a separate byte
       four = (four | four << 8) & 0x00ff00ff;
       return (four | four << 4) & 0x0f0f0f0f;
     };
