@@ -19,7 +19,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.process import _carry_out, _working
-from promptq.producer.jobs.rq_queues import (
+from promptq.producer.jobs.rq_jobs import (
     batch_queue,
     open_jobs_redis,
     run_worker,
