@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import redis
+import rq
 
 from promptq.producer.jobs import upkeep
 from promptq.producer.jobs.rq_jobs import (
@@ -52,6 +55,46 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
         time.sleep(0.06)
     assert own_worker.queue.state("held") is RequestState.WAITING
     assert own_worker.queue.state("late") is RequestState.EXPIRED
+    jobs.close()
+
+
+def test_upkeep_goes_on_whatever_its_record_says(own_worker: HandWorker) -> None:
+    """A worker that was killed leaves it started; a stranger may write anything."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    queue, record = upkeep_queue("default", jobs), "rq:job:promptq-default-upkeep-reap"
+    for field, value in (
+        ("status", "started"),
+        ("status", "x"),
+        ("origin", "x"),
+        ("data", b"\xff"),
+    ):
+        enqueue_upkeep(queue, REAP, "default")
+        own_worker.redis.hset(record, field, value)
+        run_worker(queue, read_jobs_settings(), burst=True)
+        own_worker.redis.hset(record, field, value)
+        own_worker.redis.delete(KEYS.upkeep)
+        enqueue_upkeep(queue, REAP, "default")
+        run_worker(queue, read_jobs_settings(), burst=True)
+        assert own_worker.redis.exists(KEYS.upkeep), (field, value)
+    jobs.close()
+
+
+def test_releases_run_each_others_jobs(own_worker: HandWorker) -> None:
+    """A job is what RQ makes with its own serializer for JSON."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    queue, job_id = upkeep_queue("default", jobs), "promptq-default-upkeep-reap"
+    call = ["promptq.producer.jobs.upkeep.reap", None, ["default"], {}]
+    enqueue_upkeep(queue, REAP, "default")
+    record = own_worker.redis.hgetall(f"rq:job:{job_id}")
+    assert own_worker.redis.lrange("rq:queue:promptq-default-upkeep", 0, -1) == [job_id.encode()]
+    assert json.loads(zlib.decompress(record[b"data"])) == call
+    assert (record[b"origin"], record[b"status"]) == (b"promptq-default-upkeep", b"queued")
+    own_worker.redis.flushall()
+    plain = rq.Queue(queue.name, connection=jobs, serializer="json")
+    plain.enqueue_call(call[0], args=("default",), job_id=job_id, timeout=60)
+    run_worker(queue, read_jobs_settings(), burst=True)
+    assert own_worker.redis.hget(f"rq:job:{job_id}", "status") == b"finished"
+    assert own_worker.redis.exists(KEYS.upkeep)
     jobs.close()
 
 
