@@ -354,16 +354,14 @@ def is_taken(queue: Queue, batch_id: str) -> bool:
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
-    """Connects to RQ's server. Raises ConfigurationError for Sentinel and for a Cluster."""
+    """Connects to RQ's server. Raises ConfigurationError for a Cluster."""
     url = settings.jobs_redis_url or server_url(settings.redis_url)
-    if "+sentinel://" in url:
-        raise _not_standalone(url, "is reached through Sentinel")
     if "+cluster://" in url:
-        raise _not_standalone(url, "is a Cluster")
+        raise _is_cluster(url, "is a Cluster")
     connection = open_redis(url)
     if _is_of_a_cluster(connection):
         connection.close()
-        raise _not_standalone(url, "is part of a Cluster")
+        raise _is_cluster(url, "is part of a Cluster")
     return connection
 
 
@@ -375,8 +373,8 @@ def _is_of_a_cluster(connection: redis.Redis) -> bool:
         return False
 
 
-def _not_standalone(url: str, why: str) -> ConfigurationError:
+def _is_cluster(url: str, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a standalone server, and"
+        f"jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a server without Cluster, and"
         f" {without_password(url)} {why}; name another one, for RQ alone"
     )
