@@ -47,12 +47,15 @@ LEASE_MS = 15_000
 """A runner that does not renew its lease for this time loses its batch to another process."""
 
 
-def run_batch_job(settings: JobsSettings, batch_id: str) -> str:
-    """Run a batch to its end, unless another process runs it. Returns its status."""
-    return asyncio.run(_run(settings, batch_id))
+def run_batch_job(settings: JobsSettings, batch_id: str, stop_pipe: int | None = None) -> str:
+    """Run a batch to its end, unless another process runs it. Returns its status.
+
+    At the end of `stop_pipe` it stops where it is.
+    """
+    return asyncio.run(_run(settings, batch_id, stop_pipe))
 
 
-async def _run(settings: JobsSettings, batch_id: str) -> str:
+async def _run(settings: JobsSettings, batch_id: str, stop_pipe: int | None) -> str:
     async with await open_async_redis(server_url(settings.redis_url)) as connection:
         queue = AsyncRequestQueue(connection, settings.queue)
         lease = RunnerLease(queue, batch_id)
@@ -60,7 +63,7 @@ async def _run(settings: JobsSettings, batch_id: str) -> str:
             return "somebody else runs it"
         # If this raises, the lease expires by itself, so that the next try does not come at once.
         try:
-            ended = await _BatchJob(settings, connection, queue, batch_id, lease).run()
+            ended = await _BatchJob(settings, connection, queue, batch_id, lease, stop_pipe).run()
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
@@ -76,6 +79,7 @@ class _BatchJob:
         queue: AsyncRequestQueue,
         batch_id: str,
         lease: RunnerLease,
+        stop_pipe: int | None,
     ) -> None:
         self._settings = settings
         self._connection = connection
@@ -84,7 +88,7 @@ class _BatchJob:
         self._lease = lease
         self._store = FileStore(settings.files_dir)
         self._log = get_logger(batch_id=batch_id)
-        self._stopped = stop_signals()
+        self._stopped = stop_signals(stop_pipe)
         self._began = self._looked = self._renewed = time.monotonic()
         self._told: BatchProgress | None = None
 

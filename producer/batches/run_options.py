@@ -50,11 +50,22 @@ class RunOptions:
     """How long to wait for a server that is away before its error is raised."""
 
 
-def stop_signals() -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set, if the event loop runs in the main thread."""
+def stop_signals(pipe: int | None = None) -> asyncio.Event:
+    """Returns an event that SIGINT and SIGTERM set, and also the end of a pipe.
+
+    Signals are heard only if the event loop runs in the main thread. A signal that comes while a
+    process is being forked may be lost; the end of a pipe never is.
+    """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(RuntimeError, ValueError):  # loops in other threads hear no signals
             loop.add_signal_handler(number, stopped.set)
+    if pipe is not None:
+
+        def stop() -> None:
+            stopped.set()
+            loop.remove_reader(pipe)
+
+        loop.add_reader(pipe, stop)
     return stopped

@@ -17,7 +17,7 @@ from rq import Queue
 
 from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.batch_job import LEASE_MS
-from promptq.producer.jobs.rq_queues import batches_waiting, enqueue_batch, is_taken, num_workers
+from promptq.producer.jobs.rq_jobs import batches_waiting, enqueue_batch, is_taken, num_workers
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from promptq.producer.jobs.allowed_jobs import rq_queue_name
+from promptq.producer.jobs.rq_jobs import rq_queue_name
 from promptq.shared.protocol.keys import Keys, is_request_id
 from promptq.shared.queue.spoilt import is_wrong_type
 from promptq.shared.runtime.logs import get_logger

@@ -1,7 +1,8 @@
-"""The work of the leader of all `promptq jobs`: hand out batches, call webhooks, run the cron."""
+"""The work of the leader of all `promptq jobs`: hand out batches, call webhooks, enqueue upkeep."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -9,23 +10,35 @@ import redis
 
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.jobs import upkeep
-from promptq.producer.jobs.allowed_jobs import REAP, ROLL_UP, SWEEP
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.earlier_webhooks import take_over
-from promptq.producer.jobs.rq_queues import JsonCron, batch_queue, open_jobs_redis, upkeep_queue
+from promptq.producer.jobs.rq_jobs import (
+    REAP,
+    ROLL_UP,
+    SWEEP,
+    batch_queue,
+    enqueue_upkeep,
+    open_jobs_redis,
+    upkeep_queue,
+)
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.eviction import eviction_warning
 from promptq.shared.queue.eviction_log import EvictionLog
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import note
+from promptq.shared.queue.spoilt import alone, note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_redis
 
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 30.0
+_UPKEEP = (
+    (upkeep.REAP_SECONDS, REAP),
+    (upkeep.SWEEP_SECONDS, SWEEP),
+    (upkeep.ROLL_UP_SECONDS, ROLL_UP),
+)
 
 
 def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
@@ -36,22 +49,26 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
     ):
         dispatcher = Dispatcher(own, batch_queue(settings.queue, jobs), settings)
         deliveries = Deliveries(own, settings)
-        cron = JsonCron(upkeep_queue(settings.queue, jobs))
-        cron.every(upkeep.REAP_SECONDS, REAP, settings.queue)
-        cron.every(upkeep.SWEEP_SECONDS, SWEEP, settings.queue)
-        cron.every(upkeep.ROLL_UP_SECONDS, ROLL_UP, settings.queue)
+        upkeep_jobs, due = upkeep_queue(settings.queue, jobs), dict.fromkeys(_UPKEEP, 0.0)
         queue, eviction_log = RequestQueue(own, settings.queue), EvictionLog()
 
         def look_for_eviction() -> None:
             if eviction_log.is_due:
                 eviction_log.note(queue.run(eviction_warning()))
 
+        def enqueue_what_is_due() -> None:
+            now = time.monotonic()
+            for seconds, job in [entry for entry in _UPKEEP if due[entry] <= now]:
+                with alone(job.name):
+                    enqueue_upkeep(upkeep_jobs, job, settings.queue)
+                due[seconds, job] = now + seconds
+
         steps = (
             look_for_eviction,
             lambda: take_over(jobs, own, Keys(settings.queue)),
             deliveries.go_on,
             dispatcher.hand_out_batches,
-            cron.enqueue_jobs,
+            enqueue_what_is_due,
         )
         while not is_over():
             try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import redis
 from redis.exceptions import NoPermissionError
@@ -19,7 +20,7 @@ from rq.exceptions import StopRequested
 
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.jobs.leader import lead
-from promptq.producer.jobs.rq_queues import (
+from promptq.producer.jobs.rq_jobs import (
     MakeQueue,
     batch_queue,
     open_jobs_redis,
@@ -128,13 +129,15 @@ class _Processes:
 
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
+        self._reading, self._writing = os.pipe()
+        """Nothing is ever written. Only this process has the writing end; when it closes it, or
+        dies, all others stop, among them those that RQ makes for batches."""
+        batches = _working(batch_queue, stop_pipe=self._reading)
         self._places = [
             _Place("leader", _lead),
             _Place("upkeep", _working(upkeep_queue)),
-            *(_Place("batches", _working(batch_queue)) for _ in range(settings.batch_workers)),
+            *(_Place("batches", batches) for _ in range(settings.batch_workers)),
         ]
-        self._reading, self._writing = os.pipe()
-        """Nothing is ever written. The reading end notices that the writing end is gone."""
 
     def start(self) -> None:
         for place in self._places:
@@ -150,9 +153,8 @@ class _Processes:
 
     def stop(self) -> None:
         """End all processes. A batch stops where it is, a webhook gets the time that it needs."""
+        os.close(self._writing)
         running = [it.process for it in self._places if it.process and it.process.is_alive()]
-        for process in running:
-            process.terminate()
         until = time.monotonic() + _END_SECONDS
         for process in running:
             process.join(max(0.0, until - time.monotonic()))
@@ -171,7 +173,7 @@ class _Processes:
         os.setpgrp()  # Ctrl-C is for the parent, which then ends its children
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        threading.Thread(target=_end_with_parent, args=(self._reading,), daemon=True).start()
+        threading.Thread(target=_stop_with_parent, args=(self._reading,), daemon=True).start()
         _carry_out(work, self._settings)
 
 
@@ -191,13 +193,13 @@ def _lead(settings: JobsSettings) -> None:
     os._exit(0)  # do not wait for threads whose receivers do not answer
 
 
-def _working(make_queue: MakeQueue) -> Work:
+def _working(make_queue: MakeQueue, **given: Any) -> Work:
     def work(settings: JobsSettings) -> None:
-        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings)
+        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings, **given)
 
     return work
 
 
-def _end_with_parent(reading: int) -> None:
+def _stop_with_parent(reading: int) -> None:
     os.read(reading, 1)
     os.kill(os.getpid(), signal.SIGTERM)

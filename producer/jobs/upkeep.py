@@ -1,4 +1,4 @@
-"""Upkeep: jobs that keep a queue tidy even if no worker is alive. RQ's cron runs them."""
+"""Upkeep: jobs that keep a queue tidy even if no worker is alive. The leader enqueues them."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ class JobsSettings(FilesSettings):
 
     jobs_redis_url: str | None = Field(
         None,
-        description="a standalone Redis server (no Cluster, no Sentinel) for RQ; default: the"
-        " queue's server",
+        description="a Redis server for RQ, not a Cluster; default: the queue's server",
     )
     batch_workers: int = Field(2, ge=0, description="batch files that run at once")
     batch_turn_seconds: float = Field(

@@ -56,6 +56,8 @@ def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
+    else:
+        options["connection_class"] = _TLSConnection if options["ssl"] else _Connection
     addresses = [_host_and_port(host) for host in hosts.split(",")]
     return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
 
@@ -83,6 +85,19 @@ def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
     if unreached:
         text += "; a sentinel does not answer, or refuses the connection or its credentials"
     return type(error)(text)
+
+
+class _Connection(redis.sentinel.SentinelManagedConnection):
+    """Closes when an exception interrupts a call, such as that of a signal's handler, as redis-py's
+    connections do elsewhere. Otherwise the next call would get the reply to the interrupted one."""
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        options = {"disconnect_on_error": True, **options}
+        return super().read_response(*args, **options)
+
+
+class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
+    pass
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):

@@ -315,9 +315,10 @@ def test_each_queue_has_jobs() -> None:
 
 def test_jobs_on_a_cluster_want_a_server_of_their_own() -> None:
     values = {"redis": {"external": {"url": "redis+cluster://a:7000"}}}
-    with pytest.raises(helm_python.HelmError, match="RQ needs a standalone server"):
+    with pytest.raises(helm_python.HelmError, match="RQ needs a server without Cluster"):
         rendered(values)
     assert rendered({**values, "jobs": {"enabled": False}})
+    assert rendered({"redis": {"external": {"url": "redis+sentinel://a:26379/promptq/0"}}})
 
 
 def test_a_worker_is_probed_where_it_answers_and_a_gateway_is_ready_without_workers() -> None:

@@ -22,7 +22,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import new_batch_id
 from promptq.producer.batches.batch_job import LEASE_MS, RunnerLease
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
-from promptq.producer.jobs.rq_queues import batch_queue
+from promptq.producer.jobs.rq_jobs import batch_queue
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -34,10 +34,10 @@ from tests.producer.webhooks.receiving import MASTER, Receiver, ask, receiver, s
 from tests.roles import as_role, forget_refusals, refusals
 from tests.waiting import async_until
 
-QUEUES = [f"promptq-default-{work}" for work in ("upkeep", "batches", "webhooks")]
-REAP = "promptq.producer.jobs.upkeep.reap"
-NUM_SOUND = 10
-"""Forged jobs of the upkeep that name a sound function."""
+WORKING = ["promptq-default-upkeep", "promptq-default-batches"]
+QUEUES = [*WORKING, "promptq-default-webhooks"]
+UPKEEP = "promptq.producer.jobs.upkeep"
+REAP = f"{UPKEEP}.reap"
 RUN = "promptq.producer.batches.batch_job.run_batch_job"
 
 
@@ -46,18 +46,24 @@ class Forger:
 
     def __init__(self, server: Any) -> None:
         self._server = server
-        self.num_forged = 0
+        self._num_forged = 0
+        self.refused: list[str] = []
+        """Ids of forged jobs in our workers' queues that are no jobs of ours."""
 
-    def push(self, queue: str, data: bytes, **fields: Any) -> None:
+    def push(self, queue: str, data: bytes, is_ours: bool = False, **fields: Any) -> None:
         """Twice: by an id that jobs of ours have, and by one that none has."""
-        self.num_forged += 1
+        self._num_forged += 1
         sound = {"origin": queue, "status": "queued", "created_at": "2026-01-01T00:00:00.000000Z"}
-        for job_id in (f"promptq-forged-{self.num_forged}", f"forged-{self.num_forged}"):
-            self._server.hset(f"rq:job:{job_id}", mapping={**sound, "data": data, **fields})
+        record = {name: value for name, value in {**sound, **fields}.items() if value is not None}
+        for prefix in ("promptq-", ""):
+            job_id = f"{prefix}forged-{self._num_forged}"
+            self._server.hset(f"rq:job:{job_id}", mapping={**record, "data": data})
             self._server.rpush(f"rq:queue:{queue}", job_id)
+            if queue in WORKING and not (is_ours and prefix):
+                self.refused.append(job_id)
 
-    def call(self, queue: str, *data: Any, **fields: Any) -> None:
-        self.push(queue, zlib.compress(json.dumps(data).encode()), **fields)
+    def call(self, queue: str, *data: Any, is_ours: bool = False, **fields: Any) -> None:
+        self.push(queue, zlib.compress(json.dumps(data).encode()), is_ours, **fields)
 
 
 class Bomb:
@@ -80,40 +86,105 @@ def forge_everything(forger: Forger, command: str, url: str) -> None:
         [{"url": url, "job_status": it, "method": "POST"} for it in ("finished", "failed")]
     )
     for queue in QUEUES:
-        sound = [REAP, None, ["default"], {}] if queue.endswith("upkeep") else call
-        forger.call(queue, *call)
-        forger.call(queue, "os.system", {"a": 1}, [command], {})
-        forger.call(queue, "system", "os", [command], {})
-        forger.call(queue, "subprocess.run", None, [["sh", "-c", command]], {"shell": False})
-        forger.call(queue, RUN, None, ["default", command], {})
-        forger.call(queue, RUN, None, ["default", new_batch_id(), "more"], {})
-        forger.call(queue, RUN, None, ["../..", new_batch_id()], {})
-        forger.call(queue, RUN, None, ["other", new_batch_id()], {})
-        forger.call(queue, REAP, None, ["other"], {})
-        forger.call(queue, REAP, None, [["default"]], {})
-        forger.call(queue, REAP, None, [], {"queue": "default"})
-        forger.call(queue, [REAP], None, ["default"], {})
-        forger.call(queue, REAP)
+        for forged in (
+            call,
+            ["os.system", {"a": 1}, [command], {}],
+            ["system", "os", [command], {}],
+            ["subprocess.run", None, [["sh", "-c", command]], {"shell": False}],
+            [f"{UPKEEP}.redis.Redis", None, ["default"], {}],
+            [f"{UPKEEP}.reap.__globals__", None, ["default"], {}],
+            [f" {REAP}", None, ["default"], {}],
+            ["", None, ["default"], {}],
+            [None, None, ["default"], {}],
+            [[REAP], None, ["default"], {}],
+            [{}, None, ["default"], {}],
+            [REAP],
+            [REAP, None, ["default"], {}, None],
+            [REAP, "os", ["default"], {}],
+            [REAP, False, ["default"], {}],
+            [REAP, None, ["other"], {}],
+            [REAP, None, [["default"]], {}],
+            [REAP, None, [None], {}],
+            [REAP, None, [1], {}],
+            [REAP, None, [], {"queue": "default"}],
+            [REAP, None, ["default"], {"settings": {}}],
+            [REAP, None, ["default"], []],
+            [REAP, None, ["default"], None],
+            [REAP, None, "default", {}],
+            [REAP, None, {"default": 1}, {}],
+            [REAP, None, ["default", "default"], {}],
+            [RUN, None, ["default"], {}],
+            [RUN, None, ["default", command], {}],
+            [RUN, None, ["default", new_batch_id(), "more"], {}],
+            [RUN, None, ["default", f"{new_batch_id()}\n"], {}],
+            [RUN, None, ["default", f"{new_batch_id()}/../.."], {}],
+            [RUN, None, ["../..", new_batch_id()], {}],
+            [RUN, None, ["other", new_batch_id()], {}],
+            [RUN, None, ["default\x00", new_batch_id()], {}],
+        ):
+            forger.call(queue, *forged)
+        if not queue.endswith("upkeep"):
+            forger.call(queue, REAP, None, ["default"], {})
+        if not queue.endswith("batches"):
+            forger.call(queue, RUN, None, ["default", new_batch_id()], {})
+        for text in ("null", "1", '"abcd"', '{"a": 1}', "9" * 4000, "NaN", "[" * 4000, ""):
+            forger.push(queue, zlib.compress(text.encode()))
+        forger.push(queue, json.dumps(call).encode())
         forger.push(queue, zlib.compress(pickle.dumps(Bomb(command))))
         forger.push(queue, pickle.dumps(Bomb(command)))
         forger.push(queue, zlib.compress(bytes(2**30 // 8), 9))  # it would be 128 MiB
+        forger.push(queue, zlib.compress(b"[" * 4_000_000, 9))  # of an allowed size when packed
+        forger.push(queue, zlib.compress(json.dumps([REAP, None, ["default"], {}]).encode())[:-1])
         forger.push(queue, b"x" * 100_000)
-        forger.push(queue, zlib.compress(b"[" * 4000))
         forger.push(queue, b"\xff")
-        for name in ("success", "failure", "stopped"):
-            forger.call(queue, *sound, **{f"{name}_callback_name": module})
-            forger.call(queue, *call, **{f"{name}_callback_name": module})
+        forger.push(queue, b"")
+        is_ours = queue.endswith("upkeep")
+        sound = [REAP, None, ["default"], {}] if is_ours else call
         for fields in (
+            *({f"{name}_callback_name": module} for name in ("success", "failure", "stopped")),
             {"webhooks": webhooks},
             {"serializer": "pickle", "meta": pickle.dumps(Bomb(command))},
             {"result": pickle.dumps(Bomb(command)), "exc_info": zlib.compress(bytes(10**6))},
-            {"timeout": "never", "status": "flying", "result_ttl": "x", "enqueued_at": "noon"},
+            {"timeout": "never", "result_ttl": "x", "enqueued_at": "noon", "created_at": "\x00"},
             {"dependency_ids": "[[", "retry_intervals": "{", "repeats_left": "-"},
             {"rate_limit_key": "a", "rate_limit_concurrency": "1", "group_id": "g"},
-            {"retries_left": "9", "retry_intervals": "[0]"},
+            {"retries_left": "9", "retry_intervals": "[0]", "repeats_left": "9"},
+            {"worker_name": b"\xff", "description": b"\xff", "ttl": "-1", "\xff": "a"},
+            {"result": "x" * 5_000_000},
         ):
-            forger.call(queue, *sound, **fields)
+            forger.call(queue, *sound, is_ours=is_ours, **fields)
             forger.call(queue, *call, **fields)
+        for fields in (
+            {"status": "flying"},
+            {"status": b"\xff"},
+            {"origin": "promptq-other-upkeep"},
+            {"origin": b"\xff"},
+            {"origin": None},
+        ):
+            forger.call(queue, *call, **fields)
+
+
+def spoil_lists(server: Any) -> None:
+    """What RQ keeps beside the jobs, for each of our queues and for all."""
+    for queue in QUEUES:
+        for end in ("", ":intermediate"):
+            server.rpush(f"rq:queue:{queue}{end}", b"\xff\xfe", "a b", "no-such-job", "x" * 100_000)
+            server.rpush(f"rq:queue:{queue}{end}", "", "promptq-a:b", "promptq-\n", "promptq-../a")
+            server.rpush(f"rq:queue:{queue}{end}", "promptq-no-such-job", "promptq-no-hash")
+        server.zadd(
+            f"rq:wip:{queue}", {b"\xff": 1, "a:b:c": 1, "no:one": 1, "promptq-no-hash:a": 1}
+        )
+        server.sadd(f"rq:workers:{queue}", "rq:worker:other", "session:1", b"\xff")
+        server.zadd(f"rq:ready:{queue}", {"promptq-forged-1": 1, b"\xff": 1})
+        server.zadd(f"rq:deferred:{queue}", {"promptq-forged-1": 1, b"\xff": 1})
+        server.zadd(f"rq:failed:{queue}", {b"\xff": 1})
+        server.zadd(f"rq:finished:{queue}", {b"\xff": 1})
+    server.set("rq:job:promptq-no-hash", "a")
+    dependents = ["promptq-forged-1", "forged-1", "promptq-no-hash", b"\xff"]
+    server.sadd("rq:job:promptq-default-upkeep-reap:dependents", *dependents[:2])
+    server.sadd("rq:job:promptq-default-upkeep-roll_up:dependents", *dependents[2:])
+    server.sadd("rq:groups", "g", b"\xff")
+    server.sadd("rq:rl-keys", "a", b"\xff")
 
 
 async def test_rq_runs_our_functions_only(
@@ -126,14 +197,7 @@ async def test_rq_runs_our_functions_only(
     with receiver() as receiving, log.open("w") as logged:
         forger = Forger(server)
         forge_everything(forger, f"touch {ran}", receiving.url("/forged"))
-        for queue in QUEUES:
-            server.rpush(f"rq:queue:{queue}", b"\xff\xfe", "a b", "no-such-job", "x" * 100_000)
-            server.zadd(f"rq:wip:{queue}", {b"\xff": 1, "a:b:c": 1, "no:one": 1})
-            server.rpush(f"rq:queue:{queue}:intermediate", b"\xff", "no-such-job", "forged-1")
-            server.rpush(f"rq:queue:{queue}:intermediate", "promptq-no-such-job")
-            server.sadd(f"rq:workers:{queue}", "rq:worker:other", "session:1", b"\xff")
-        server.set("rq:job:no-hash", "a")
-        server.rpush(f"rq:queue:{QUEUES[0]}", "no-hash")
+        spoil_lists(server)
         process = start(
             "jobs",
             PROMPTQ_FILES_DIR=str(tmp_path / "files"),
@@ -151,6 +215,10 @@ async def test_rq_runs_our_functions_only(
         await async_until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
         await async_until(lambda: bool(server.exists(KEYS.upkeep)))
         await async_until(lambda: [path for path, _, _ in receiving.calls] == ["/ok"])
+        finished = "rq:finished:promptq-default-upkeep"
+        for name in ("reap", "roll_up", "sweep"):
+            job_id = f"promptq-default-upkeep-{name}"
+            await async_until(lambda job_id=job_id: server.zscore(finished, job_id) is not None)
         # RQ's own channel, and all other ways in which it takes orders.
         assert server.pubsub_channels("rq:*") == []
         process.terminate()
@@ -162,13 +230,10 @@ async def test_rq_runs_our_functions_only(
     assert "imported" not in text
     assert "Traceback" not in text
     assert "a process died" not in text
-    told = re.findall(r'"job_id": ?"(promptq-forged-\d+)"', text)
-    struck_off = re.findall(r"b'(forged-\d+)'", text)
     # What is forged beside a sound function and arguments is not even seen; and what lies in the
     # queue of webhooks, which no worker has any longer, is deleted.
-    assert len(told) == len(set(told)), "one line each"
-    assert len(told) == 2 * forger.num_forged / len(QUEUES) - NUM_SOUND
-    assert len(struck_off) == len(set(struck_off)) == 2 * forger.num_forged / len(QUEUES)
+    refused = re.findall(r'"job_id": ?"(?:b\')?((?:promptq-)?forged-\d+)', text)
+    assert sorted(refused) == sorted(forger.refused), "one line each"
     assert refusals(redis_url) == [], "what is none of ours is not even read"
 
 

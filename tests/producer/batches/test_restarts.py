@@ -17,7 +17,7 @@ from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
-from promptq.producer.jobs.rq_queues import batch_queue, enqueue_batch
+from promptq.producer.jobs.rq_jobs import batch_queue, enqueue_batch
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker
@@ -138,32 +138,36 @@ async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
     assert attempts(server) == [1] * 10
 
 
-TOLD_TO_STOP = """
+STOPPED_AT_THE_FORK = """
 import os, signal
-from promptq.producer.jobs import rq_queues
+from promptq.producer.jobs import rq_jobs
 from promptq.producer.settings.jobs import read_jobs_settings
 
 fork = os.fork
+reading, writing = os.pipe()
 
-def fork_and_be_told():
+def stop():
+    os.close(writing)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def fork_and_stop():
     if WHEN == "before":
-        os.kill(os.getpid(), signal.SIGTERM)
+        stop()
     pid = fork()
-    if WHEN == "after" and pid:
-        os.kill(os.getpid(), signal.SIGTERM)
+    if WHEN == "after":
+        stop() if pid else os.close(writing)
     return pid
 
-os.fork = fork_and_be_told
-rq_queues._MONITOR_SECONDS = 1
+os.fork = fork_and_stop
 settings = read_jobs_settings()
-connection = rq_queues.open_jobs_redis(settings)
-rq_queues.run_worker(rq_queues.batch_queue("default", connection), settings)
+queue = rq_jobs.batch_queue("default", rq_jobs.open_jobs_redis(settings))
+rq_jobs.run_worker(queue, settings, stop_pipe=reading)
 """
-"""Runs batches until it is told to stop, which it is while it makes the process of the first."""
+"""Runs batches until it is stopped, while it forks the process of the first."""
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_batch_stops_that_began_when_its_worker_was_told_to_stop(
+async def test_a_batch_stops_that_began_while_its_worker_was_stopped(
     when: str, redis_url: str, tmp_path: Path, environment: dict[str, str], own_worker: HandWorker
 ) -> None:
     """If it did not, it would end only when it expires."""
@@ -173,7 +177,7 @@ async def test_a_batch_stops_that_began_when_its_worker_was_told_to_stop(
     enqueue_batch(batch_queue("default", server), "default", batch_id)
     environment |= {"PROMPTQ_REDIS_URL": as_role("jobs", redis_url)}
     environment |= {"PROMPTQ_FILES_DIR": str(files)}
-    script = TOLD_TO_STOP.replace("WHEN", repr(when))
+    script = STOPPED_AT_THE_FORK.replace("WHEN", repr(when))
     with running(sys.executable, "-c", script, env=environment) as process:
         assert await asyncio.to_thread(process.wait) == 0
     assert server.hget(KEYS.batch(batch_id), "status") == b'"in_progress"'

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from promptq.producer.batch_store.input_file import new_batch_id
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.leader import _do_each
-from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis
+from promptq.producer.jobs.rq_jobs import batch_queue, open_jobs_redis
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
 from tests.producer.playing import KEYS, HandWorker

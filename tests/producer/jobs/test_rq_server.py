@@ -19,8 +19,10 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.process import _carry_out, _working
-from promptq.producer.jobs.rq_queues import (
+from promptq.producer.jobs.rq_jobs import (
+    SWEEP,
     batch_queue,
+    enqueue_upkeep,
     open_jobs_redis,
     run_worker,
     upkeep_queue,
@@ -28,15 +30,16 @@ from promptq.producer.jobs.rq_queues import (
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from tests.faults.sentinels import ALONE, SERVICE, is_found, sentinel
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready
 from tests.producer.batches.batches import finished_batch, line, write_lines
-from tests.producer.playing import KEYS, Run, Start
+from tests.producer.playing import KEYS, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, refusals
-from tests.servers import OwnServer, embedded_server
+from tests.servers import OwnServer, embedded_server, free_port
 from tests.shared.server.cluster import Cluster
-from tests.waiting import async_until
+from tests.waiting import async_until, until
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +117,20 @@ def test_an_idle_worker_waits_for_jobs_without_a_pause(
     assert waits == [None]
 
 
-def test_a_server_behind_sentinel_is_refused(run: Run, redis_url: str) -> None:
-    """Before anything is asked of it, and without its password."""
-    behind = "redis+sentinel://me:secret@127.0.0.1:1/promptq/0"
-    refused = run("jobs", PROMPTQ_JOBS_REDIS_URL=behind)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == (
-        "promptq: jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a standalone server, and"
-        " redis+sentinel://me:***@127.0.0.1:1/promptq/0 is reached through Sentinel; name another"
-        " one, for RQ alone\n"
-    )
+def test_rq_runs_jobs_on_a_server_behind_sentinel(tmp_path: Path) -> None:
+    port, folder = free_port(), tmp_path / "sentinel"
+    url = as_role("jobs", f"redis+sentinel://127.0.0.1:{port}/{SERVICE}/0")
+    settings = JobsSettings(redis_url=url, files_dir=tmp_path / "files")
+    with OwnServer(tmp_path / "master") as master, master.client() as server:
+        text = ALONE.format(folder=folder, service=SERVICE, master=master.port)
+        with sentinel(folder, f"port {port}\n{text}"), redis.Redis(port=port) as watcher:
+            until(lambda: is_found(watcher))
+            with open_jobs_redis(settings) as connection:
+                queue = upkeep_queue("default", connection)
+                enqueue_upkeep(queue, SWEEP, "default")
+                run_worker(queue, settings, burst=True)
+            assert server.hget("rq:job:promptq-default-upkeep-sweep", "status") == b"finished"
+            assert server.acl_log() == []
 
 
 def test_a_cluster_is_refused(cluster_url: str, redis_url: str) -> None:
@@ -133,7 +140,7 @@ def test_a_cluster_is_refused(cluster_url: str, redis_url: str) -> None:
         JobsSettings(redis_url=cluster),
         JobsSettings(redis_url=as_role("jobs", redis_url), jobs_redis_url=cluster),
     ):
-        with pytest.raises(ConfigurationError, match=r"RQ needs a standalone server.*Cluster"):
+        with pytest.raises(ConfigurationError, match=r"RQ needs a server without Cluster.*is"):
             open_jobs_redis(settings)
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import redis
+import rq
 
 from promptq.producer.jobs import upkeep
-from promptq.producer.jobs.allowed_jobs import REAP, SWEEP
-from promptq.producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
+from promptq.producer.jobs.rq_jobs import (
+    REAP,
+    SWEEP,
+    enqueue_upkeep,
+    open_jobs_redis,
+    run_worker,
+    upkeep_queue,
+)
 from promptq.producer.settings.jobs import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
@@ -31,22 +40,61 @@ def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
-    """Through RQ's cron and worker: what a dead worker held goes back, what is late ends."""
+    """Through RQ's worker: what a dead worker held goes back, what is late ends."""
     jobs = open_jobs_redis(read_jobs_settings())
-    cron = JsonCron(upkeep_queue("default", jobs))
-    cron.every(5, REAP, "default")
+    queue = upkeep_queue("default", jobs)
     put(own_worker.queue, "held")
     own_worker.take()
     put(own_worker.queue, "late", deadline_ms=1)
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
     for _ in range(2):
-        cron.get_jobs()[0].enqueue(jobs)
-        cron.get_jobs()[0].enqueue(jobs)
-        assert jobs.llen(upkeep_queue("default", jobs).key) == 1, "one at a time"
-        run_worker(upkeep_queue("default", jobs), read_jobs_settings(), burst=True)
+        enqueue_upkeep(queue, REAP, "default")
+        enqueue_upkeep(queue, REAP, "default")
+        assert queue.count == 1, "one at a time"
+        run_worker(queue, read_jobs_settings(), burst=True)
         time.sleep(0.06)
     assert own_worker.queue.state("held") is RequestState.WAITING
     assert own_worker.queue.state("late") is RequestState.EXPIRED
+    jobs.close()
+
+
+def test_upkeep_goes_on_whatever_its_record_says(own_worker: HandWorker) -> None:
+    """A worker that was killed leaves it started; a stranger may write anything."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    queue, record = upkeep_queue("default", jobs), "rq:job:promptq-default-upkeep-reap"
+    for field, value in (
+        ("status", "started"),
+        ("status", "x"),
+        ("origin", "x"),
+        ("data", b"\xff"),
+    ):
+        enqueue_upkeep(queue, REAP, "default")
+        own_worker.redis.hset(record, field, value)
+        run_worker(queue, read_jobs_settings(), burst=True)
+        own_worker.redis.hset(record, field, value)
+        own_worker.redis.delete(KEYS.upkeep)
+        enqueue_upkeep(queue, REAP, "default")
+        run_worker(queue, read_jobs_settings(), burst=True)
+        assert own_worker.redis.exists(KEYS.upkeep), (field, value)
+    jobs.close()
+
+
+def test_releases_run_each_others_jobs(own_worker: HandWorker) -> None:
+    """A job is what RQ makes with its own serializer for JSON."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    queue, job_id = upkeep_queue("default", jobs), "promptq-default-upkeep-reap"
+    call = ["promptq.producer.jobs.upkeep.reap", None, ["default"], {}]
+    enqueue_upkeep(queue, REAP, "default")
+    record = own_worker.redis.hgetall(f"rq:job:{job_id}")
+    assert own_worker.redis.lrange("rq:queue:promptq-default-upkeep", 0, -1) == [job_id.encode()]
+    assert json.loads(zlib.decompress(record[b"data"])) == call
+    assert (record[b"origin"], record[b"status"]) == (b"promptq-default-upkeep", b"queued")
+    own_worker.redis.flushall()
+    plain = rq.Queue(queue.name, connection=jobs, serializer="json")
+    plain.enqueue_call(call[0], args=("default",), job_id=job_id, timeout=60)
+    run_worker(queue, read_jobs_settings(), burst=True)
+    assert own_worker.redis.hget(f"rq:job:{job_id}", "status") == b"finished"
+    assert own_worker.redis.exists(KEYS.upkeep)
     jobs.close()
 
 
@@ -54,9 +102,7 @@ def test_a_queue_with_a_dot_in_its_name(own_worker: HandWorker) -> None:
     """Of which RQ knows none in what it calls a job; nor is it taken for that of another queue."""
     jobs = open_jobs_redis(read_jobs_settings())
     for name in ("a.b", "a--b", "a-b"):
-        cron = JsonCron(upkeep_queue(name, jobs))
-        cron.every(5, REAP, name)
-        cron.enqueue_jobs()
+        enqueue_upkeep(upkeep_queue(name, jobs), REAP, name)
     assert len(own_worker.redis.keys("rq:job:*")) == 3
     run_worker(upkeep_queue("a.b", jobs), read_jobs_settings(queue="a.b"), burst=True)
     assert own_worker.redis.exists(Keys("a.b").upkeep)
@@ -92,17 +138,15 @@ def test_it_reaps_all_that_is_due(own_worker: HandWorker) -> None:
 
 
 def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> None:
-    """Through RQ's cron and worker; what may still go on stays."""
+    """Through RQ's worker; what may still go on stays."""
     jobs = open_jobs_redis(read_jobs_settings())
-    cron = JsonCron(upkeep_queue("default", jobs))
-    cron.every(600, SWEEP, "default")
     running = tmp_path / "running"
     running.mkdir()
     for name in ("batch_old.output.jsonl", "batch_new.output.jsonl", "a_strangers.jsonl"):
         (running / name).touch()
     os.utime(running / "batch_old.output.jsonl", (1, 1))
     os.utime(running / "a_strangers.jsonl", (1, 1))
-    cron.get_jobs()[0].enqueue(jobs)
+    enqueue_upkeep(upkeep_queue("default", jobs), SWEEP, "default")
     run_worker(upkeep_queue("default", jobs), read_jobs_settings(), burst=True)
     assert sorted(it.name for it in running.iterdir()) == [
         "a_strangers.jsonl",

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from promptq.producer.jobs.earlier_webhooks import take_over
-from promptq.producer.jobs.rq_queues import open_jobs_redis
+from promptq.producer.jobs.rq_jobs import open_jobs_redis
 from promptq.producer.settings.jobs import JobsSettings, read_jobs_settings
 from promptq.producer.webhooks.deliveries import DeadWebhook, Deliveries, Waiting, read_dead
 from promptq.producer.webhooks.safe_http import tls_context

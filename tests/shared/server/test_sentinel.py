@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,31 @@ def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
             open_redis(url)
     with pytest.raises(RedisUnavailableError, match="No master found for 'another'"):
         open_redis(guarded.url.replace(SERVICE, "another"))
+
+
+def test_an_interrupted_call_leaves_no_reply_for_the_next(guarded: Guarded) -> None:
+    """What a signal's handler raises ends the call, as when one of RQ's workers is stopped."""
+
+    def raise_error(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        with guarded.master.client() as server:
+            until(lambda: server.info("clients")["blocked_clients"] == 1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    earlier, waiting = (
+        signal.signal(signal.SIGUSR1, raise_error),
+        threading.Thread(target=interrupt),
+    )
+    with open_redis(as_role("jobs", guarded.url)) as client:
+        queue = "rq:queue:promptq-default-upkeep"
+        waiting.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.blmove(queue, f"{queue}:intermediate", 1)
+        assert client.rpush(queue, "a") == 1
+    waiting.join()
+    signal.signal(signal.SIGUSR1, earlier)
 
 
 async def test_nobody_gets_an_answer_to_somebody_else(guarded: Guarded) -> None:

@@ -1,0 +1,380 @@
+"""RQ, with a table of the functions that it may run.
+
+Anybody who can write to RQ's server can write any job. RQ sees only ours: `JobJson` reads a call
+only if the table has it, with valid arguments, and `ListedJob` reads three fields of a job's
+record, so that RQ finds no callback, URL, dependency, retry or rate there. To RQ, a job that is not
+ours does not exist. Queues, workers, processes, timeouts and the list of failed jobs are RQ's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+import redis
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from rq import Queue, Worker
+from rq.exceptions import DeserializationError, NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.timeouts import JobTimeoutException
+from rq.utils import now
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY, clean_worker_registry, register
+
+from promptq.producer.batch_store.input_file import is_batch_id
+from promptq.producer.batches.batch_job import run_batch_job
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.jobs import upkeep
+from promptq.producer.settings.jobs import JobsSettings
+from promptq.shared.errors import ConfigurationError, PromptqError
+from promptq.shared.protocol.keys import NAME
+from promptq.shared.queue.call import ids_of
+from promptq.shared.queue.lookups import shown
+from promptq.shared.queue.spoilt import alone, is_wrong_type
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.connection import open_redis, without_password
+
+MakeQueue = Callable[[str, redis.Redis], Queue]
+
+MAX_DATA_BYTES = 4096
+"""The limit for a packed call. Ours are below 300 bytes. RQ unpacks 4 MiB at most from it."""
+UPKEEP, BATCHES = "upkeep", "batches"
+"""The last words of the names of our queues in RQ."""
+_NO_LIMIT = -1
+_RESULT_SECONDS = 600
+_WEEK_SECONDS = 7 * 86_400
+_MONITOR_SECONDS = 5
+_CLEAN_SECONDS = 15
+_WORKER_TTL_SECONDS = 30
+_BATCH_JOB = "promptq-"
+_JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
+_EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
+_WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
+_STATUSES = {status.value.encode() for status in JobStatus}
+_TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
+
+
+class Arguments(BaseModel):
+    """The arguments of every job."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+    queue: Annotated[str, Field(pattern=NAME)]
+    """The queue that the job is for."""
+
+
+def _batch_id(text: str) -> str:
+    if not is_batch_id(text):
+        raise ValueError("is no batch's id")
+    return text
+
+
+class BatchArguments(Arguments):
+    """The arguments of a job that runs a batch."""
+
+    batch_id: Annotated[str, Field(max_length=100), AfterValidator(_batch_id)]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A function that RQ may run. Times are seconds."""
+
+    function: Callable[..., str]
+    arguments: type[Arguments]
+    work: str
+    """The last word of the name of its queue in RQ."""
+    timeout: int
+    failure_seconds: int
+    """How long a failed job is listed."""
+
+    @property
+    def name(self) -> str:
+        """The name of the function in jobs."""
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+RUN_BATCH = Listed(run_batch_job, BatchArguments, BATCHES, _NO_LIMIT, _WEEK_SECONDS)
+REAP, SWEEP, ROLL_UP = (
+    Listed(function, Arguments, UPKEEP, 60, _RESULT_SECONDS)
+    for function in (upkeep.reap, upkeep.sweep, upkeep.roll_up)
+)
+_TABLE = {listed.name: listed for listed in (RUN_BATCH, REAP, SWEEP, ROLL_UP)}
+
+
+def rq_queue_name(queue: str, work: str) -> str:
+    """The name of the queue in RQ for one kind of work of our queue."""
+    return f"promptq-{queue}-{work}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobJson:
+    """RQ's serializer: JSON, and on the way in only calls of the table for one of RQ's queues."""
+
+    rq_queue: str
+    given: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Arguments that this process adds to those of each job, such as its settings."""
+
+    def dumps(self, value: Any) -> bytes:
+        return json.dumps(value).encode()
+
+    def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
+        """Returns a call of the table. Raises ValueError for any other."""
+        match json.loads(data):
+            case [str(name), None, list(args), dict(kwargs)] if not kwargs:
+                pass
+            case _:
+                raise ValueError("it is no call of a function with a list of arguments")
+        if name not in _TABLE:
+            raise ValueError(
+                f"{name!r:.100} is not a job of this version: an earlier version left it, and only"
+                " that runs it (docs/operations.md, Updates), or somebody else put it there"
+            )
+        listed = _TABLE[name]
+        names = list(listed.arguments.model_fields)
+        if len(args) != len(names):
+            raise ValueError(f"{name} takes {len(names)} arguments: {', '.join(names)}")
+        try:
+            arguments = listed.arguments(**dict(zip(names, args, strict=True)))
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            raise ValueError(f"{name}: {problem['loc'][0]}: {problem['msg']}") from None
+        if self.rq_queue != rq_queue_name(arguments.queue, listed.work):
+            raise ValueError(f"it is not for the queue {self.rq_queue}")
+        return name, None, [], {**self.given, **arguments.model_dump(exclude={"queue"})}
+
+
+class ListedJob(Job):
+    """A job of the table. Of its record, only the call, the queue and the status are read."""
+
+    serializer: JobJson
+
+    @classmethod
+    def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
+        """Raises NoSuchJobError for every job that is not ours."""
+        try:
+            if not _JOB_ID.fullmatch(id.encode()):
+                raise ValueError("it is not the id of a job")
+            return super().fetch(id, connection, serializer)
+        except (ValueError, redis.ResponseError) as error:
+            if isinstance(error, redis.ResponseError) and not is_wrong_type(error):
+                raise
+            taken = f"rq:queue:{serializer.rq_queue}:intermediate"
+            _delete_id(connection, taken, id.encode(), str(error))
+            raise NoSuchJobError(f"not a job of ours: {id}") from None
+
+    def restore(self, raw_data: Any) -> None:
+        """Raises ValueError for a record that is not that of a job of ours."""
+        fields = {name: raw_data.get(name, b"") for name in (b"data", b"origin", b"status")}
+        if len(fields[b"data"]) > MAX_DATA_BYTES:
+            raise ValueError("it is too large for a job of ours")
+        if fields[b"origin"] != self.serializer.rq_queue.encode():
+            raise ValueError(f"it is not for the queue {self.serializer.rq_queue}")
+        if fields[b"status"] not in _STATUSES:
+            raise ValueError("it has no status of a job")
+        super().restore(fields)
+        try:
+            listed = _TABLE[self.func_name or ""]
+        except DeserializationError as error:
+            raise ValueError(str(error.__cause__)) from None
+        self.timeout, self.result_ttl = listed.timeout, _RESULT_SECONDS
+        self.failure_ttl = listed.failure_seconds
+
+
+def _delete_id(connection: Any, key: str, job_id: bytes, reason: str) -> None:
+    """Deletes the id of a job that is not ours from a list, with one line in the log."""
+    if connection.lrem(key, 1, job_id):
+        get_logger().warning("job entry removed", job_id=shown(job_id), reason=reason)
+
+
+class ListedQueue(Queue):
+    """A queue whose jobs never wait for another job."""
+
+    def move_dependents_to_ready(self, *_: Any, **__: Any) -> dict[str, list[str]]:
+        """Reads no list of such jobs: a stranger could make RQ fail with one."""
+        return {}
+
+
+class ListedWorker(Worker):
+    """RQ's worker, for one queue. RQ would take jobs from several in a way that may lose one."""
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """Sends a heartbeat, and registers again in case the server has lost the worker."""
+        super().heartbeat(timeout, pipeline)
+        if pipeline is None:
+            register(self)
+
+    def subscribe(self) -> None:
+        """Does nothing. Commands on RQ's channel could end a worker or kill its job."""
+
+    def run_maintenance_tasks(self) -> None:
+        """Cleans the queue's own lists. RQ would also clean lists that all queues share."""
+        [queue] = self.queues
+        if queue.acquire_maintenance_lock():
+            try:
+                for clean in (
+                    partial(_delete_strangers, queue),
+                    partial(queue.started_job_registry.cleanup, None, self._exc_handlers),
+                    queue.finished_job_registry.cleanup,
+                    queue.failed_job_registry.cleanup,
+                    partial(clean_worker_registry, queue),
+                    partial(queue.intermediate_queue.cleanup, self, queue),
+                ):
+                    with alone(queue.key):
+                        clean()
+            finally:
+                queue.release_maintenance_lock()  # type: ignore[no-untyped-call] # RQ has no types for it
+        self.last_cleaned_at = now()  # type: ignore[assignment] # RQ's own type is None
+
+
+def _delete_strangers(queue: Queue) -> None:
+    """Deletes entries of RQ's lists that RQ could not read."""
+    client: Any = queue.connection
+    for key in (queue.key, queue.intermediate_queue.key):
+        with alone(key):
+            for job_id in client.lrange(key, 0, -1):
+                if not _JOB_ID.fullmatch(job_id):
+                    _delete_id(client, key, job_id, "it is not the id of a job")
+    started, workers = queue.started_job_registry.key, WORKERS_BY_QUEUE_KEY % queue.name
+    with alone(started):
+        for entry in client.zrange(started, 0, -1):
+            if not _EXECUTION.fullmatch(entry):
+                client.zrem(started, entry)
+    with alone(workers):
+        for entry in client.smembers(workers):
+            if not _WORKER_KEY.fullmatch(entry):
+                client.srem(workers, entry)
+
+
+def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **given: Any) -> None:
+    """Works until told to stop, or with `burst` until there is nothing to do.
+
+    Each job gets the settings and what else is `given`, which so come to it without the
+    environment, where others could read them.
+    """
+    pool: Any = queue.connection.connection_pool
+    # RQ sets its longer timeout only for new connections, and an idle worker whose wait for a job
+    # fails pauses, each time twice as long.
+    pool.disconnect()
+    pool.reset()
+    worker = ListedWorker(
+        [queue],
+        name=f"promptq-{secrets.token_hex(16)}",  # the role `jobs` may reach such names only
+        connection=queue.connection,
+        job_class=ListedJob,
+        queue_class=ListedQueue,
+        job_monitoring_interval=_MONITOR_SECONDS,
+        maintenance_interval=_CLEAN_SECONDS,
+        worker_ttl=_WORKER_TTL_SECONDS,
+        log_job_description=False,
+        exception_handlers=[_log_failure],
+        serializer="json",  # RQ takes no object here
+    )
+    worker.serializer = JobJson(queue.name, {"settings": settings, **given})
+    worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
+
+
+def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
+    log = get_logger(job_id=job.id)
+    if isinstance(error, PromptqError | JobTimeoutException):
+        log.warning("job failed", reason=str(error))
+    else:
+        log.error("job failed", exc_info=error)
+
+
+def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
+    """The queue for upkeep. It is separate, as batches may keep all their workers for hours."""
+    return _queue(rq_queue_name(queue, UPKEEP), connection)
+
+
+def batch_queue(queue: str, connection: redis.Redis) -> Queue:
+    """The queue for batch files, each of which may take hours."""
+    return _queue(rq_queue_name(queue, BATCHES), connection)
+
+
+def _queue(name: str, connection: redis.Redis) -> Queue:
+    return ListedQueue(name, connection=connection, job_class=ListedJob, serializer=JobJson(name))
+
+
+def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> None:
+    """Lets RQ run a batch."""
+    _enqueue(queue, RUN_BATCH, _BATCH_JOB + batch_id, promptq_queue, batch_id)
+
+
+def enqueue_upkeep(queue: Queue, job: Listed, promptq_queue: str) -> None:
+    """Lets RQ run a job of upkeep, unless it waits already."""
+    name = queue.name
+    if "." in name:  # RQ's ids have no dots, but names of queues may
+        name = f"promptq-{hashlib.sha256(name.encode()).hexdigest()}"
+    job_id = f"{name}-{job.function.__name__}"
+    if job_id not in _waiting_ids(queue):
+        _enqueue(queue, job, job_id, promptq_queue)
+
+
+def _enqueue(queue: Queue, job: Listed, job_id: str, *args: str) -> None:
+    queue.enqueue_call(
+        job.function,
+        args=args,
+        job_id=job_id,
+        timeout=job.timeout,
+        result_ttl=_RESULT_SECONDS,
+        failure_ttl=job.failure_seconds,
+    )
+
+
+def _waiting_ids(queue: Queue) -> list[str]:
+    client: Any = queue.connection
+    return ids_of(client.lrange(queue.key, 0, -1))
+
+
+def batches_waiting(queue: Queue) -> set[str]:
+    """Returns the ids of batches that wait for one of RQ's workers."""
+    ids = (job_id.removeprefix(_BATCH_JOB) for job_id in _waiting_ids(queue))
+    return {batch_id for batch_id in ids if is_batch_id(batch_id)}
+
+
+def num_workers(queue: Queue) -> int:
+    """Returns how many workers are alive for RQ. A killed one still counts for a minute or so."""
+    client: Any = queue.connection
+    listed = client.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
+    return sum(1 for key in listed if _WORKER_KEY.fullmatch(key))
+
+
+def is_taken(queue: Queue, batch_id: str) -> bool:
+    """Whether a worker has a batch that does not wait, as far as RQ knows.
+
+    If that worker has died, RQ may not know it for hours, or ever.
+    """
+    status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
+    return status in _TAKEN
+
+
+def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
+    """Connects to RQ's server. Raises ConfigurationError for a Cluster."""
+    url = settings.jobs_redis_url or server_url(settings.redis_url)
+    if "+cluster://" in url:
+        raise _is_cluster(url, "is a Cluster")
+    connection = open_redis(url)
+    if _is_of_a_cluster(connection):
+        connection.close()
+        raise _is_cluster(url, "is part of a Cluster")
+    return connection
+
+
+def _is_of_a_cluster(connection: redis.Redis) -> bool:
+    client: Any = connection
+    try:
+        return bool(client.info("cluster").get("cluster_enabled"))
+    except redis.exceptions.NoPermissionError:  # the role may not ask
+        return False
+
+
+def _is_cluster(url: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a server without Cluster, and"
+        f" {without_password(url)} {why}; name another one, for RQ alone"
+    )
