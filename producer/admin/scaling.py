@@ -13,10 +13,8 @@ from promptq.producer.admin.queue_views import views_of_queues
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.work import WINDOW_SECONDS, Work, measure_work
+from promptq.shared.queue.work import TARGET_SECONDS, WINDOW_SECONDS, Work, measure_work
 
-TARGET_SECONDS = 30.0
-"""How long a request should wait at most."""
 _MOST_BUSY = 0.8
 """How much of what workers can do is asked of them. At 1, a backlog would never become shorter."""
 _MOST_FULL = 0.5

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.admin.scaling import TARGET_SECONDS
 from promptq.producer.command_options import (
     AsJson,
     Queue,
@@ -21,6 +20,7 @@ from promptq.producer.command_options import (
 from promptq.producer.commands.screens.terminal import SafeConsole, console_for_list, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
+from promptq.shared.queue.work import TARGET_SECONDS
 
 dead = typer.Typer(
     name="dead",

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.admin.scaling import TARGET_SECONDS
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.command_options import DataDir, Queue, Redis, Target
 from promptq.producer.commands.local_fleet.autoscaler import HOLD_SECONDS, WorkerRange
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.queue.work import TARGET_SECONDS
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.settings import read_settings
 

@@ -8,6 +8,8 @@ from typing import Any
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Call
 
+TARGET_SECONDS = 30.0
+"""How long a request should wait at most, where nobody says otherwise."""
 SOON_MS = 60_000
 """A delayed request that is due within this time counts, since a worker takes time to start."""
 WINDOW_SECONDS = 30.0

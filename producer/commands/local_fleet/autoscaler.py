@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from itertools import count
 
 from promptq.producer.admin.queue_stats import QueueStats
-from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling
+from promptq.producer.admin.scaling import Scaling
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.work import TARGET_SECONDS
 from promptq.shared.runtime.printable import printable
 
 HOLD_SECONDS = 60.0

@@ -8,12 +8,13 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling, scaling
+from promptq.producer.admin.scaling import Scaling, scaling
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import described
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.queue.call import carry_out_async
+from promptq.shared.queue.work import TARGET_SECONDS
 
 router = APIRouter(tags=["metrics"], responses=described(404, 503))
 
