@@ -71,17 +71,3 @@ def worker(keys: Keys, /, worker_id: str) -> Operation[WorkerView]:
         if told_at == stats.heartbeat_at:
             break
     return WorkerView(stats=stats, told_at=told_at, slots=slots)
-
-
-def statistics(keys: Keys, /, since_ms: int = 0) -> Operation[list[Sample]]:
-    """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
-
-    There is one for each 5 s of the last hour. The oldest comes first.
-    """
-    samples: list[Sample] = yield queue_statistics.samples(keys, since_ms)
-    return samples
-
-
-def keep_statistics(keys: Keys, /) -> Operation[None]:
-    """Take a sample if one is due. Call it every few seconds if workers may all be away."""
-    yield queue_statistics.sample(queue_statistics.Contribution())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
+from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.protocol.request import ForkPoint
+from promptq.shared.protocol.request import ForkPoint, NewRequest
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import PAUSE, Call, Operation
 from promptq.shared.runtime.large_json import object_in
@@ -60,6 +61,14 @@ class ForkSource:
         if prefix != {"token_ids": []}:
             kept["output_prefix"] = prefix
         return kept, point
+
+    def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
+        """Makes the request, with further fields. Raises InvalidRequestError."""
+        fields, point = self.fork(at, append)
+        if self.tenant:
+            fields["tenant"] = self.tenant
+        [new] = compose([{**fields, **changes}])
+        return replace(new, forked_from=point)
 
     def _position(self, at: int | None) -> int:
         has = len(self.token_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from promptq.shared.errors import RequestFailedError
@@ -45,6 +47,14 @@ class Embeddings:
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),
             cached_tokens=sum(usage.cached_tokens for usage in usages),
         )
+
+
+def countdown(timeout: float | None) -> Callable[[], float | None]:
+    """Returns a function that says how many seconds of `timeout` are left; None has no end."""
+    if timeout is None:
+        return lambda: None
+    deadline = time.monotonic() + timeout
+    return lambda: deadline - time.monotonic()
 
 
 def checked_vector(request_id: str, result: Result) -> Result:

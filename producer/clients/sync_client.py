@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import redis
 
-from promptq.producer.clients import operations
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
@@ -19,7 +18,22 @@ from promptq.producer.clients.connecting import (
     server_url,
     without_server,
 )
-from promptq.producer.clients.operations import Enqueue, ReadToEnd, as_method
+from promptq.producer.clients.forks import check_changes, fork_source
+from promptq.producer.clients.request_builder import (
+    Messages,
+    Prompt,
+    call_fields,
+    compose,
+    compose_embeddings,
+    compose_samples,
+)
+from promptq.producer.clients.results import (
+    Embeddings,
+    Samples,
+    checked_vector,
+    countdown,
+    fold,
+)
 from promptq.producer.clients.stream import (
     SILENCE_SECONDS,
     Action,
@@ -34,27 +48,28 @@ from promptq.producer.clients.stream import (
 )
 from promptq.producer.clients.tracing import enqueueing
 from promptq.shared.errors import PromptqError, RedisUnavailableError
-from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.events import Result, TokenEvent
 from promptq.shared.protocol.keys import Keys, check_request_id
-from promptq.shared.queue.call import Operation, carry_out
+from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
+from promptq.shared.protocol.request import NewRequest, Pooling, RequestState
+from promptq.shared.protocol.worker_stats import Sample
+from promptq.shared.queue import lookups, request_queue, scripts, statistics
+from promptq.shared.queue.call import Call, Operation, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_redis
 
-P = ParamSpec("P")
+if TYPE_CHECKING:  # the modules for a whole queue are loaded when they are first used
+    from promptq.producer.admin.api_keys import ApiKey
+    from promptq.producer.admin.dead_letters import DeadLetter
+    from promptq.producer.admin.overview import Overview, WorkerView
+    from promptq.producer.admin.queue_stats import QueueStats
+    from promptq.producer.admin.queue_views import ServedModel
+    from promptq.producer.admin.scaling import Scaling
+    from promptq.producer.admin.timeline import Timeline
+
 T = TypeVar("T")
-
-
-def _method(
-    operation: Callable[Concatenate[Keys, P], Operation[T]],
-) -> Callable[Concatenate[Client, P], T]:
-    """The method of a client that carries out an operation."""
-
-    def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with explained(client.url):
-            return carry_out(operation(client.queue.keys, *args, **kwargs), client._take)
-
-    return as_method(method, operation)
 
 
 class Client:
@@ -74,8 +89,7 @@ class Client:
     that it was sent to (`client.queue.keys.queue`).
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
-    ModelNotServedError. Every method raises the first three too when the server goes away. Most
-    methods are described in `promptq.producer.clients.operations`.
+    ModelNotServedError. Every method raises the first three too when the server goes away.
     """
 
     queue: RequestQueue
@@ -105,52 +119,340 @@ class Client:
                 raise without_server(error) from error
         self.queue = RequestQueue(self._redis, DEFAULT_QUEUE if queue is None else queue)
         if model is not None:
-            finding = operations.queue_of_model(self.queue.keys, model)
             try:
-                with explained(self.url):
-                    self.queue = RequestQueue(self._redis, carry_out(finding, self.queue.run))
+                self.queue = RequestQueue(self._redis, self.queue_of_model(model))
             except PromptqError:
                 self.close()
                 raise
         self._silence = silence_seconds
         self._tracing = tracing
 
-    enqueue = _method(operations.enqueue)
-    enqueue_many = _method(operations.enqueue_many)
-    enqueue_composed = _method(operations.enqueue_composed)
-    enqueue_samples = _method(operations.enqueue_samples)
-    fork = _method(operations.fork)
-    result = _method(operations.result)
-    generate = _method(operations.generate)
-    sample = _method(operations.sample)
-    embed = _method(operations.embed)
-    cancel = _method(operations.cancel)
-    reprioritise = _method(operations.reprioritise)
-    state = _method(operations.state)
-    stats = _method(operations.stats)
-    overview = _method(operations.overview)
-    worker = _method(operations.worker)
-    timeline = _method(operations.timeline)
-    statistics = _method(operations.statistics)
-    keep_statistics = _method(operations.keep_statistics)
-    scaling = _method(operations.scaling)
-    scalings = _method(operations.scalings)
-    pause = _method(operations.pause)
-    resume = _method(operations.resume)
-    drain = _method(operations.drain)
-    dead_ids = _method(operations.dead_ids)
-    dead_letters = _method(operations.dead_letters)
-    dead_letter = _method(operations.dead_letter)
-    requeue = _method(operations.requeue)
-    purge = _method(operations.purge)
-    models = _method(operations.models)
-    queue_of_model = _method(operations.queue_of_model)
-    queue_of_request = _method(operations.queue_of_request)
-    set_alias = _method(operations.set_alias)
-    forget_model = _method(operations.forget_model)
-    create_api_key = _method(operations.create_api_key)
-    api_keys = _method(operations.api_keys)
-    revoke_api_key = _method(operations.revoke_api_key)
+    # Enqueue requests, read what comes back
+
+    def enqueue(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        delay_ms: int = 0,
+        **fields: Any,
+    ) -> str:
+        """Put one request in and return its id, a UUIDv7 unless `request_id` is given.
+
+        `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
+        are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
+        `priority`, ...). With `delay_ms` it waits at least that long.
+
+        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
+        request is sent again, and the server recognises it. If the server stays away, nobody can
+        say whether the request arrived; with an `idempotency_key` it is safe to repeat the call.
+        """
+        request = call_fields(prompt, messages, request_id, delay_ms, fields)
+        [own_id] = self.enqueue_many([request])
+        return own_id
+
+    def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Put requests in, all or none, and return their ids.
+
+        Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
+        """
+        return self.enqueue_composed(compose(requests))
+
+    def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
+        """Like `enqueue_many`, for requests that `request_builder.compose` made."""
+        return self._enqueue(new) if new else []
+
+    def enqueue_samples(
+        self,
+        n: int,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        delay_ms: int = 0,
+        **fields: Any,
+    ) -> list[str]:
+        """Put `n` requests with the same prompt in, all or none.
+
+        Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
+        """
+        request = call_fields(prompt, messages, request_id, delay_ms, fields)
+        return self.enqueue_composed(compose_samples(n, request))
+
+    def fork(
+        self,
+        request_id: str,
+        *,
+        at: int | None = None,
+        append: str = "",
+        fork_id: str | None = None,
+        delay_ms: int = 0,
+        **changes: Any,
+    ) -> str:
+        """Put a request in that goes on from the first `at` tokens of another one; return its id.
+
+        The other request, `request_id`, may run or have ended; without `at` it is forked at the end
+        of what it has so far. The output of the fork begins with these tokens and the text
+        `append`, and the model goes on behind them. They are cheap: the prompt and they are found
+        in the prefix cache if their worker still has them. The id is `fork_id`, or a UUIDv7. The
+        fork has the payload of the other request but for its seed and its idempotency key, and
+        `changes` are further fields of it, such as `temperature`. `max_tokens` counts what is
+        generated behind the prefix.
+
+        Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for
+        a request that is unknown or has expired, and what `enqueue` raises.
+        """
+        check_changes(changes)
+        source = self._do(fork_source(self._keys(), check_request_id(request_id)))
+        own = {**changes, "request_id": fork_id, "delay_ms": delay_ms}
+        [own_id] = self.enqueue_composed([source.compose_fork(at, append, own)])
+        return own_id
+
+    def result(
+        self, request_id: str, *, timeout: float | None = None, check: bool = True
+    ) -> Result:
+        """Wait for the request to end and return its whole result.
+
+        Raises RequestFailedError if it ended with an error, unless `check` is false. A request that
+        was cancelled or expired gives what it had generated. Raises TimeoutError after `timeout`
+        seconds; the request then goes on, unless you call `cancel`. Raises RequestNotFoundError and
+        StreamChangedError as `stream` does.
+        """
+        return fold(request_id, self._read(request_id, timeout), check)
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        **fields: Any,
+    ) -> Result:
+        """`enqueue` and `result` in one. The request goes on if you stop waiting for it."""
+        request_id = self.enqueue(prompt, **fields)
+        return self.result(request_id, timeout=timeout, check=check)
+
+    def sample(
+        self,
+        n: int,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        **fields: Any,
+    ) -> Samples:
+        """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
+        request_ids = self.enqueue_samples(n, prompt, **fields)
+        left = countdown(timeout)
+        results = [self.result(it, timeout=left(), check=check) for it in request_ids]
+        return Samples(request_ids, results)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Embeddings:
+        """Turn a text, or several, into vectors. Texts are enqueued all or none.
+
+        A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
+        tokens) or the worker's own. `dimensions` keeps so many numbers of each vector. `fields` are
+        as in `enqueue`; those that generate have no meaning here. `timeout` is for all together.
+
+        Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
+        without a vector.
+        """
+        embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        new = compose_embeddings(texts, {**fields, "embed": embed})
+        request_ids = self.enqueue_composed(new)
+        left = countdown(timeout)
+        results = [self.result(it, timeout=left()) for it in request_ids]
+        return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
+
+    # One request
+
+    def cancel(self, request_id: str) -> CancelStatus:
+        """End a request: at once if it waits, at its worker's next step if it runs."""
+        [status] = self._do(scripts.cancel([check_request_id(request_id)]))
+        return status
+
+    def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
+        """Move a waiting request to the place that it would have if enqueued with this priority.
+
+        Returns whether that worked. A request that a worker holds stays as it is. Raises
+        InvalidRequestError.
+        """
+        from promptq.producer.admin.queue_control import reprioritise
+
+        return self._do(reprioritise(self._keys(), request_id, priority))
+
+    def state(self, request_id: str) -> RequestState | None:
+        """Returns the state of a request; None if it is unknown."""
+        return self._do(lookups.state(self._keys(), check_request_id(request_id)))
+
+    def timeline(self, request_id: str) -> Timeline:
+        """Returns what happened to a request, and when. Raises RequestNotFoundError."""
+        from promptq.producer.admin.timeline import timeline
+
+        return self._do(timeline(self._keys(), request_id))
+
+    # The queue and its workers
+
+    def stats(self) -> QueueStats:
+        """Returns what the queue holds and how its workers do."""
+        from promptq.producer.admin.queue_stats import stats
+
+        return self._do(stats(self._keys()))
+
+    def overview(self) -> Overview:
+        """Returns what the queue holds, how its workers do, and the latest statistics."""
+        from promptq.producer.admin.overview import overview
+
+        return self._do(overview(self._keys()))
+
+    def worker(self, worker_id: str) -> WorkerView:
+        """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
+        from promptq.producer.admin.overview import worker
+
+        return self._do(worker(self._keys(), worker_id))
+
+    def statistics(self, since_ms: int = 0) -> list[Sample]:
+        """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
+
+        There is one for each 5 s of the last hour. The oldest comes first.
+        """
+        return self._do(statistics.samples(self._keys(), since_ms))
+
+    def keep_statistics(self) -> None:
+        """Take a sample if one is due. Call it every few seconds if workers may all be away."""
+        self._do(statistics.sample(statistics.Contribution()))
+
+    def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
+        """How many workers the queue should have, so that no request waits longer than that."""
+        from promptq.producer.admin.scaling import scaling
+
+        return self._do(scaling(self._keys(), target_seconds))
+
+    def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[Scaling]:
+        """How many workers each queue of the server that can be read should have."""
+        from promptq.producer.admin.scaling import scalings
+
+        return self._do(scalings(self._keys(), target_seconds))
+
+    def pause(self) -> None:
+        """Hand out no more requests. New ones are accepted and wait; those that run go on."""
+        from promptq.producer.admin.queue_control import pause
+
+        self._do(pause(self._keys()))
+
+    def resume(self) -> None:
+        """Hand out requests again after `pause`."""
+        from promptq.producer.admin.queue_control import resume
+
+        self._do(resume(self._keys()))
+
+    def drain(self, worker_id: str | None = None) -> list[str]:
+        """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
+        from promptq.producer.admin.queue_control import drain
+
+        return self._do(drain(self._keys(), worker_id))
+
+    # Dead letters
+
+    def dead_ids(self, limit: int = 100) -> list[str]:
+        """Ids of dead letters, the latest first."""
+        return self._do(lookups.dead_ids(self._keys(), limit))
+
+    def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """Requests that were given up because they crash their workers, the latest first."""
+        from promptq.producer.admin.dead_letters import dead_letters
+
+        return self._do(dead_letters(self._keys(), limit))
+
+    def dead_letter(self, request_id: str) -> DeadLetter:
+        """One dead letter. Raises RequestNotFoundError."""
+        from promptq.producer.admin.dead_letters import dead_letter
+
+        return self._do(dead_letter(self._keys(), request_id))
+
+    def requeue(self, request_id: str) -> str:
+        """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
+        return self._do(request_queue.requeue(request_id))
+
+    def purge(self, request_ids: Sequence[str]) -> int:
+        """Delete dead letters; return how many there were."""
+        statuses = self._do(scripts.purge(request_ids)) if request_ids else []
+        return statuses.count("purged")
+
+    # Models and their queues
+
+    def models(self) -> list[ServedModel]:
+        """The models of all queues of the server, by name. A queue without a model is left out."""
+        from promptq.producer.admin.queue_views import models
+
+        return self._do(models(self._keys()))
+
+    def queue_of_model(self, model: str) -> str:
+        """The queue that serves a model, which may be named by one of its further names.
+
+        Of several queues, it is the one with the fewest requests for each worker. Raises
+        ModelNotServedError.
+        """
+        from promptq.producer.admin.queue_views import queue_of_model
+
+        return self._do(queue_of_model(self._keys(), model))
+
+    def queue_of_request(self, request_id: str) -> str:
+        """The queue of the server in which a request is known; this one if it is known in none."""
+        from promptq.producer.admin.queue_views import queue_of_request
+
+        return self._do(queue_of_request(self._keys(), request_id))
+
+    def set_alias(self, alias: str, model: str) -> None:
+        """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
+        from promptq.producer.admin.queue_views import set_alias
+
+        self._do(set_alias(self._keys(), alias, model))
+
+    def forget_model(self, name: str) -> list[str]:
+        """Forget a further name of a model, or a model that no worker serves. Returns its queues.
+
+        Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
+        """
+        from promptq.producer.admin.queue_views import forget_model
+
+        return self._do(forget_model(self._keys(), name))
+
+    # API keys of the gateway
+
+    def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
+        """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
+
+        `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
+        two keys that should be separate would see each other's files, and for an unknown scope.
+        """
+        from promptq.producer.admin.api_keys import create_api_key
+
+        return self._do(create_api_key(self._keys(), key, weight))
+
+    def api_keys(self) -> list[ApiKey]:
+        """The gateway's keys, sorted by name."""
+        from promptq.producer.admin.api_keys import api_keys
+
+        return self._do(api_keys(self._keys()))
+
+    def revoke_api_key(self, name: str) -> ApiKey:
+        """Make a key invalid from now on. Raises RequestNotFoundError."""
+        from promptq.producer.admin.api_keys import revoke_api_key
+
+        return self._do(revoke_api_key(self._keys(), name))
+
+    # Streams
 
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
@@ -188,15 +490,26 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, step: Any) -> Any:
-        """Take one step of an operation."""
-        match step:
-            case Enqueue(new):
-                with enqueueing(self._tracing, self.queue.keys.queue, new) as traced:
-                    return self.queue.enqueue(traced)
-            case ReadToEnd(request_id, timeout):
-                return list(self.stream(request_id, timeout=timeout))
-        return self.queue.run(step)
+    def _keys(self) -> Keys:
+        return self.queue.keys
+
+    def _do(self, steps: Call[T] | Operation[T]) -> T:
+        """Send a call, or carry out an operation."""
+        with explained(self.url):
+            if isinstance(steps, Call):
+                return self.queue.run(steps)
+            return carry_out(steps, self.queue.run)
+
+    def _enqueue(self, new: list[NewRequest]) -> list[str]:
+        with (
+            explained(self.url),
+            enqueueing(self._tracing, self.queue.keys.queue, new) as traced,
+        ):
+            return self.queue.enqueue(traced)
+
+    def _read(self, request_id: str, timeout: float | None) -> list[TokenEvent]:
+        """Read a whole stream."""
+        return list(self.stream(request_id, timeout=timeout))
 
     def _carry_out(self, steps: Steps) -> Iterator[TokenEvent]:
         with explained(self.url), closing(self.queue.redis.pubsub()) as subscription:

@@ -11,15 +11,16 @@ from typing import Any
 
 import redis
 
-from promptq.producer.admin.overview import keep_statistics
 from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.call import carry_out, text_map, text_of
+from promptq.shared.queue.call import text_map, text_of
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, is_wrong_type, note, spoilt_record
+from promptq.shared.queue.statistics import Contribution
+from promptq.shared.queue.statistics import sample as statistics_sample
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_redis
@@ -51,7 +52,7 @@ def reap(settings: JobsSettings) -> str:
             ended += reaped.ended
             dead += reaped.dead
             has_more = reaped.has_more
-        carry_out(keep_statistics(requests.keys), requests.run)
+        requests.run(statistics_sample(Contribution()))
     if returned or ended or dead:
         get_logger(queue=queue).info("reaped", returned=returned, ended=ended, dead=dead)
     return f"{returned} returned, {ended} ended, {dead} dead"

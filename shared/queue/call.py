@@ -22,6 +22,8 @@ from promptq.shared.queue.spoilt import UNREADABLE, is_wrong_type, note, spoilt_
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+Argument = str | bytes | int | memoryview
+
 _LUA = resources.files("promptq.shared") / "lua"
 
 
@@ -71,7 +73,7 @@ class Call(Generic[T_co]):
     """A script by its name; if `script` is empty, a plain command."""
 
     script: str
-    args: Sequence[str | bytes | int | memoryview]
+    args: Sequence[Argument]
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
     """Returns the value for a key that a stranger spoilt. Without it, that is an error."""
@@ -118,6 +120,18 @@ class Call(Generic[T_co]):
                     raise spoilt from error
         note(spoilt)
         return self.of_spoilt()
+
+
+def named(**values: Argument) -> list[Argument]:
+    """The arguments of a script by name, as `arguments.lua` reads them.
+
+    Empty ones are left out: to the scripts they mean the same.
+    """
+    args: list[Argument] = ["promptq:named"]
+    for pair in values.items():
+        if pair[1] != "":
+            args += pair
+    return args
 
 
 PAUSE = object()

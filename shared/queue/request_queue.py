@@ -275,9 +275,8 @@ class RequestQueue(_Queue):
         """
         with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)
-            return carry_out(
-                self._take_one(self.take_batch, wake_ups, timeout, abort), operator.call
-            )
+            taking = self._take_one(self.take_batch, wake_ups, timeout, abort)
+            return carry_out(taking, operator.call)
 
     def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         """Send events and renew leases, in one round trip."""

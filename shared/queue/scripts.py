@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from promptq.shared.protocol.replies import CancelMode, CancelStatus, PrioritySt
 from promptq.shared.protocol.request import PROTOCOL_VERSION, NewRequest
 from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.protocol.worker_stats import SLOTS, SlotStats, WorkerStats
-from promptq.shared.queue.call import Call, text_of, texts_of
+from promptq.shared.queue.call import Argument, Call, named, text_of, texts_of
 from promptq.shared.runtime.printable import printable
 
 _ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
@@ -42,17 +43,10 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     With a `nonce`, new for each call, the call may be sent again if its reply was lost. Raises
     RequestExistsError, QueueFullError.
     """
-    new = list(new)
-    num_fields = max((_num_fields(item) for item in new), default=_FEWEST_FIELDS)
-    args: list[str | bytes | int | memoryview] = [f"{idempotency_ms} {num_fields}"]
-    for item in new:
-        request = item.request
-        args += [item.request_id, item.to_payload(), request.priority]
-        args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
-        args.append(request.tenant or "")
-        args += [str(item.account or ""), str(item.forked_from or "")][: num_fields - 7]
-    if nonce:
-        args.append(nonce)
+    columns = zip(*map(_values, new), strict=True)
+    used = {name: it for name, it in zip(_FIELDS, columns, strict=False) if any(it)}
+    args = named(idempotency_ms=idempotency_ms, fields=",".join(used), nonce=nonce)
+    args += ["then", *chain.from_iterable(zip(*used.values(), strict=True))]
 
     def parse(reply: list[Any]) -> list[str]:
         kind, *rest = texts_of(reply)
@@ -71,12 +65,20 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     return Call("enqueue", args, parse)
 
 
-_FEWEST_FIELDS = 7
+_FIELDS = (
+    *("id", "payload", "priority", "deadline_ms", "delay_ms", "idempotency_key", "tenant"),
+    *("account", "forked_from"),
+)
 
 
-def _num_fields(item: NewRequest) -> int:
-    """How many arguments a request needs. The last ones are left out if none needs them."""
-    return 9 if item.forked_from is not None else 8 if item.account is not None else _FEWEST_FIELDS
+def _values(item: NewRequest) -> tuple[Argument, ...]:
+    """The value of each of `_FIELDS`. Empty values and 0 are the script's defaults."""
+    request = item.request
+    return (
+        *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
+        *(item.delay_ms, request.idempotency_key or "", request.tenant or ""),
+        *(str(item.account or ""), str(item.forked_from or "")),
+    )
 
 
 def claim(
@@ -94,11 +96,27 @@ def claim(
     made of the id and the nonce of the call that enqueued the request.
     """
     preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
-    args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
-    args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
-    args += [seed_base, room.num_held, context.session, context.answered, context.skip]
-    args += [context.number, model.output_style.to_json() if model.output_style else ""]
-    args += [room.num_sharing, " ".join(":".join(map(str, holding)) for holding in room.held)]
+    args = named(
+        worker=worker_id,
+        lease_ms=lease_ms,
+        max_count=room.max_count,
+        token_budget=room.token_budget,
+        capacity=room.capacity,
+        nonce=nonce,
+        version=PROTOCOL_VERSION,
+        model=model.name,
+        fingerprint=model.fingerprint,
+        preemptible=preemptible,
+        seed_base=seed_base,
+        num_held=room.num_held,
+        session=context.session,
+        answered=context.answered,
+        skip=context.skip,
+        number=context.number,
+        output_style=model.output_style.to_json() if model.output_style else "",
+        num_sharing=room.num_sharing,
+        held=" ".join(":".join(map(str, holding)) for holding in room.held),
+    )
 
     def parse(reply: list[Any]) -> Claims:
         kind = text_of(reply[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SLOTS, Sample, SlotStats
-from promptq.shared.queue.call import Call, text_map
+from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
@@ -44,10 +44,14 @@ class Contribution:
 def sample(part: Contribution) -> Call[int]:
     """Add to the statistics, and write the sample whose time is over, even if nothing is added.
     Returns how many samples were written."""
-    times = (" ".join(map(str, it)) for it in (part.first_token_ms, part.queue_ms))
-    return Call(
-        "statistics", [part.generated_tokens, part.prompt_tokens, part.finished, *times], int
+    args = named(
+        generated_tokens=part.generated_tokens,
+        prompt_tokens=part.prompt_tokens,
+        finished=part.finished,
+        ttft=" ".join(map(str, part.first_token_ms)),
+        queue=" ".join(map(str, part.queue_ms)),
     )
+    return Call("statistics", args, int)
 
 
 def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sample]]:

@@ -39,7 +39,7 @@ def test_a_client_loads_no_more_than_it_needs(name: str) -> None:
     assert {module.partition(".")[0] for module in found} == ALLOWED
     ours = {".".join(module.split(".")[1:3]) for module in found if module.startswith("promptq.")}
     assert ours == {
-        *("producer", "producer.admin", "producer.clients"),
+        *("producer", "producer.clients"),
         *("shared", "shared.errors", "shared.protocol", "shared.queue", "shared.runtime"),
         "shared.server",
     }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -24,7 +25,7 @@ from promptq.producer.apis.responses.response_call import (
     not_known,
 )
 from promptq.producer.calls.errors import NOT_AGAIN, ApiError
-from promptq.shared.queue.call import Call, ids_of, texts_of
+from promptq.shared.queue.call import Call, ids_of, named, texts_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.turns import Turns
 
@@ -126,9 +127,17 @@ class StoredResponses:
         num_bytes = sum(len(value) for value in fields.values())
         if what == "add":
             num_bytes += _OVERHEAD_BYTES
-        args: list[str | bytes | int] = [what, tenant, response_id, num_bytes, *self._limits]
-        for name, value in fields.items():
-            args += [name, value]
+        ttl_ms, most, most_bytes = self._limits
+        args = named(
+            what=what,
+            tenant=tenant,
+            id=response_id,
+            added=num_bytes,
+            ttl_ms=ttl_ms,
+            most=most,
+            most_bytes=most_bytes,
+        )
+        args += ["then", *chain.from_iterable(fields.items())]
         return await self._queue.run(Call("store_response", args, texts_of))
 
     def _read(self, response_id: str) -> Call[StoredResponse | None]:

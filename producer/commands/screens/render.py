@@ -16,15 +16,15 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.admin.dead_letters import DeadLetter
-from promptq.producer.admin.queue_stats import QueueStats
-from promptq.producer.admin.queue_views import QueueView
-from promptq.producer.admin.scaling import Scaling
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.runtime.printable import printable
 
 if TYPE_CHECKING:
+    from promptq.producer.admin.api_keys import ApiKey
+    from promptq.producer.admin.dead_letters import DeadLetter
+    from promptq.producer.admin.queue_stats import QueueStats
+    from promptq.producer.admin.queue_views import QueueView
+    from promptq.producer.admin.scaling import Scaling
     from promptq.producer.webhooks.deliveries import DeadWebhook
 
 

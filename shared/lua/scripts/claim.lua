@@ -1,28 +1,32 @@
--- uses: keys, numbers, server, requests, waiting, ending, tenants, fair_share, running_limits
+-- uses: keys, numbers, server, arguments, requests, waiting, ending, tenants, fair_share, running_limits
 -- Give a worker the requests it has room for, in queue order.
--- ARGV  1 worker id           2 lease (ms)
---       3 max count           4 token budget: KV tokens that are free
---       5 capacity: the most KV tokens that one request may take; no cost is higher
---       6 nonce: random, new for each call
---       7 protocol version that the worker reads
---       8 model name          9 model fingerprint ('' and '': any model)
---      10 preemptible: 'priority:tokens ...' of running sequences; a more urgent request may
---         count their slots and tokens as free, since it will preempt them
---      11 seed base: a request without a seed gets one made of this and its id. '': made of its id and the
---         nonce of the call that enqueued it, so that it is the same again after a claim was lost
---      12 how many requests the worker holds; left out: it never gets a suspect
---      13 session: random, the same for all calls of a worker that makes one call at a time; '' or left out
---         for a worker that makes several at once
---      14 nonce of the last call of the session that gave something, as far as the worker knows
---      15 how many requests to skip after the first few: 0 at first, then what the last reply said
---      16 number of the call within its session, from 1 on; left out: a late call is not recognised
---      17 how the model writes a tool call, as JSON; '' or left out: not given
---      18 how many workers share what waits. The worker gets no more than its share, with what it holds
---         (12); or else a small part, since the others may have no room. Left out: no share is kept for others
---      19 what the worker holds, 'priority:sequences:tokens:tenant ...': by tenant and priority, how many
---         sequences run that may be preempted, and their tokens. A tenant that is not in the list gets a request
---         even from a full worker, if its share of what others run there suffices. Left out: it does not
--- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
+-- ARGV by name, or by position:
+--   1 worker: its id
+--   2 lease_ms
+--   3 max_count
+--   4 token_budget: KV tokens that are free
+--   5 capacity: the most KV tokens that one request may take; no cost is higher
+--   6 nonce: random, new for each call
+--   7 version of the protocol that the worker reads
+--   8 model: its name
+--   9 fingerprint of the model (both '': any model)
+--  10 preemptible: 'priority:tokens ...' of running sequences; a more urgent request may
+--     count their slots and tokens as free, since it will preempt them
+--  11 seed_base: a request without a seed gets one made of this and its id. '': made of its id and the
+--     nonce of the call that enqueued it, so that it is the same again after a claim was lost
+--  12 num_held: how many requests the worker holds; left out: it never gets a suspect
+--  13 session: random, the same for all calls of a worker that makes one call at a time; '' or left out
+--     for a worker that makes several at once
+--  14 answered: nonce of the last call of the session that gave something, as far as the worker knows
+--  15 skip: how many requests to skip after the first few: 0 at first, then what the last reply said
+--  16 number of the call within its session, from 1 on; left out: a late call is not recognised
+--  17 output_style: how the model writes a tool call, as JSON; '' or left out: not given
+--  18 num_sharing: how many workers share what waits. The worker gets no more than its share, with what it holds
+--     (num_held); or else a small part, since the others may have no room. Left out: no share is kept for others
+--  19 held: what the worker holds, 'priority:sequences:tokens:tenant ...': by tenant and priority, how many
+--     sequences run that may be preempted, and their tokens. A tenant that is not in the list gets a request
+--     even from a full worker, if its share of what others run there suffices. Left out: it does not
+-- Reply {'ok', now, still pending, [skip, if the call has one,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
 --        log, turn, tenant, weight}. Without tenants the last three are left out. `turn` is the lowest score
@@ -30,10 +34,15 @@
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
-local worker, lease_ms, max_count, budget = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local capacity, nonce, version = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
-local model, fingerprint, seed_base = ARGV[8], ARGV[9], ARGV[11]
-local num_held, session, answered = tonumber(ARGV[12]), ARGV[13] or '', ARGV[14] or ''
+local args = arguments.read({
+  'worker', 'lease_ms', 'max_count', 'token_budget', 'capacity', 'nonce', 'version', 'model', 'fingerprint',
+  'preemptible', 'seed_base', 'num_held', 'session', 'answered', 'skip', 'number', 'output_style', 'num_sharing',
+  'held',
+}, 7)
+local lease_ms, max_count, budget = tonumber(args.lease_ms), tonumber(args.max_count), tonumber(args.token_budget)
+local capacity, nonce, version = tonumber(args.capacity), args.nonce, tonumber(args.version)
+local model, fingerprint, seed_base = args.model or '', args.fingerprint or '', args.seed_base or ''
+local num_held, session, answered = tonumber(args.num_held), args.session or '', args.answered or ''
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
@@ -46,7 +55,7 @@ server.write_needs_no_memory()
 -- the reply was lost. Its requests go back; that is no crash, because the worker lives. If the last one is
 -- this call, sent twice, it gives the same once more, whichever reply the worker reads. If the last one has
 -- a higher number, this call is late, and nobody waits for it any more.
-local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(ARGV[16]) or 0
+local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(args.number) or 0
 local is_late, given_before = false, {}
 local function look_at_last_call()
   local last = redis.pcall('GET', claimed_key)
@@ -88,7 +97,7 @@ local function tell_model(...)
 end
 if fingerprint ~= '' then
   local told = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
-  local name, known, style = told[1], told[2], ARGV[17] or ''
+  local name, known, style = told[1], told[2], args.output_style or ''
   if not known then
     name, known = server.config('model', model), server.config('fingerprint', fingerprint)
     tell_model('model', name, 'fingerprint', known)
@@ -98,7 +107,7 @@ if fingerprint ~= '' then
 end
 
 local preemptible = {}
-for priority, tokens in string.gmatch(ARGV[10], '(-?%d+):(%d+)') do
+for priority, tokens in string.gmatch(args.preemptible or '', '(-?%d+):(%d+)') do
   preemptible[#preemptible + 1] = {tonumber(priority), tonumber(tokens)}
 end
 
@@ -117,7 +126,7 @@ local function preemptible_for(priority)
 end
 
 local holders, is_held_here = {}, {} -- what each tenant has at this worker, and whether it has anything
-for priority, num, tokens, tenant in string.gmatch(ARGV[19] or '', '(-?%d+):(%d+):(%d+):([%w_.%-]*)') do
+for priority, num, tokens, tenant in string.gmatch(args.held or '', '(-?%d+):(%d+):(%d+):([%w_.%-]*)') do
   holders[#holders + 1] = {tonumber(priority), tonumber(num), tonumber(tokens), tenant}
   is_held_here[tenant] = true
 end
@@ -201,7 +210,7 @@ local function claim(queue, fields, cost, has_log, turn)
   local seed = numbers.whole(fields.seed, -1) >= 0 and fields.seed or seed_of(base .. id)
   local enqueued_at = numbers.whole(fields.enqueued_at) and fields.enqueued_at or server.now_text
   redis.call('HSET', keys.request(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
-    'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
+    'worker', args.worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
     'claimed_at', server.now_text)
   if ending.wants_webhook(fields.payload) then redis.call('HSET', keys.request(id), 'webhook', 1) end
   if fields.state == 'waiting' then
@@ -306,9 +315,9 @@ for _, id in ipairs(given_before) do
   walking = false
 end
 
-fair_share.open_all(numbers.whole(ARGV[15], 0))
+fair_share.open_all(numbers.whole(args.skip, 0))
 -- Or the first of several idle workers would take a whole burst, and the others nothing.
-local num_sharing = numbers.whole(ARGV[18], 1)
+local num_sharing = numbers.whole(args.num_sharing, 1)
 if num_sharing > 1 then
   local num_waiting = fair_share.num_waiting()
   local share = math.ceil((num_waiting + redis.call('ZCARD', keys.leases)) / num_sharing) - (num_held or 0)
@@ -343,6 +352,6 @@ if session ~= '' and #claims > 0 then
   redis.call('SET', claimed_key, table.concat(words, ' '), 'PX', lease_ms)
 end
 local reply = {'ok', server.now_text, fair_share.count_waiting(#claims)}
-if ARGV[15] then reply[4] = next_skip end
+if args.skip then reply[4] = next_skip end
 for _, given in ipairs(claims) do reply[#reply + 1] = given end
 return reply

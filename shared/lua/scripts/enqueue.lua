@@ -1,21 +1,49 @@
--- uses: keys, numbers, server, requests, scores, waiting, backlog_limits
+-- uses: keys, numbers, server, arguments, requests, scores, waiting, backlog_limits
 -- Enqueue requests, all or none.
--- ARGV  1 idempotency time (ms), then a space and how many arguments each request has (6 if left out)
---       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
---       idempotency key ('' for none), tenant ('' for none), account ('' for none, else LIMIT HOLDER of
---       the token rate that its output is charged to), forked_from ('' for none, else POSITION ID)
---       then the call's nonce, or nothing. It identifies a call that is sent again because its reply was
---       lost
+-- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
+--       out: it identifies a call that is sent again because its reply was lost; then 'then', and for each request
+--       its values. They are id, payload and, as needed, priority, deadline_ms (0: none), delay_ms,
+--       idempotency_key ('' for none), tenant ('' for none), account ('' for none, else LIMIT HOLDER of the token
+--       rate that its output is charged to), forked_from ('' for none, else POSITION ID)
+--       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
+--       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
 --       {'exists', id}            an id is taken; nothing was enqueued
 --       {'full', retry_after_ms, setting, limit}   the limit of this setting is reached;
 --                                 nothing was enqueued
 --       An error if no request may have one of the ids; nothing was enqueued
 
-local idempotency_ms, num_fields = string.match(ARGV[1], '^(%d+) ?(%d*)$')
-num_fields = tonumber(num_fields) or 6
-local count = math.floor((#ARGV - 1) / num_fields)
-local nonce = (#ARGV - 1) % num_fields == 1 and ARGV[#ARGV] or nil
+local FIELDS = {
+  'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
+}
+local DEFAULTS = {__index = {
+  id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
+  account = '', forked_from = '',
+}}
+local args, start, fields, num_fields
+if arguments.are_named then
+  args, start = arguments.read({'idempotency_ms', 'fields', 'nonce'}, 2)
+  fields = {}
+  for name in string.gmatch(args.fields, '[^,]+') do
+    if DEFAULTS.__index[name] == nil then arguments.refuse(name, 'a request has no such field', FIELDS) end
+    fields[#fields + 1] = name
+  end
+  num_fields = math.max(1, #fields)
+  if args.nonce == '' then args.nonce = nil end
+else
+  args, start, fields = {}, 2, FIELDS
+  args.idempotency_ms, num_fields = string.match(ARGV[1], '^(%d+) ?(%d*)$')
+  num_fields = math.max(1, tonumber(num_fields) or 6)
+  if (#ARGV - 1) % num_fields == 1 then args.nonce = ARGV[#ARGV] end
+end
+local nonce = args.nonce
+
+local num_read = math.min(num_fields, #fields)
+local function request_at(at)
+  local request = {}
+  for nth = 1, num_read do request[fields[nth]] = ARGV[at + nth - 1] end
+  return setmetatable(request, DEFAULTS)
+end
 
 local function idempotency_key(name) return keys.prefix .. 'idempotency:' .. name end
 
@@ -26,9 +54,9 @@ local function known_by(name)
 end
 
 local ids, fresh, ids_here, keys_here = {'ok'}, {}, {}, {} -- the last two: of this call
-for n = 0, count - 1 do
-  local at = 2 + n * num_fields
-  local id, key = ARGV[at], ARGV[at + 5]
+for at = start, #ARGV - num_fields + 1, num_fields do
+  local request = request_at(at)
+  local id, key = request.id, request.idempotency_key
   local wrong = requests.wrong_id(id)
   if wrong then return redis.error_reply('ERR ' .. wrong) end
   local known = key ~= '' and (keys_here[key] or known_by(key))
@@ -36,17 +64,12 @@ for n = 0, count - 1 do
   if not known then
     -- A cancel may come before its request, so a hash without a payload is no request yet, unless its
     -- state is final: then an id that waited without a payload was ended.
-    local fields = requests.read(id, 'payload', 'state', 'nonce')
+    local stored = requests.read(id, 'payload', 'state', 'nonce')
     if ids_here[id] then return {'exists', id} end
-    if fields and not fields.payload and not requests.is_final(fields.state) then
-      fresh[#fresh + 1] = {
-        id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
-        deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
-        tenant = keys.tenant_name(num_fields > 6 and ARGV[at + 6]),
-        account = num_fields > 7 and ARGV[at + 7] or '', tokens = requests.estimated_tokens(ARGV[at + 1]),
-        forked_from = num_fields > 8 and ARGV[at + 8] or '',
-      }
-    elseif not nonce or (fields or {}).nonce ~= nonce then
+    if stored and not stored.payload and not requests.is_final(stored.state) then
+      request.tenant, request.tokens = keys.tenant_name(request.tenant), requests.estimated_tokens(request.payload)
+      fresh[#fresh + 1] = request
+    elseif not nonce or (stored or {}).nonce ~= nonce then
       return {'exists', id}
     end
     ids_here[id] = true
@@ -62,10 +85,11 @@ server.write_needs_memory()
 for _, key in ipairs({keys.deadlines, keys.delayed}) do redis.call('ZREM', key, '') end
 local arrived = {}
 for _, request in ipairs(fresh) do
-  local id, tenant = request.id, request.tenant
-  local score = numbers.exact(scores.at_arrival(request.priority))
+  local id, tenant, priority = request.id, request.tenant, tonumber(request.priority)
+  local deadline_ms, delay_ms = tonumber(request.deadline_ms), tonumber(request.delay_ms)
+  local score = numbers.exact(scores.at_arrival(priority))
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
-    'priority', request.priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
+    'priority', priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')
   redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
@@ -74,11 +98,11 @@ for _, request in ipairs(fresh) do
     redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)
   end
   waiting.count_later('tokens', tenant, request.tokens)
-  if request.deadline_ms > 0 then
-    redis.call('ZADD', keys.deadlines, numbers.exact(server.now + request.deadline_ms), id)
+  if deadline_ms > 0 then
+    redis.call('ZADD', keys.deadlines, numbers.exact(server.now + deadline_ms), id)
   end
-  if request.delay_ms > 0 then
-    redis.call('ZADD', keys.delayed, numbers.exact(server.now + request.delay_ms), id)
+  if delay_ms > 0 then
+    redis.call('ZADD', keys.delayed, numbers.exact(server.now + delay_ms), id)
     waiting.count_later('delayed', tenant, 1)
   elseif tenant == '' then
     arrived[#arrived + 1] = score
@@ -86,7 +110,9 @@ for _, request in ipairs(fresh) do
   else
     waiting.put(id, score, tenant)
   end
-  if request.key ~= '' then redis.call('SET', idempotency_key(request.key), id, 'PX', idempotency_ms) end
+  if request.idempotency_key ~= '' then
+    redis.call('SET', idempotency_key(request.idempotency_key), id, 'PX', args.idempotency_ms)
+  end
 end
 server.for_all(redis.call, 'ZADD', keys.pending, arrived)
 server.carry_out()

@@ -1,7 +1,7 @@
--- uses: keys, numbers, server, priority_counts, work
+-- uses: keys, numbers, server, arguments, priority_counts, work
 -- Add to the queue's statistics. The stream `statistics` gets one entry for each 5 s, however many call.
--- ARGV  1 tokens that were generated   2 prompt tokens that were computed   3 requests that ended
---       4 times to first token (ms), with spaces between   5 times in the queue (ms), likewise;
+-- ARGV by name, or by position: 1 generated_tokens   2 prompt_tokens that were computed   3 finished requests
+--       4 ttft: times to first token (ms), with spaces between   5 queue: times in the queue (ms), likewise;
 --       all of them since the caller's last call
 -- Reply how many entries were written: 0 or 1
 -- The first call of each 5 s counts what waits and runs. The rest is summed up in the hash `statistics:open`
@@ -10,7 +10,7 @@
 local BUCKET_MS, MAX_ENTRIES, KEPT_MS = work.SAMPLE_MS, 720, 3600000
 local BIN_WIDTH = math.log(1.05) -- times are counted in bins, to some 2%, so that workers add up
 local stream, open = keys.prefix .. 'statistics', keys.prefix .. 'statistics:open'
-local WORDS = {'generated_tokens', 'prompt_tokens', 'finished'}
+local SUMS = {'generated_tokens', 'prompt_tokens', 'finished'}
 
 local function read_open()
   local flat, fields = redis.pcall('HGETALL', open), {}
@@ -92,6 +92,7 @@ local function add_times(kind, times)
   for bin, num in pairs(bins) do redis.pcall('HINCRBY', open, kind .. ':' .. bin, num) end
 end
 
+local args = arguments.read({'generated_tokens', 'prompt_tokens', 'finished', 'ttft', 'queue'}, 0)
 server.write_needs_no_memory()
 local bucket, written = numbers.exact(server.now - server.now % BUCKET_MS), 0
 local fields = read_open()
@@ -102,12 +103,11 @@ if fields.bucket ~= bucket then
   if numbers.whole(fields.bucket) and fields.workers then written = close(fields, now) end
   begin(bucket, now)
 end
-for nth, name in ipairs(WORDS) do
-  local num = numbers.whole(ARGV[nth], 0)
+for _, name in ipairs(SUMS) do
+  local num = numbers.whole(args[name], 0)
   if num > 0 then redis.pcall('HINCRBY', open, name, numbers.exact(num)) end
 end
-add_times('ttft', ARGV[4])
-add_times('queue', ARGV[5])
+for _, kind in ipairs({'ttft', 'queue'}) do add_times(kind, args[kind]) end
 redis.pcall('PEXPIRE', open, KEPT_MS)
 redis.pcall('PEXPIRE', stream, KEPT_MS)
 return written

@@ -1,15 +1,17 @@
--- uses: keys, numbers, server
+-- uses: keys, numbers, server, arguments
 -- Keep a response of the HTTP API, add its result, or forget it; and count what its tenant keeps.
--- ARGV  1 what: 'add', 'end' or 'forget'   2 tenant, '' without a name   3 id   4 bytes that this adds
---       5 for how long (ms) it is kept   6 most responses of the tenant, 0 for any   7 most bytes, likewise
---       then pairs: field, value
+-- ARGV by name, or by position: 1 what: 'add', 'end' or 'forget'   2 tenant, '' without a name   3 id
+--       4 added: bytes that this adds   5 ttl_ms: for how long it is kept
+--       6 most: responses of the tenant, 0 for any   7 most_bytes, likewise
+--       by name the word 'then'; then pairs: field, value
 -- Reply {'ok'}; {'gone'} if there is no such response, or for 'end' if it has its result already;
 --       {'full', 'number' or 'bytes', how much the tenant keeps} if it may not add anything
 -- `responses:of:TENANT` has the tenant's ids by the time at which they expire, `responses:sizes:TENANT` the
 -- bytes of each and their `total`. Redis deletes expired responses itself, so they are uncounted here.
 
-local what, tenant, id, added = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local ttl, most, most_bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local args, rest = arguments.read({'what', 'tenant', 'id', 'added', 'ttl_ms', 'most', 'most_bytes'}, 1)
+local what, tenant, id, added = args.what, args.tenant or '', args.id, tonumber(args.added)
+local ttl, most, most_bytes = tonumber(args.ttl_ms), tonumber(args.most), tonumber(args.most_bytes)
 local record, unfinished = keys.prefix .. 'response:' .. id, keys.prefix .. 'responses:unfinished'
 local own, sizes = keys.prefix .. 'responses:of:' .. tenant, keys.prefix .. 'responses:sizes:' .. tenant
 local PRUNED = 100
@@ -27,7 +29,7 @@ local function uncount(of)
 end
 
 local function write()
-  if #ARGV > 7 then redis.call('HSET', record, unpack(ARGV, 8)) end
+  if #ARGV >= rest then redis.call('HSET', record, unpack(ARGV, rest)) end
 end
 
 if what == 'add' then

@@ -94,7 +94,7 @@ def test_whoever_looks_at_a_queue_sees_the_rest_of_it(
     assert "well" in [worker.worker_id for worker in found.workers]
     assert found.waiting == 1
     found.model_dump_json()
-    assert 5 in [sample.waiting for sample in look(overview.statistics(queue.keys))]
+    assert 5 in [sample.waiting for sample in queue.run(statistics.samples(queue.keys, 0))]
     assert look(overview.worker(queue.keys, "well")).slots == []
     assert [key.name for key in look(api_keys.api_keys(queue.keys))] == ["well"]
     assert "well" in [it.request_id for it in look(dead_letters.dead_letters(queue.keys))]

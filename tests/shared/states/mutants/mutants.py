@@ -300,7 +300,7 @@ MUTANTS = (
     Mutant(  # what waited without a hash was ended
         "an_answer_to_a_producer_is_true",
         "enqueue",
-        "and not requests.is_final(fields.state) then",
+        "and not requests.is_final(stored.state) then",
         "then",
         PLAIN,
     ),
@@ -313,8 +313,8 @@ MUTANTS = (
     Mutant(  # those in front of an id that is taken wait, though the call is refused
         "an_answer_to_a_producer_is_true",
         "enqueue",
-        "elseif not nonce or (fields or {}).nonce ~= nonce then",
-        "elseif not nonce or (fields or {}).nonce ~= nonce then"
+        "elseif not nonce or (stored or {}).nonce ~= nonce then",
+        "elseif not nonce or (stored or {}).nonce ~= nonce then"
         " for _, it in ipairs(fresh) do waiting.put(it.id, server.now_text, it.tenant) end",
         ALL,
     ),
