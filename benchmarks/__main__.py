@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.program_list import Program, run
+from tests.support.program_list import Program, run
 
 _PINNED = {"OMP_WAIT_POLICY": "passive", "OMP_PLACES": "cores", "OMP_PROC_BIND": "close"}
 

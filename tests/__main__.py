@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import sys
 
-from tests.program_list import Program, run
+from tests.support.program_list import Program, run
 
 PROGRAMS = {
-    "package": Program("tests.package"),
-    "redis-py": Program("tests.package.redis_py"),
-    "states": Program("tests.shared.states"),
-    "fuzz": Program("tests.fuzz"),
-    "chaos": Program("tests.chaos"),
+    "package": Program("tests.programs.package"),
+    "redis-py": Program("tests.programs.package.redis_py"),
+    "states": Program("tests.programs.states"),
+    "fuzz": Program("tests.programs.fuzz"),
+    "chaos": Program("tests.programs.chaos"),
     "update": Program(
-        "tests.chaos",
+        "tests.programs.chaos",
         arguments=("--beside-last-release", "--seconds", "600"),
         sentence="Updates a fleet from the last release and back, under the faults of chaos.",
     ),
     "swapping": Program("tests.worker.swapping.chaos"),
-    "soak": Program("tests.soak"),
-    "engines": Program("tests.engines"),
-    "compat": Program("tests.compat"),
-    "scoring": Program("tests.scoring"),
+    "soak": Program("tests.programs.soak"),
+    "engines": Program("tests.programs.engines"),
+    "compat": Program("tests.programs.compat"),
+    "scoring": Program("tests.programs.scoring"),
     "sanitizers": Program("tests.worker.engine.native.sanitizers"),
     "images": Program("tests.deploy.images"),
     "changes": Program("tests.docs.changes"),

@@ -20,15 +20,15 @@ import redis
 import redis.asyncio
 
 from promptq.shared.queue import spoilt
-from tests.processes import hear_signals
-from tests.roles import (
+from tests.support.processes import hear_signals
+from tests.support.roles import (
     AsyncQueueClient,
     QueueClient,
     as_role,
     forget_refusals,
     refusals,
 )
-from tests.servers import Server, embedded_server, in_database, redis_server
+from tests.support.servers import Server, embedded_server, in_database, redis_server
 
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.

@@ -29,9 +29,9 @@ from promptq.worker.upstream.dialects.dialect import Dialect
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
-from tests.engines.real_servers import NAMES, RealServer, real_server, why_missing
-from tests.processes import started
-from tests.roles import as_role, bring_in_roles
+from tests.programs.engines.real_servers import NAMES, RealServer, real_server, why_missing
+from tests.support.processes import started
+from tests.support.roles import as_role, bring_in_roles
 
 DIALECTS: dict[str, Any] = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect}
 _AT_ONCE = 4

@@ -13,7 +13,6 @@ from promptq.producer.commands.options import AsJson, Queue, Redis, RequestId, T
 from promptq.producer.commands.screens.terminal import SafeConsole, console_for_list, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
-from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 
 dead = typer.Typer(
     name="dead",

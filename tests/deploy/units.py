@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 PATCHES = {path.stem: path for path in (ROOT / "docs/design/changes").glob("*.patch")}
 TESTS = {

@@ -26,9 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
-from tests.compat.isolation import leave_network
-from tests.paths import ROOT
-from tests.processes import kill_all, start
+from tests.programs.compat.isolation import leave_network
+from tests.support.paths import ROOT
+from tests.support.processes import kill_all, start
 
 FENCE = re.compile(
     r"^(?:<!-- (?P<comment>[^\n]*) -->\n)?```(?P<language>sh|python)\n(?P<code>.*?)^```$",

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.docs.changes import PATCHES, TESTS, git
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs/design/cost-of-a-change.md").read_text()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 PARTS = ("producer", "worker", "shared")
 FILES = {path.relative_to(ROOT) for part in PARTS for path in (ROOT / part).rglob("*.py")}

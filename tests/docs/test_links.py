@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 FILES = [
@@ -99,7 +99,7 @@ def test_every_module_that_a_page_runs_is_there() -> None:
 
 def test_every_script_is_explored_or_named_as_not_explored() -> None:
     scripts = {path.stem for path in ROOT.glob("shared/lua/scripts/*.lua")}
-    explored = re.findall(r"scripts\.(\w+)", (ROOT / "tests/shared/states/calls.py").read_text())
+    explored = re.findall(r"scripts\.(\w+)", (ROOT / "tests/programs/states/calls.py").read_text())
     page = (ROOT / "docs/reliability.md").read_text()
     [named] = re.findall(
         r"neither are \w+ scripts:(.*?)\n\n", page.replace("\nThe ", "\n\nThe "), re.DOTALL

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.__main__ import PROGRAMS as BENCHMARKS
 from tests.__main__ import PROGRAMS as TESTS
 from tests.docs.test_links import CODE, PAGES
-from tests.paths import ROOT
-from tests.program_list import Program, run
+from tests.support.paths import ROOT
+from tests.support.program_list import Program, run
 
 COMMANDS = {"tests": TESTS, "benchmarks": BENCHMARKS}
 

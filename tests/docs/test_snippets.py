@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.snippets import NOT_RUN, STAYS_OPEN, snippets_of
 from tests.docs.test_links import PAGES
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RUN = {
     str(page.relative_to(ROOT)): [

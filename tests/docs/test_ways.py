@@ -17,10 +17,10 @@ import promptq
 from promptq.producer.clients.sync_client import Client
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Call
-from tests.model_free_worker import running_worker, served_model_free
-from tests.paths import ROOT
-from tests.roles import as_role
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker, served_model_free
+from tests.support.paths import ROOT
+from tests.support.roles import as_role
+from tests.support.waiting import async_until
 
 Place = tuple[str, str]
 """A file and a function in it. A script has none, and where the page names none, any will do."""

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.docs.test_links import CODE, PAGES
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 FIRST_WORDS = ("The same", "What", "As", "Those", "Who", "Gives", "It")
 PHRASES = {

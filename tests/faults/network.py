@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from promptq.shared.server.connection import open_async_redis, open_redis
-from tests.roles import as_role
+from tests.support.roles import as_role
 
 
 class Network:

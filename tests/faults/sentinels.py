@@ -13,10 +13,10 @@ from pathlib import Path
 import redis
 
 from promptq.shared.queue.call import text_map
-from tests.processes import running
-from tests.roles import as_role
-from tests.servers import OwnServer, free_port, server_program
-from tests.waiting import until
+from tests.support.processes import running
+from tests.support.roles import as_role
+from tests.support.servers import OwnServer, free_port, server_program
+from tests.support.waiting import until
 
 SERVICE = "promptq"
 CONFIG = """

@@ -13,8 +13,8 @@ from typing import Any
 import httpx2
 
 from promptq import Client
-from tests.processes import read_line, running
-from tests.roles import as_role
+from tests.support.processes import read_line, running
+from tests.support.roles import as_role
 
 GATEWAY = """
 import sys

@@ -20,10 +20,10 @@ import redis
 from promptq import Client
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
-from tests.processes import StartedWorker, started
-from tests.roles import as_role
-from tests.servers import embedded_server
-from tests.waiting import until
+from tests.support.processes import StartedWorker, started
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server
+from tests.support.waiting import until
 from tests.worker.test_refused_starts import one_sentence, run
 
 LEASE_MS = 1500

@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from tests.processes import running
+from tests.support.processes import running
 
 STARTED_BY_A_TEST = """
 import sys
-from tests.processes import start
+from tests.support.processes import start
 sys.exit(-start("sh", "-c", sys.argv[1]).wait())
 """
 STARTED_BY_CHAOS = """
 import asyncio, sys
-from tests.chaos.processes.group import ProcessGroup
+from tests.programs.chaos.processes.group import ProcessGroup
 
 async def main():
     group = ProcessGroup()

@@ -6,8 +6,8 @@ import redis.asyncio
 
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import finished, running_worker, served_model_free
-from tests.requests import new
+from tests.support.model_free_worker import finished, running_worker, served_model_free
+from tests.support.requests import new
 
 
 async def test_a_flood_does_not_hold_up_another_tenant(redis_url: str) -> None:

@@ -30,10 +30,10 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.tracing import Tracing, start_tracing
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.model_free_worker import served_model_free
-from tests.processes import read_line, running, started
 from tests.producer.gateway.living import live_gateway, live_worker
-from tests.roles import as_role
+from tests.support.model_free_worker import served_model_free
+from tests.support.processes import read_line, running, started
+from tests.support.roles import as_role
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

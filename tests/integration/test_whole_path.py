@@ -21,9 +21,9 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.model_free_worker import finished, running_worker
-from tests.requests import async_put
-from tests.roles import as_role
+from tests.support.model_free_worker import finished, running_worker
+from tests.support.requests import async_put
+from tests.support.roles import as_role
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral"]

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from promptq import Client
-from tests import processes
-from tests.fork_server import ForkedProcess
 from tests.producer.playing import (
     PROMPTQ,
     BlockingAsyncClient,
@@ -26,7 +24,9 @@ from tests.producer.playing import (
     read_async,
     read_sync,
 )
-from tests.roles import QueueClient, as_role
+from tests.support import processes
+from tests.support.fork_server import ForkedProcess
+from tests.support.roles import QueueClient, as_role
 
 
 @pytest.fixture

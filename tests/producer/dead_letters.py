@@ -6,7 +6,7 @@ from promptq import Client
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.producer.playing import KEYS, HandWorker
-from tests.roles import QueueClient, as_role
+from tests.support.roles import QueueClient, as_role
 
 
 def bury(redis_url: str, *request_ids: str) -> None:

@@ -14,9 +14,9 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import RedisFullError
 from tests.producer.gateway.living import live_gateway, live_worker
 from tests.producer.playing import Run
-from tests.roles import as_role
-from tests.servers import embedded_server
-from tests.waiting import until
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server
+from tests.support.waiting import until
 
 
 @pytest.fixture

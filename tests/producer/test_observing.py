@@ -19,12 +19,12 @@ from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState, WorkerSta
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Contribution
-from tests.model_free_worker import running_worker, served_model_free
 from tests.producer.playing import KEYS
-from tests.roles import as_role
-from tests.round_trips import counted_round_trips
-from tests.servers import Server
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker, served_model_free
+from tests.support.roles import as_role
+from tests.support.round_trips import counted_round_trips
+from tests.support.servers import Server
+from tests.support.waiting import async_until
 
 
 @pytest.fixture

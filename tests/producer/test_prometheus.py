@@ -15,11 +15,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from promptq import Client
-from tests.processes import running
 from tests.producer.playing import Start
-from tests.roles import as_role
-from tests.servers import free_port
 from tests.shared.runtime.board import expressions
+from tests.support.processes import running
+from tests.support.roles import as_role
+from tests.support.servers import free_port
 
 CONFIG = """
 global: {{scrape_interval: 250ms, scrape_timeout: 250ms}}

@@ -18,8 +18,8 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import new
-from tests.roles import QueueClient, as_role
+from tests.support.requests import new
+from tests.support.roles import QueueClient, as_role
 
 KEYS = Keys()
 TOKENS = 50

@@ -18,11 +18,11 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import live_gateway
 from tests.producer.playing import Run
-from tests.requests import ROOM, put, row
-from tests.roles import as_role
+from tests.support.model_free_worker import served_model_free
+from tests.support.requests import ROOM, put, row
+from tests.support.roles import as_role
 
 GRANT = "a user made by hand needs channels too: ACL SETUSER "
 

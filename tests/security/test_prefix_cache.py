@@ -12,8 +12,8 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.sequence import Sequence
-from tests.model_free_worker import finished, running_worker, served_model_free
-from tests.roles import AsyncQueueClient, as_role
+from tests.support.model_free_worker import finished, running_worker, served_model_free
+from tests.support.roles import AsyncQueueClient, as_role
 
 PROMPT = "x" * 64
 """Three blocks of 16 tokens can be found, as one token at least is computed."""

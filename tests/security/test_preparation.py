@@ -44,12 +44,12 @@ from promptq.worker.text.grammars.grammars import Grammars
 from promptq.worker.text.grammars.schema_patterns import num_combined_patterns
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from tests.model_free import ModelFreeRunner
-from tests.model_free_worker import finished, running_worker, served_model_free, text_of
-from tests.processes import started
-from tests.requests import async_put, put, result_of, until_active
-from tests.roles import QueueClient, as_role
-from tests.waiting import async_until, until
+from tests.support.model_free import ModelFreeRunner
+from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.processes import started
+from tests.support.requests import async_put, put, result_of, until_active
+from tests.support.roles import QueueClient, as_role
+from tests.support.waiting import async_until, until
 from tests.worker.text.grammars.structured import json_schema
 
 CHAT = [{"role": "user", "content": "Hello"}]

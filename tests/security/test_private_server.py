@@ -28,10 +28,10 @@ from promptq.shared.server import embedded
 from promptq.shared.server.advertised import advertised, is_free
 from promptq.shared.server.connection import open_async_redis, open_redis
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.processes import family_of, read_line, running
 from tests.producer.playing import PROMPTQ
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.processes import family_of, read_line, running
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 NOBODY = 65534
 OWNER = """

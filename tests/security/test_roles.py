@@ -16,12 +16,12 @@ from promptq import Client
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.acl import FAMILIES, ROLES, user_rules
-from tests.model_free_worker import text_of
-from tests.paths import ROOT
-from tests.processes import started
 from tests.producer.playing import KEYS, Run
-from tests.roles import ACL_FILE, as_role, password_of
-from tests.servers import PROGRAMS, OwnServer, in_database
+from tests.support.model_free_worker import text_of
+from tests.support.paths import ROOT
+from tests.support.processes import started
+from tests.support.roles import ACL_FILE, as_role, password_of
+from tests.support.servers import PROGRAMS, OwnServer, in_database
 
 DOCS = ROOT / "docs" / "security.md"
 FAULTY = "tests.faults.worker.faulty_worker"

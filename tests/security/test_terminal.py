@@ -18,8 +18,8 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
-from tests.processes import Terminal
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, old_server
+from tests.support.processes import Terminal
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[666mc\x9b777md\u202ee\u2066f\rg\x7fh\x08i\x85j"
 """A title, two colours that nobody has, an order, an overwriting, and more that acts."""

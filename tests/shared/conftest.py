@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.servers import Server
+from tests.support.servers import Server
 
 
 @pytest.fixture

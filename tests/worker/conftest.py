@@ -10,7 +10,7 @@ import structlog
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
-from tests.roles import AsyncQueueClient, as_role
+from tests.support.roles import AsyncQueueClient, as_role
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import redis
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
-from tests.model_free_worker import text_of
-from tests.processes import read_line, running, started
-from tests.requests import num_tokens, put, result_of
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import read_line, running, started
+from tests.support.requests import num_tokens, put, result_of
+from tests.support.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
 

@@ -18,7 +18,6 @@ from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 from promptq.shared.runtime.printable import printable
 
 _READ_SECONDS = 5.0

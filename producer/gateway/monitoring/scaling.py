@@ -15,7 +15,6 @@ from promptq.producer.http.state import ThisGateway
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.queue.call import carry_out_async
-from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 
 router = APIRouter(tags=["metrics"], responses=described(404, 503))
 

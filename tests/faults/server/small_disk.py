@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from tests.processes import read_line, start
+from tests.support.processes import read_line, start
 
 _MOUNT = 'mount -t tmpfs -o size=1m tmpfs "$0" && echo mounted && exec cat'
 _PROGRAMS = ("unshare", "nsenter", "mount")

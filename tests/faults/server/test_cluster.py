@@ -30,14 +30,14 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import script_text
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from promptq.shared.server.connection import open_async_redis, open_redis
-from tests.model_free_worker import text_of
-from tests.processes import started
 from tests.producer.gateway.living import live_gateway
-from tests.requests import check_log
-from tests.roles import as_role
-from tests.servers import free_port
 from tests.shared.server.cluster import Cluster, migrate
-from tests.waiting import async_until, until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log
+from tests.support.roles import as_role
+from tests.support.servers import free_port
+from tests.support.waiting import async_until, until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 KEYS = Keys()

@@ -11,11 +11,11 @@ from promptq import Client
 from promptq.shared.errors import RedisSideError
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.faults.server.small_disk import SmallDisk
-from tests.model_free_worker import text_of
-from tests.processes import started
-from tests.requests import check_log
-from tests.servers import OwnServer
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log
+from tests.support.servers import OwnServer
+from tests.support.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -15,11 +15,11 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.faults.network import Network
 from tests.integration.reading import KINDS, read_in
-from tests.model_free_worker import text_of
-from tests.processes import started
-from tests.requests import check_log, num_tokens, put, result_of
-from tests.servers import OwnServer
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log, num_tokens, put, result_of
+from tests.support.servers import OwnServer
+from tests.support.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 LONG = 2500

@@ -11,12 +11,12 @@ import pytest
 from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.faults.network import Network
-from tests.model_free_worker import text_of
-from tests.processes import started
-from tests.requests import check_log, num_tokens, put, result_of
-from tests.roles import as_role
-from tests.servers import OwnServer
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log, num_tokens, put, result_of
+from tests.support.roles import as_role
+from tests.support.servers import OwnServer
+from tests.support.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 LONG = 2500
@@ -136,7 +136,7 @@ def test_a_worker_that_was_away_for_longer_than_its_leases_lets_go(
 
 
 def log_attempts(queue: RequestQueue, request_id: str) -> set[int]:
-    from tests.requests import log_of
+    from tests.support.requests import log_of
 
     return {event["attempt"] for event in log_of(queue, request_id)}
 

@@ -12,11 +12,11 @@ from promptq import AsyncClient, Client
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.faults.sentinels import Guarded, guarded_by_three
-from tests.model_free_worker import text_of
-from tests.processes import started
-from tests.requests import check_log, num_tokens, put, result_of
-from tests.roles import as_role
-from tests.waiting import async_until, until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log, num_tokens, put, result_of
+from tests.support.roles import as_role
+from tests.support.waiting import async_until, until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

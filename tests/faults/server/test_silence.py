@@ -15,9 +15,9 @@ from promptq.shared.protocol.events import TokenEvent
 from tests.faults.network import Network
 from tests.integration.reading import KINDS, read_in
 from tests.producer.playing import HandWorker
-from tests.requests import put
-from tests.roles import QueueClient, as_role
-from tests.waiting import until
+from tests.support.requests import put
+from tests.support.roles import QueueClient, as_role
+from tests.support.waiting import until
 
 HOW = ["hold", "lose"]
 IMPATIENT = {"silence_seconds": 0.1}

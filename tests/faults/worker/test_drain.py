@@ -13,10 +13,10 @@ from promptq import AsyncClient
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.model_free_worker import text_of
-from tests.processes import StartedWorker, started
-from tests.requests import check_log, num_tokens, put, result_of
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import StartedWorker, started
+from tests.support.requests import check_log, num_tokens, put, result_of
+from tests.support.waiting import until
 
 PROMPTS = ["Once upon a time", "The little fox", "One day, Lily", "In the garden"]
 NUM_STREAMS = 8

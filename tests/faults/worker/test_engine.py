@@ -15,10 +15,10 @@ import redis
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.model_free_worker import text_of
-from tests.processes import started
-from tests.requests import check_log, log_of, new, num_tokens, put, result_of
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log, log_of, new, num_tokens, put, result_of
+from tests.support.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -16,11 +16,11 @@ from redis.retry import Retry
 from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.integration.reading import KINDS, enqueue_in, read_in
-from tests.model_free_worker import text_of
-from tests.processes import started
-from tests.requests import check_log, num_tokens
-from tests.servers import OwnServer
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import started
+from tests.support.requests import check_log, num_tokens
+from tests.support.servers import OwnServer
+from tests.support.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -27,12 +27,12 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
-from tests.model_free_worker import finished, running_worker
-from tests.processes import started
 from tests.producer.playing import PROMPTQ
-from tests.requests import async_log_of, async_put, put_plainly, until_active
-from tests.roles import AsyncQueueClient, as_role
-from tests.waiting import async_until
+from tests.support.model_free_worker import finished, running_worker
+from tests.support.processes import started
+from tests.support.requests import async_log_of, async_put, put_plainly, until_active
+from tests.support.roles import AsyncQueueClient, as_role
+from tests.support.waiting import async_until
 from tests.worker.engine.tiny_models import make_model
 
 TEXTS = ["Once upon a time", "A fox.", "There was an old baker who loved the snow " * 9]

@@ -17,11 +17,11 @@ from promptq.shared.protocol.events import Result, TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
-from tests.processes import started
 from tests.producer.gateway.living import live_worker
-from tests.roles import as_role
-from tests.servers import embedded_server
-from tests.waiting import until
+from tests.support.processes import started
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server
+from tests.support.waiting import until
 
 LEASE_MS = 1500
 OPTIONS = ("--dtype", "float32", "--lease-ms", str(LEASE_MS))

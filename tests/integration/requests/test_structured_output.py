@@ -13,9 +13,9 @@ import redis.asyncio
 
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import finished, running_worker
-from tests.requests import async_put
-from tests.roles import AsyncQueueClient, as_role
+from tests.support.model_free_worker import finished, running_worker
+from tests.support.requests import async_put
+from tests.support.roles import AsyncQueueClient, as_role
 from tests.worker.text.grammars.structured import SCHEMAS, TOOLS, compilations, json_schema, served
 
 TEXTS = ["Yes, please.", 'No, "never".']

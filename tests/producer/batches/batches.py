@@ -16,8 +16,8 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import text_of
 from tests.producer.playing import KEYS
+from tests.support.model_free_worker import text_of
 
 NUM_TOKENS = 5
 

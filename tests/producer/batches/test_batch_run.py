@@ -21,8 +21,6 @@ from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, ru
 from promptq.producer.batches.run_options import BatchProgress
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.model_free_worker import running_worker, text_of
-from tests.processes import Terminal
 from tests.producer.batches.batches import (
     NUM_TOKENS,
     attempts,
@@ -35,9 +33,11 @@ from tests.producer.batches.batches import (
 )
 from tests.producer.dead_letters import crash_until_dead
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
-from tests.roles import as_role, bring_in_roles
-from tests.spoilt import SPOILT
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker, text_of
+from tests.support.processes import Terminal
+from tests.support.roles import as_role, bring_in_roles
+from tests.support.spoilt import SPOILT
+from tests.support.waiting import async_until
 
 
 async def run_beside(source: Path, output: Path, url: str, **options: Any) -> BatchOutcome:

@@ -17,8 +17,6 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batches import batch_job
 from promptq.producer.settings.jobs import read_jobs_settings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import running_worker
-from tests.processes import until_ready
 from tests.producer.batches.batches import (
     NUM_TOKENS,
     create,
@@ -29,8 +27,10 @@ from tests.producer.batches.batches import (
     upload,
 )
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.roles import as_role
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker
+from tests.support.processes import until_ready
+from tests.support.roles import as_role
+from tests.support.waiting import async_until
 
 
 async def test_batches_from_upload_to_answers(

@@ -15,10 +15,10 @@ import pytest
 from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batches import batch_job
 from promptq.producer.settings.jobs import read_jobs_settings
-from tests.model_free_worker import running_worker
 from tests.producer.batches.batches import add_batch, line
 from tests.producer.playing import KEYS, HandWorker
-from tests.roles import as_role
+from tests.support.model_free_worker import running_worker
+from tests.support.roles import as_role
 
 
 @pytest.fixture

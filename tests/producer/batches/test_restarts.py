@@ -20,8 +20,6 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.rq_jobs import batch_queue, enqueue_batch
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.model_free_worker import running_worker
-from tests.processes import family_of, is_running, kill_all, running, until_ready
 from tests.producer.batches.batches import (
     NUM_TOKENS,
     add_batch,
@@ -37,8 +35,10 @@ from tests.producer.batches.batches import (
 )
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import receiver
-from tests.roles import as_role, bring_in_roles
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker
+from tests.support.processes import family_of, is_running, kill_all, running, until_ready
+from tests.support.roles import as_role, bring_in_roles
+from tests.support.waiting import async_until
 
 
 async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) -> None:

@@ -34,8 +34,8 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import KEYS, losing_one_reply, old_server
-from tests.roles import as_role
-from tests.servers import free_port
+from tests.support.roles import as_role
+from tests.support.servers import free_port
 
 Make = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from promptq.shared.errors import RequestNotFoundError, StreamChangedError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from tests.producer.playing import KEYS, HandWorker
-from tests.servers import Server
+from tests.support.servers import Server
 
 Read = Callable[..., Any]
 

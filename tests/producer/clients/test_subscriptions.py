@@ -25,7 +25,7 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import KEYS, HandWorker
-from tests.waiting import async_until
+from tests.support.waiting import async_until
 
 NUM_STREAMS = 64
 _NO_SILENCE = 3600.0  # so nothing but the rule under test brings the events

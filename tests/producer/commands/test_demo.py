@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.processes import Terminal, family_of, read_until
 from tests.producer.playing import KEYS, PROMPTQ, Run, Start
+from tests.support.processes import Terminal, family_of, read_until
 
 # So long that the endless request is still running when it is cancelled, on a busy machine too.
 DEMO = ["demo", "--model", "model-free", "--max-model-len", "500000"]

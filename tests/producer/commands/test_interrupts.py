@@ -6,9 +6,9 @@ import re
 import signal
 import threading
 
-from tests.processes import read_until
 from tests.producer.playing import KEYS, HandWorker, Run, Start
-from tests.waiting import until
+from tests.support.processes import read_until
+from tests.support.waiting import until
 
 
 def test_ctrl_c_in_submit_cancels(start: Start, own_worker: HandWorker) -> None:

@@ -15,11 +15,11 @@ import pytest
 import redis
 
 from promptq import Client
-from tests.paths import ROOT
-from tests.processes import start as start_process
 from tests.producer.playing import PROMPTQ, Run
-from tests.roles import as_role, bring_in_roles
-from tests.servers import free_port
+from tests.support.paths import ROOT
+from tests.support.processes import start as start_process
+from tests.support.roles import as_role, bring_in_roles
+from tests.support.servers import free_port
 
 PROCFILE = ROOT / "Procfile"
 

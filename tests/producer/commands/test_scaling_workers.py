@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from promptq import Client
-from tests.processes import family_of, is_running, read_until
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
-from tests.waiting import until
+from tests.support.processes import family_of, is_running, read_until
+from tests.support.waiting import until
 
 WORKER = (*PROMPTQ, "worker", "--model", "model-free", "--max-num-seqs", "2")
-SLOW_WORKER = "from tests.chaos.processes.chaotic_worker import main; main()"
+SLOW_WORKER = "from tests.programs.chaos.processes.chaotic_worker import main; main()"
 """Its tokens take 20 ms each."""
 TOKENS = 30
 

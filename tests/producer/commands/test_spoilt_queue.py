@@ -10,9 +10,9 @@ from promptq.producer.commands.app import app
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from tests.producer.playing import KEYS, HandWorker
-from tests.requests import put
-from tests.roles import as_role
-from tests.spoilt import SPOILT, spoil_queue
+from tests.support.requests import put
+from tests.support.roles import as_role
+from tests.support.spoilt import SPOILT, spoil_queue
 
 COMMANDS = (
     *(["top", "--once"], ["stats"], ["stats", "--json"], ["models", "list"], ["scaling"]),

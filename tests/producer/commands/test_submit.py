@@ -17,10 +17,10 @@ from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
-from tests.processes import Terminal, read_until
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
-from tests.roles import as_role
-from tests.servers import OwnServer
+from tests.support.processes import Terminal, read_until
+from tests.support.roles import as_role
+from tests.support.servers import OwnServer
 
 
 def test_submit_prints_the_text(start: Start, own_worker: HandWorker) -> None:

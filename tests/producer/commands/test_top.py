@@ -17,8 +17,8 @@ from promptq import Client
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
-from tests.processes import Terminal
 from tests.producer.playing import KEYS, PROMPTQ, Run
+from tests.support.processes import Terminal
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.processes import family_of, is_running, read_until
 from tests.producer.playing import KEYS, HandWorker, Run, Start
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.processes import family_of, is_running, read_until
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 
 def test_worker_passes_everything_on(run: Run, start: Start, own_worker: HandWorker) -> None:

@@ -16,8 +16,8 @@ from typer.main import get_command
 from promptq.producer.commands.app import app
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import Run, old_server
-from tests.roles import as_role
-from tests.servers import free_port
+from tests.support.roles import as_role
+from tests.support.servers import free_port
 
 
 def test_stats(run: Run) -> None:

@@ -14,8 +14,8 @@ import pytest
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import Served, build
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
-from tests.roles import as_role
-from tests.servers import embedded_server
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from promptq.producer.http.connection_limits import bounded_protocol
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.serve.build import Served
-from tests.model_free_worker import running_worker
-from tests.roles import as_role
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker
+from tests.support.roles import as_role
+from tests.support.waiting import async_until
 
 
 @dataclass(frozen=True)

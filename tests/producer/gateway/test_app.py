@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from tests.producer.gateway.living import LiveGateway
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def test_no_call_waits_until_routes_are_made(

@@ -22,7 +22,7 @@ from tests.producer.gateway.streams.reading import (
     texts_of,
 )
 from tests.producer.playing import HandWorker, Run, Start
-from tests.servers import free_port
+from tests.support.servers import free_port
 
 
 def url_of(process: subprocess.Popen[str]) -> str:

@@ -16,12 +16,12 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.acl import user_rules
-from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import HandWorker
-from tests.roles import as_role
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.model_free_worker import served_model_free
+from tests.support.roles import as_role
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from promptq.producer.calls.completion import new_completion_id, new_message_id,
 from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import KEYS, HandWorker
-from tests.requests import put
-from tests.roles import as_role
-from tests.spoilt import SPOILT, TYPES, make_of_type
-from tests.waiting import until
+from tests.support.requests import put
+from tests.support.roles import as_role
+from tests.support.spoilt import SPOILT, TYPES, make_of_type
+from tests.support.waiting import until
 
 PATHS = (
     *("/readyz", "/metrics", "/scaling", "/v1/models", "/v1/batches", "/v1/files"),

@@ -17,7 +17,7 @@ from promptq.producer.jobs.rq_jobs import batch_queue, open_jobs_redis
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
 from tests.producer.playing import KEYS, HandWorker
-from tests.roles import as_role
+from tests.support.roles import as_role
 
 LEASE_SECONDS = 15.0  # of docs/jobs.md
 

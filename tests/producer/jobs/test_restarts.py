@@ -14,8 +14,6 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import running_worker
-from tests.processes import kill_all, until_ready
 from tests.producer.batches.batches import (
     attempts,
     finished_batch,
@@ -26,9 +24,11 @@ from tests.producer.batches.batches import (
 )
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import Receiver, ask, receiver
-from tests.roles import as_role
-from tests.servers import OwnServer
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker
+from tests.support.processes import kill_all, until_ready
+from tests.support.roles import as_role
+from tests.support.servers import OwnServer
+from tests.support.waiting import async_until
 
 REAP = "rq:job:promptq-default-upkeep-reap"
 

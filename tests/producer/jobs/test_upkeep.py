@@ -27,9 +27,9 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.requests import put
-from tests.roles import as_role, bring_in_roles
-from tests.spoilt import SPOILT, TYPES, make_of_type
+from tests.support.requests import put
+from tests.support.roles import as_role, bring_in_roles
+from tests.support.spoilt import SPOILT, TYPES, make_of_type
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import put
+from tests.support.requests import put
 
 MASTER = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
 

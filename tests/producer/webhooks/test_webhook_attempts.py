@@ -31,12 +31,12 @@ from promptq.producer.webhooks.webhook_signature import (
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.certificates import make_certificates
 from tests.producer.playing import KEYS, HandWorker, Run
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
-from tests.roles import as_role
-from tests.servers import Server
-from tests.spoilt import SPOILT, TYPES, make_of_type
+from tests.support.certificates import make_certificates
+from tests.support.roles import as_role
+from tests.support.servers import Server
+from tests.support.spoilt import SPOILT, TYPES, make_of_type
 
 
 @pytest.fixture

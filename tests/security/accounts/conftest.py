@@ -13,7 +13,7 @@ import redis.asyncio
 
 from tests.producer.gateway.api_keys import make_key as make_api_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.roles import as_role
+from tests.support.roles import as_role
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import Rate, take_of_rates
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import KEYS, HandWorker
-from tests.requests import ROOM, held, put, row
-from tests.roles import QueueClient, as_role
-from tests.waiting import until
+from tests.support.requests import ROOM, held, put, row
+from tests.support.roles import QueueClient, as_role
+from tests.support.waiting import until
 
 IN_DEBT = r"has used more than its 200 tokens a minute; try again in [345] min"
 

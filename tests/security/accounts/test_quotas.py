@@ -28,7 +28,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.living import LiveGateway, error_of
 from tests.producer.playing import KEYS
-from tests.roles import as_role
+from tests.support.roles import as_role
 
 
 def upload(

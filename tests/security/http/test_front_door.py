@@ -18,7 +18,7 @@ from promptq.producer.gateway import app
 from promptq.producer.http import connection_limits
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway, connected, live_gateway
-from tests.waiting import until
+from tests.support.waiting import until
 
 MIB = 1 << 20
 GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from promptq.shared.queue.call import Argument, Call
-from tests.shared.states.calls import Move
-from tests.shared.states.server import Outcome, StatesServer
+from tests.programs.states.calls import Move
+from tests.programs.states.server import Outcome, StatesServer
 
 NUM_CALLS = 300
 

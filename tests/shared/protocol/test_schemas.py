@@ -22,7 +22,7 @@ from promptq.shared.protocol.events import (
     Usage,
 )
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, Request, RequestState
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, held, ids, last_event, put, row
+from tests.support.requests import ROOM, held, ids, last_event, put, row
 
 PAYLOAD = '{"prompt":"a"}'
 

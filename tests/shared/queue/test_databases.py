@@ -11,8 +11,8 @@ import pytest
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, put, row
-from tests.servers import Server
+from tests.support.requests import ROOM, put, row
+from tests.support.servers import Server
 
 IN_0, IN_7 = "promptq:{default}:", "promptq:{default}:7:"
 

@@ -11,8 +11,8 @@ from promptq.shared.queue.eviction import eviction_warning
 from promptq.shared.queue.eviction_log import EvictionLog
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.acl import ROLES
-from tests.roles import as_role
-from tests.servers import embedded_server, redis_server
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server, redis_server
 
 
 @pytest.fixture(scope="module", params=["embedded", "redis-server"])

@@ -15,9 +15,9 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, entries_of, held, ids, last_event, new, put, row
-from tests.roles import QueueClient
-from tests.servers import embedded_server, redis_server
+from tests.support.requests import ROOM, entries_of, held, ids, last_event, new, put, row
+from tests.support.roles import QueueClient
+from tests.support.servers import embedded_server, redis_server
 
 Snapshot = dict[bytes, Any]
 

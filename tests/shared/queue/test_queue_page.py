@@ -8,8 +8,8 @@ import redis.asyncio
 
 from promptq import AsyncRequestQueue, RequestQueue
 from promptq.shared.protocol.request import NewRequest, Request
-from tests.paths import ROOT
-from tests.roles import as_role
+from tests.support.paths import ROOT
+from tests.support.roles import as_role
 
 PAGE = ROOT / "docs" / "queue.md"
 

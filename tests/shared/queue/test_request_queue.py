@@ -21,8 +21,8 @@ from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
-from tests.requests import ROOM, held, ids, new, put, row
-from tests.servers import Server
+from tests.support.requests import ROOM, held, ids, new, put, row
+from tests.support.servers import Server
 
 
 def test_take_waits_for_a_request(queue: RequestQueue, server: Server) -> None:

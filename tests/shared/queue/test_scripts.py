@@ -9,7 +9,7 @@ import pytest
 
 from promptq.shared.queue import call
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 LUA = ROOT / "shared" / "lua"
 PARTS = {path.stem: path for path in (LUA / "lib").iterdir()}

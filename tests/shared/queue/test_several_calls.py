@@ -12,9 +12,9 @@ from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
-from tests.requests import put
-from tests.round_trips import counted_round_trips
-from tests.servers import Server
+from tests.support.requests import put
+from tests.support.round_trips import counted_round_trips
+from tests.support.servers import Server
 
 
 def looking(queue: RequestQueue | AsyncRequestQueue) -> list[Call[Any]]:

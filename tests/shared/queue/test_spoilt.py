@@ -18,8 +18,8 @@ from promptq.shared.queue import lookups, scripts, statistics
 from promptq.shared.queue.call import Call, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, readable
-from tests.requests import put
-from tests.spoilt import SPOILT, TYPES, make_of_type, spoil_queue
+from tests.support.requests import put
+from tests.support.spoilt import SPOILT, TYPES, make_of_type, spoil_queue
 
 WELL = WorkerStats(worker_id="well", model="m", max_num_seqs=4)
 

@@ -18,7 +18,7 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
+from tests.support.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
 
 def test_what_finished_is_not_run_again_and_its_end_is_told_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 BOARD = ROOT / "deploy" / "grafana" / "promptq.json"
 

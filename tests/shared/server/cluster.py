@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import redis
 
-from tests.processes import start
-from tests.roles import acl_file_for_tests
-from tests.servers import answers, free_ports
-from tests.waiting import until
+from tests.support.processes import start
+from tests.support.roles import acl_file_for_tests
+from tests.support.servers import answers, free_ports
+from tests.support.waiting import until
 
 NUM_SLOTS = 16384
 _PAUSE_MS = 120_000

@@ -27,8 +27,8 @@ from promptq.shared.server.connection import (
     without_password,
 )
 from tests.faults.network import Network, check_that_answers_are_ones_own
-from tests.roles import as_role
-from tests.servers import OwnServer
+from tests.support.roles import as_role
+from tests.support.servers import OwnServer
 
 
 @pytest.mark.parametrize(

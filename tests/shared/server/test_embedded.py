@@ -14,8 +14,8 @@ import redis
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.processes import read_line, running
-from tests.waiting import until
+from tests.support.processes import read_line, running
+from tests.support.waiting import until
 
 OWNER = """
 import sys, time

@@ -17,13 +17,13 @@ import redis
 from promptq import AsyncClient, Client
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis, open_redis
-from tests.certificates import make_certificates, tls_settings
 from tests.faults.network import Network, check_that_answers_are_ones_own
 from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
 from tests.integration.reading import KINDS
-from tests.roles import as_role
-from tests.servers import NO_TLS, OwnServer, free_port
-from tests.waiting import until
+from tests.support.certificates import make_certificates, tls_settings
+from tests.support.roles import as_role
+from tests.support.servers import NO_TLS, OwnServer, free_port
+from tests.support.waiting import until
 
 
 @pytest.fixture

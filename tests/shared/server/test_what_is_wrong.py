@@ -20,8 +20,8 @@ from promptq.shared.errors import (
     RedisUnavailableError,
 )
 from promptq.shared.server.connection import open_async_redis
-from tests.certificates import make_certificates, tls_settings
-from tests.servers import OwnServer, free_port
+from tests.support.certificates import make_certificates, tls_settings
+from tests.support.servers import OwnServer, free_port
 
 
 class Guarded(OwnServer):

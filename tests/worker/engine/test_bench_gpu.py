@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RUN_BARE = """
 import runpy, sys

@@ -17,10 +17,10 @@ import pytest
 
 from promptq import Client
 from promptq.worker.health.probes import PATHS, Health, HealthServer
-from tests.processes import running
-from tests.roles import as_role
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.processes import running
+from tests.support.roles import as_role
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 
 def asked(url: str) -> tuple[int, str]:

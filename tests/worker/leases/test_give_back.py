@@ -15,7 +15,7 @@ from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures, RequestTracer
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
-from tests.waiting import async_until
+from tests.support.waiting import async_until
 from tests.worker.leases.world import World
 
 

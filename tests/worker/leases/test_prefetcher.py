@@ -28,8 +28,8 @@ from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
 from promptq.worker.leases.preparation import Preparation
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.roles import AsyncQueueClient, as_role
-from tests.waiting import async_until
+from tests.support.roles import AsyncQueueClient, as_role
+from tests.support.waiting import async_until
 from tests.worker.fake_engine import FakeEngine
 
 

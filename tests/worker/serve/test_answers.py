@@ -12,9 +12,15 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
-from tests.model_free import ModelFreeRunner, ModelFreeStep
-from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
-from tests.requests import async_log_of, async_put
+from tests.support.model_free import ModelFreeRunner, ModelFreeStep
+from tests.support.model_free_worker import (
+    BY_ITSELF,
+    finished,
+    running_worker,
+    served_model_free,
+    text_of,
+)
+from tests.support.requests import async_log_of, async_put
 
 
 async def test_streams_the_expected_tokens_and_finishes(

@@ -7,9 +7,9 @@ import asyncio
 import redis.asyncio
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import finished, running_worker, served_model_free
-from tests.requests import async_log_of, async_put, until_tokens
-from tests.waiting import async_until
+from tests.support.model_free_worker import finished, running_worker, served_model_free
+from tests.support.requests import async_log_of, async_put, until_tokens
+from tests.support.waiting import async_until
 
 
 async def test_a_cancel_stops_the_stream_and_frees_the_blocks(

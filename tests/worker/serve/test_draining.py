@@ -12,10 +12,16 @@ from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
-from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
-from tests.roles import as_role
-from tests.servers import in_database
+from tests.support.model_free_worker import (
+    BY_ITSELF,
+    finished,
+    running_worker,
+    served_model_free,
+    text_of,
+)
+from tests.support.requests import async_log_of, async_num_tokens, async_put, until_tokens
+from tests.support.roles import as_role
+from tests.support.servers import in_database
 
 
 async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(

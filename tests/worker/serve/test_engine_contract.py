@@ -23,9 +23,9 @@ from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.engines.real_servers import NAMES, real_server
-from tests.model_free import build_model_free_engine
-from tests.stand_in_server.starting import stand_in_server
+from tests.programs.engines.real_servers import NAMES, real_server
+from tests.programs.stand_in_server.starting import stand_in_server
+from tests.support.model_free import build_model_free_engine
 from tests.worker.engine.tiny_models import save_model
 
 SLOTS, LENGTH = 2, 128

@@ -15,13 +15,13 @@ from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.serve.engine_thread import EngineThread
-from tests.model_free import (
+from tests.support.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     build_model_free_engine,
     tokens_of,
 )
-from tests.waiting import async_until
+from tests.support.waiting import async_until
 
 PATIENCE = 60.0
 

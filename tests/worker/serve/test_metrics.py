@@ -20,10 +20,10 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime import metrics
 from promptq.worker.serve.metrics_server import MetricsServer
 from promptq.worker.serve.worker import Worker
-from tests.model_free_worker import running_worker, served_model_free, text_of
-from tests.processes import read_line, running
-from tests.roles import as_role
-from tests.waiting import async_until
+from tests.support.model_free_worker import running_worker, served_model_free, text_of
+from tests.support.processes import read_line, running
+from tests.support.roles import as_role
+from tests.support.waiting import async_until
 
 Families = dict[str, Metric]
 

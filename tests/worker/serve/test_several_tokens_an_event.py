@@ -19,10 +19,16 @@ from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.leases import coalescer
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.worker import Worker
-from tests.model_free import ModelFreeRunner, ModelFreeStep
-from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
-from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
-from tests.roles import as_role
+from tests.support.model_free import ModelFreeRunner, ModelFreeStep
+from tests.support.model_free_worker import (
+    BY_ITSELF,
+    finished,
+    running_worker,
+    served_model_free,
+    text_of,
+)
+from tests.support.requests import async_log_of, async_num_tokens, async_put, until_tokens
+from tests.support.roles import as_role
 
 
 def indices(events: list[dict[str, Any]]) -> list[int]:

@@ -14,11 +14,11 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.model_free_worker import finished, running_worker, served_model_free, text_of
-from tests.requests import async_log_of, async_put, until_tokens
-from tests.roles import as_role
-from tests.servers import OwnServer
-from tests.waiting import async_until
+from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.requests import async_log_of, async_put, until_tokens
+from tests.support.roles import as_role
+from tests.support.servers import OwnServer
+from tests.support.waiting import async_until
 
 
 async def test_two_workers_share_a_queue(redis_url: str, queue: AsyncRequestQueue) -> None:

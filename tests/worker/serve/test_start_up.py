@@ -19,8 +19,8 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.serve.build import build
 from promptq.worker.serve.start_up import StartUp
-from tests.processes import Terminal, read_line
-from tests.roles import as_role
+from tests.support.processes import Terminal, read_line
+from tests.support.roles import as_role
 from tests.worker.clock import Clock
 
 

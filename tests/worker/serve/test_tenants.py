@@ -10,10 +10,10 @@ import redis.asyncio
 
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import finished, running_worker, served_model_free, text_of
-from tests.requests import async_put, until_tokens
-from tests.roles import as_role
-from tests.waiting import async_until
+from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.requests import async_put, until_tokens
+from tests.support.roles import as_role
+from tests.support.waiting import async_until
 
 NUM_TOKENS = 120
 """Of a long request."""

@@ -25,10 +25,10 @@ import redis
 from promptq import AsyncClient
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.model_free_worker import text_of
-from tests.processes import StartedWorker, family_of
-from tests.requests import check_log
-from tests.roles import bring_in_roles
+from tests.support.model_free_worker import text_of
+from tests.support.processes import StartedWorker, family_of
+from tests.support.requests import check_log
+from tests.support.roles import bring_in_roles
 
 QUEUES = ("a", "b")
 OPTIONS = [

@@ -16,8 +16,8 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
 from promptq.worker.swapping.swapper import ModelFailedError, Swapper
-from tests.requests import async_put
-from tests.waiting import async_until
+from tests.support.requests import async_put
+from tests.support.waiting import async_until
 from tests.worker.swapping.stand_in import pretend
 
 TIMES = SwapTimes(least_loaded=0, longest_wait=60, idle=3600)

@@ -22,12 +22,12 @@ from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.worker.shipped import MODEL_DIR
-from tests.model_free_worker import text_of
-from tests.processes import family_of, running, started
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.requests import check_log, new, num_tokens, put, result_of
-from tests.roles import as_role
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.processes import family_of, running, started
+from tests.support.requests import check_log, new, num_tokens, put, result_of
+from tests.support.roles import as_role
+from tests.support.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
 BOTH = ["--model", "model-free", "--model", "model-free", "--queue", "a", "--queue", "b"]

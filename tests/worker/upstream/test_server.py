@@ -34,8 +34,8 @@ from promptq.worker.upstream.dialects.transport import (
 )
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.servers import free_port
-from tests.stand_in_server.serving import limits_of
+from tests.programs.stand_in_server.serving import limits_of
+from tests.support.servers import free_port
 
 
 @asynccontextmanager

@@ -16,13 +16,13 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime import extras
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
-from tests.processes import StartedWorker
-from tests.roles import as_role
-from tests.servers import free_port
-from tests.stand_in_server.byte_model import save_byte_gguf, save_byte_model
-from tests.stand_in_server.serving import text_after
-from tests.stand_in_server.starting import StandIn, stand_in_server
-from tests.waiting import until
+from tests.programs.stand_in_server.byte_model import save_byte_gguf, save_byte_model
+from tests.programs.stand_in_server.serving import text_after
+from tests.programs.stand_in_server.starting import StandIn, stand_in_server
+from tests.support.processes import StartedWorker
+from tests.support.roles import as_role
+from tests.support.servers import free_port
+from tests.support.waiting import until
 from tests.worker.test_refused_starts import one_sentence, run
 
 GREEDY = {"temperature": 0.0}
@@ -177,7 +177,7 @@ arguments = sys.argv[1:]
 note = {str(tmp_path)!r} + "/started"
 open(note, "a").write(json.dumps([os.getpid(), arguments]) + "\\n")
 port = arguments[arguments.index("--port") + 1]
-stand_in = [sys.executable, "-m", "tests.stand_in_server", {dialect!r}, "--port", port]
+stand_in = [sys.executable, "-m", "tests.programs.stand_in_server", {dialect!r}, "--port", port]
 os.execv(sys.executable, stand_in)
 """
     )

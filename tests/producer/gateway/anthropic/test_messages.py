@@ -11,7 +11,6 @@ import httpx2
 import pytest
 
 from promptq.shared.protocol.request import FinishReason
-from tests.model_free_worker import text_of
 from tests.producer.gateway.anthropic.asking import (
     FIELDS,
     TOOL,
@@ -26,7 +25,8 @@ from tests.producer.gateway.anthropic.asking import (
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.streams.reading import is_cancelled, opened
 from tests.producer.playing import HandWorker
-from tests.waiting import until
+from tests.support.model_free_worker import text_of
+from tests.support.waiting import until
 
 THOUGHT = "<think>Hm, hm.</think>Look: "
 CALL = '<call>{"name": "paint", "arguments": {"colour": "red"}}</call>'

@@ -31,7 +31,7 @@ from promptq.shared.protocol.keys import Keys
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import Run
-from tests.roles import as_role
+from tests.support.roles import as_role
 
 _LITTLE_LEFT = r"has \d+ left of its 100 tokens a minute, and this needs \d\d; try again in \d+ s"
 HERE = ("127.0.0.1", 5000)

@@ -14,8 +14,8 @@ import redis.asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from promptq import AsyncClient
-from tests.paths import ROOT
 from tests.producer.gateway.living import LiveGateway, serving
+from tests.support.paths import ROOT
 
 ARTEFACTS = ROOT / "tests" / "artefacts"
 DESKTOP = {"width": 1280, "height": 860}

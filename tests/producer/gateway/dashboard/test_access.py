@@ -19,7 +19,7 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway, serving
-from tests.servers import free_port
+from tests.support.servers import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -18,10 +18,10 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.model_free_worker import running_worker, text_of
 from tests.producer.gateway.living import serving
 from tests.producer.playing import KEYS, Start
-from tests.roles import as_role
+from tests.support.model_free_worker import running_worker, text_of
+from tests.support.roles import as_role
 
 
 @pytest.fixture

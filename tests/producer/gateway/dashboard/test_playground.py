@@ -10,8 +10,8 @@ from playwright.async_api import expect
 from promptq import AsyncClient
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
-from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
+from tests.support.model_free_worker import running_worker, served_model_free, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -9,7 +9,7 @@ import pytest
 
 from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.shared.errors import RedisUnavailableError
-from tests.waiting import async_until
+from tests.support.waiting import async_until
 
 
 class Source:

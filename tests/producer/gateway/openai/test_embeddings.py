@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from tests.producer.gateway.living import LiveGateway, error_of
 from tests.producer.playing import KEYS, HandWorker
-from tests.waiting import until
+from tests.support.waiting import until
 
 TEXTS = ["A fox in the snow", "Once upon a time", "The old baker"]
 

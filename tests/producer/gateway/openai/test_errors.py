@@ -31,9 +31,9 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.faults.network import Network
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker
-from tests.roles import as_role, bring_in_roles
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.roles import as_role, bring_in_roles
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 
 def complete(client: OpenAI, **fields: Any) -> Any:

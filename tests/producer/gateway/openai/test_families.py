@@ -30,12 +30,12 @@ from promptq.worker.serve.build import Served
 from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.grammars import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from tests.model_free import ModelFreeRunner
 from tests.producer.batches.batches import read_lines, write_lines
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.gateway.streams.reading import continued, read_frames
-from tests.roles import as_role
-from tests.servers import embedded_server
+from tests.support.model_free import ModelFreeRunner
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server
 from tests.worker.text.families import ARGUMENTS, FAMILIES, NAMES, TOOLS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

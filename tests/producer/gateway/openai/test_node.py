@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.model_free_worker import text_of
 from tests.producer.gateway.living import LiveGateway
+from tests.support.model_free_worker import text_of
 
 _PACKAGE = "openai@6"
 _SCRIPT = Path(__file__).with_name("openai_client.mjs")

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from promptq.producer.apis.responses.ended_output import ending_of
 from promptq.shared.protocol.events import Stats, TokenEvent
 from promptq.shared.protocol.request import FinishReason, Request
-from tests.model_free_worker import text_of
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.responses.asking import answered, client_of, in_background, tell_style
 from tests.producer.playing import HandWorker
+from tests.support.model_free_worker import text_of
 
 TOOL: Any = {
     "type": "function", "name": "paint", "strict": True,

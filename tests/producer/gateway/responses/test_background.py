@@ -13,7 +13,7 @@ from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.responses.asking import answered, client_of, in_background
 from tests.producer.gateway.streams.reading import is_cancelled
 from tests.producer.playing import HandWorker
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def test_a_response_in_the_background(gateway: LiveGateway, own_worker: HandWorker) -> None:

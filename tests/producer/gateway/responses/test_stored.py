@@ -16,8 +16,8 @@ from tests.producer.gateway.api_keys import make_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.gateway.responses.asking import answered, client_of, in_background
 from tests.producer.playing import KEYS, HandWorker
-from tests.roles import as_role
-from tests.waiting import until
+from tests.support.roles import as_role
+from tests.support.waiting import until
 
 
 def test_a_conversation_of_three(gateway: LiveGateway, own_worker: HandWorker) -> None:

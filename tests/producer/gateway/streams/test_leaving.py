@@ -12,7 +12,7 @@ import pytest
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.streams.reading import PROMPT, continued, is_cancelled, opened
 from tests.producer.playing import HandWorker
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -26,8 +26,8 @@ from tests.producer.gateway.streams.reading import (
     texts_of,
 )
 from tests.producer.playing import KEYS, HandWorker
-from tests.servers import free_port
-from tests.waiting import until
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("body", [PROMPT, CHAT])

@@ -27,7 +27,7 @@ from tests.producer.gateway.streams.reading import (
     texts_of,
 )
 from tests.producer.playing import KEYS, HandWorker
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def test_several_answers_go_on_where_each_stopped(

@@ -16,8 +16,8 @@ from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, new, put
-from tests.servers import Server
+from tests.support.requests import ROOM, new, put
+from tests.support.servers import Server
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, entries_of, held, last_event, new, put, put_plainly, row
+from tests.support.requests import ROOM, entries_of, held, last_event, new, put, put_plainly, row
 
 
 def test_cancelling_a_waiting_request_ends_it_at_once(client: Any, queue: RequestQueue) -> None:

@@ -17,7 +17,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, held, ids, new, put, put_plainly, row
+from tests.support.requests import ROOM, held, ids, new, put, put_plainly, row
 
 
 def test_hands_out_by_priority_and_first_in_first_out_within_one(queue: RequestQueue) -> None:

@@ -16,7 +16,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.call import script_text
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, held, ids, last_event, put, row
+from tests.support.requests import ROOM, held, ids, last_event, put, row
 
 BUSY = Room(max_count=1000, token_budget=10**9, num_held=1)
 

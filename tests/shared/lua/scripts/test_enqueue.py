@@ -11,7 +11,7 @@ from promptq.shared.errors import InvalidRequestError, QueueFullError, RequestEx
 from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, ids, new, put, put_plainly, row
+from tests.support.requests import ROOM, ids, new, put, put_plainly, row
 
 
 def test_an_id_can_be_used_once(queue: RequestQueue) -> None:

@@ -24,10 +24,10 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import put
-from tests.roles import QueueClient, as_role
-from tests.servers import Server
 from tests.shared.lua.scripts.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
+from tests.support.requests import put
+from tests.support.roles import QueueClient, as_role
+from tests.support.servers import Server
 
 LARGEST_PROMPT, LARGEST_OUTPUT = 40, 20
 ROOM = 5 * (LARGEST_PROMPT + LARGEST_OUTPUT)

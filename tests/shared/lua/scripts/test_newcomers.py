@@ -8,7 +8,7 @@ import pytest
 
 from promptq.shared.protocol.claims import Holding, Room
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ids, put
+from tests.support.requests import ids, put
 
 
 def full(*held: Holding, max_count: int = 0, token_budget: int = 0) -> Room:

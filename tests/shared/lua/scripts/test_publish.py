@@ -12,7 +12,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, entries_of, event, held, ids, put, row
+from tests.support.requests import ROOM, entries_of, event, held, ids, put, row
 
 
 def test_publishes_to_log_and_channel_and_finishes(client: Any, queue: RequestQueue) -> None:

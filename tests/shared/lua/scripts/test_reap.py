@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, held, last_event, new, put, put_plainly, row
+from tests.support.requests import ROOM, held, last_event, new, put, put_plainly, row
 
 
 def test_a_deadline_ends_a_waiting_request(client: Any, queue: RequestQueue) -> None:

@@ -14,7 +14,7 @@ from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, ids, put, put_plainly
+from tests.support.requests import ROOM, ids, put, put_plainly
 
 
 @pytest.fixture

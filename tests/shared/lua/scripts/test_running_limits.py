@@ -12,8 +12,8 @@ import pytest
 from promptq.shared.protocol.claims import Claim, Held, Room
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.requests import ROOM, ids, put, put_plainly, row
-from tests.servers import Server
+from tests.support.requests import ROOM, ids, put, put_plainly, row
+from tests.support.servers import Server
 
 
 def finish(queue: RequestQueue, claim: Claim) -> None:

@@ -35,7 +35,7 @@ from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.runner.cuda_graphs import graph_kinds
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 from tests.worker.engine.attention.compile_kernels import SHARED_MEMORY
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 

@@ -17,7 +17,7 @@ from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.model_free import (
+from tests.support.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     token_at,

@@ -16,7 +16,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
-from tests.model_free import (
+from tests.support.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     build_model_free_engine,

@@ -11,7 +11,7 @@ import pytest
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from tests.model_free import (
+from tests.support.model_free import (
     ModelFreeRunner,
     build_model_free_engine,
     token_at,

@@ -16,7 +16,7 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.sampling import sampler
 from promptq.worker.engine.sampling.penalties import Penalties
-from tests.model_free import ModelFreeRunner, ModelFreeStep, tokens_of
+from tests.support.model_free import ModelFreeRunner, ModelFreeStep, tokens_of
 from tests.worker.engine.tiny_models import save_model
 
 Fault = Callable[[Batch, int], Exception | None]

@@ -1,7 +1,0 @@
-"""Where the checkout lies."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-ROOT = Path(__file__).parents[1]

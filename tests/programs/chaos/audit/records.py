@@ -1,0 +1,183 @@
+"""What a chaos run writes down: what was sent, what was seen, what must come of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from promptq.shared.protocol.events import TokenEvent
+from tests.support.model_free import tokens_of
+
+
+class Queue(StrEnum):
+    """The queues of a run, each with workers of its own."""
+
+    VOLUME = "volume"
+    """Model-free workers, under every fault."""
+    REAL = "real"
+    """The shipped model, under every fault but less often."""
+    POISON = "poison"
+    """Model-free workers that die of some requests and of nothing else."""
+
+
+Logprob = tuple[int, float, int]
+"""Of one token that was chosen: its id, its log-probability, its rank."""
+
+
+class Kind(StrEnum):
+    """What is to become of a request."""
+
+    PLAIN = "plain"
+    CANCEL = "cancel"
+    DEADLINE = "deadline"
+    DELAY = "delay"
+    TWICE = "twice"
+    """Two producers send it at once, with one idempotency key."""
+    POISON = "poison"
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a request comes to when it runs to its end."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[Logprob] | None = None
+    """One for each token, if they were asked for."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that was accepted, as its producer knows it."""
+
+    request_id: str
+    queue: Queue
+    kind: Kind
+    fields: dict[str, Any]
+    """Those of its payload."""
+    template: str = ""
+    """In the queue of the shipped model: which reference answer it must give."""
+    delay_ms: int = 0
+    answers: list[str] = field(default_factory=list)
+    """The ids that enqueueing gave, one for each producer that sent it."""
+    cancel_status: str = ""
+    """What its first cancel that was answered came back with."""
+
+    def expected(self, references: dict[str, Expected]) -> Expected:
+        """The reference answer, or what the model-free engine gives for its seed."""
+        if self.template:
+            return references[self.template]
+        tokens = tokens_of(self.fields["seed"], self.fields["max_tokens"])
+        text = bytes(tokens).decode()
+        stop = self.fields.get("stop")
+        at = text.find(stop) if stop else -1
+        reason = "length"
+        if at >= 0:
+            tokens, text, reason = tokens[: at + len(stop)], text[:at], "stop"
+        asked = self.fields.get("logprobs") is not None
+        return Expected(tokens, text, reason, [(it, 0.0, 1) for it in tokens] if asked else None)
+
+
+@dataclass(slots=True)
+class SeenEvent:
+    """One event, as it reached a subscriber."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    attempt: int = 0
+    logprobs: list[Logprob] | None = None
+
+    @classmethod
+    def of(cls, event: TokenEvent) -> SeenEvent:
+        reason = event.finish_reason.value if event.finish_reason else None
+        logprobs = None
+        if event.logprobs is not None:
+            logprobs = [(it.token_id, it.logprob, it.rank) for it in event.logprobs]
+        return cls(event.index, event.token_ids, event.text, reason, event.attempt, logprobs)
+
+
+@dataclass(slots=True)
+class Seen:
+    """One subscriber's own record of one stream."""
+
+    subscriber: str
+    request_id: str
+    events: list[SeenEvent]
+    error: str = ""
+    """What ended the stream, if no last event did."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for event in self.events for token_id in event.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        return [it for event in self.events for it in event.logprobs or ()]
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a worker was handed, as it noted it down itself."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    """So many the log held then: what comes behind them is this attempt's or a later one's."""
+
+
+class Journal:
+    """A file of records, one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: Sent | Seen) -> None:
+        self._file.write(json.dumps({type(record).__name__: asdict(record)}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_sent(path: Path) -> Iterator[Sent]:
+    """What was sent, of a file of records."""
+    for fields in _records(path, "Sent"):
+        fields["queue"], fields["kind"] = Queue(fields["queue"]), Kind(fields["kind"])
+        yield Sent(**fields)
+
+
+def read_seen(path: Path) -> Iterator[Seen]:
+    """What was seen, of a file of records."""
+    for fields in _records(path, "Seen"):
+        yield Seen(events=[_seen_event(**event) for event in fields.pop("events")], **fields)
+
+
+def read_claimed(path: Path) -> Iterator[Claimed]:
+    """What a worker was handed, of its log."""
+    with path.open() as lines:
+        for line in lines:
+            if line.startswith("{") and '"event": "claimed"' in line and line.endswith("\n"):
+                told = json.loads(line)
+                yield Claimed(told["request_id"], told["attempt"], told["num_tokens"])
+
+
+def _seen_event(logprobs: list[list[Any]] | None, **fields: Any) -> SeenEvent:
+    found = None if logprobs is None else [(int(it[0]), it[1], it[2]) for it in logprobs]
+    return SeenEvent(**fields, logprobs=found)
+
+
+def _records(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        for line in lines:
+            if line.startswith(f'{{"{name}":') and line.endswith("\n"):  # else it is being written
+                yield json.loads(line)[name]

@@ -1,0 +1,437 @@
+"""Runs the whole: server, proxy, workers, clients, faults; then the audit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.cluster import client_of
+from tests.programs.chaos.audit.auditor import Violation, check_endings, check_refusals
+from tests.programs.chaos.audit.outcome import Outcome
+from tests.programs.chaos.audit.records import (
+    Expected,
+    Journal,
+    Kind,
+    Queue,
+    Seen,
+    SeenEvent,
+    Sent,
+)
+from tests.programs.chaos.audit.snapshot import hold_names, told_since
+from tests.programs.chaos.mutants import VARIABLE
+from tests.programs.chaos.processes.cluster import ChaoticCluster
+from tests.programs.chaos.processes.earlier import SHARES, Release
+from tests.programs.chaos.processes.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
+from tests.programs.chaos.processes.group import ProcessGroup
+from tests.programs.chaos.processes.proxy import Proxy, Role
+from tests.programs.chaos.processes.server import PersistentServer
+from tests.programs.chaos.requests import TEMPLATES
+from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
+from tests.support.roles import as_role
+
+WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
+RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
+"""Requests a second."""
+
+_NUM_CLIENTS = 2
+_PATIENCE_SECONDS = 60.0
+"""So long nothing may end while requests are open, once all faults are over."""
+_PATIENCE_WITH_MUTANTS_SECONDS = 10.0
+"""Longer than a lease and a subscriber's silence, after which a lost event would have come."""
+_PATIENCE_WITH_CIRCLES = 5
+"""So many times as long may things move and none of them end: they go round and round."""
+_PATIENCE_UNDISTURBED_SECONDS = 600.0
+"""So long may the shipped model take for one answer, loading included, before any fault."""
+_CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
+_SETTLING_MS = 1000
+"""After the last end, before a worker's heartbeat must tell of nothing any more."""
+_LOOK_SECONDS = 0.1
+_WATCH_SECONDS = 0.5
+
+_ROLES = {
+    Fault.CUT_WORKERS: Role.WORKERS,
+    Fault.CUT_PRODUCERS: Role.PRODUCERS,
+    Fault.CUT_SUBSCRIBERS: Role.SUBSCRIBERS,
+    Fault.SWALLOW_WORKERS: Role.WORKERS,
+    Fault.SWALLOW_PRODUCERS: Role.PRODUCERS,
+    Fault.SWALLOW_SUBSCRIBERS: Role.SUBSCRIBERS,
+    Fault.STALL_WORKERS: Role.WORKERS,
+    Fault.STALL_SUBSCRIBERS: Role.SUBSCRIBERS,
+    Fault.SLOW_WORKERS: Role.WORKERS,
+    Fault.SLOW_PRODUCERS: Role.PRODUCERS,
+    Fault.SLOW_SUBSCRIBERS: Role.SUBSCRIBERS,
+}
+
+
+class Run:
+    """One run in `folder`, which keeps the logs and the records.
+
+    `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
+    that name of `mutants.py`, and the run is over at the first violation. With an `earlier` release
+    half of the clients are of that, and the fleet is updated and rolled back under way. With a
+    `cluster`, which the run stops, the queues are on that.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        seconds: float,
+        folder: Path,
+        scale: float = 1.0,
+        *,
+        queues: Iterable[Queue] = Queue,
+        means: Mapping[Fault, float] = MEAN_SECONDS,
+        mutant: str = "",
+        earlier: Release | None = None,
+        cluster: ChaoticCluster | None = None,
+    ) -> None:
+        self.outcome = Outcome(seed, seconds)
+        self._folder = folder
+        self._scale = scale
+        self._queues = list(queues)
+        self._means = means
+        self._mutant = mutant
+        self._earlier = earlier
+        self._environment = {VARIABLE: mutant}
+        self._group = ProcessGroup()
+        self._server = PersistentServer(folder, self._group)
+        self._cluster = cluster
+        self._proxy = Proxy(self._server.port)
+        self._clients: list[asyncio.subprocess.Process] = []
+        self._refused: list[str] = []
+        self._hurting: set[asyncio.Task[None]] = set()
+        self._server_is_ours = asyncio.Lock()
+        self._started = self._faults_end = time.monotonic()
+
+    async def run(self) -> Outcome:
+        await self._group.start()
+        try:
+            if self._cluster is None:
+                await self._server.start()
+                await self._proxy.start()
+            with self._audited.opened() as client:
+                for queue in Queue:
+                    keys = Keys(queue)
+                    is_sharded = self._cluster is not None and queue is Queue.VOLUME
+                    config = _CONFIG | {"pubsub": "sharded" if is_sharded else "plain"}
+                    client_of(client, keys).hset(keys.config, mapping=config)
+            self._fleet = Fleet(
+                {queue: WORKERS[queue] for queue in self._queues},
+                self._url("worker", Role.WORKERS),
+                self._folder,
+                self._group,
+                self._environment,
+                self._earlier,
+            )
+            if self._earlier is not None:
+                self._fleet.share_with_earlier(SHARES[0])
+            await self._fleet.start()
+            references = {}
+            if Queue.REAL in self._queues:
+                self._say("asking the shipped model undisturbed")
+                references = await self._ask_references()
+            if not self.outcome.violations:
+                await self._start_clients()
+                self._say(f"faults come for {self.outcome.seconds:g} s")
+            if self.outcome.violations or (self._mutant and await self._catch(references)):
+                await self._fleet.leave()
+            else:
+                if not self._mutant:
+                    await self._hurt()
+                await self._close(references)
+        finally:
+            await self._group.end()
+            if self._cluster is None:
+                await self._proxy.stop()
+            else:
+                self._cluster.stop()
+        self.outcome.num_swallowed = self._proxy.num_swallowed
+        self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
+        return self.outcome
+
+    @property
+    def _audited(self) -> PersistentServer | ChaoticCluster:
+        return self._cluster or self._server
+
+    def _url(self, name: str, role: Role) -> str:
+        """Roles on the server are this release's: beside an earlier one there are none."""
+        url = self._cluster.url if self._cluster else self._proxy.url(role)
+        return as_role("" if self._earlier else name, url)
+
+    async def _close(self, references: dict[str, Expected]) -> None:
+        """Let all come to its end, and audit."""
+        self._say("faults are over; what was accepted ends")
+        await self._let_finish()
+        await self._let_workers_tell()
+        self._say("auditing")
+        # Workers reach the server through proxies in this loop: their heartbeats go on meanwhile.
+        await asyncio.to_thread(self._audit, references, is_over=True)
+        await self._fleet.end()
+        if self._cluster is None:
+            await self._server.stop()
+        self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
+        self.outcome.violations += self._bad_ends()
+
+    def _say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._started:6.1f} s  {what}", flush=True)
+
+    async def _ask_references(self) -> dict[str, Expected]:
+        """What the shipped model answers while nothing is disturbed; one request at a time.
+
+        With some mutants it does not even then, which is a violation already.
+        """
+        references = {}
+        journal = Journal(self._folder / "references.jsonl")
+        async with AsyncClient(as_role("producer", self._audited.url), Queue.REAL) as client:
+            for name, fields in TEMPLATES.items():
+                request_id = await client.enqueue(request_id=f"reference-{name}", **fields)
+                seen = Seen("reference", request_id, [])
+                try:
+                    async with asyncio.timeout(_PATIENCE_UNDISTURBED_SECONDS):
+                        async for event in client.stream(request_id):
+                            seen.events.append(SeenEvent.of(event))
+                except TimeoutError:
+                    told = f"no end of {name}, though nothing disturbs it"
+                    self.outcome.violations.append(Violation("unfinished", request_id, told))
+                    break
+                reason = seen.events[-1].finish_reason or ""
+                references[name] = Expected(seen.token_ids, seen.text, reason)
+                journal.write(
+                    Sent(request_id, Queue.REAL, Kind.PLAIN, fields, name, answers=[request_id])
+                )
+                journal.write(seen)
+        journal.close()
+        return references
+
+    async def _start_clients(self) -> None:
+        urls = [
+            self._url("producer", Role.PRODUCERS),
+            self._url("subscriber", Role.SUBSCRIBERS),
+        ]
+        for number in range(_NUM_CLIENTS):
+            name = f"clients-{number}"
+            rates = [f"{it}={RATES[it] * self._scale / _NUM_CLIENTS}" for it in self._queues]
+            release = self._earlier if number % 2 == 0 else None
+            with (self._folder / f"{name}.log").open("ab") as log:
+                process = await self._group.spawn(
+                    str(release.python) if release else sys.executable,
+                    *[
+                        "-m",
+                        release.clients if release else "tests.programs.chaos.processes.clients",
+                    ],
+                    *[name, str(self.outcome.seed), *urls],
+                    *[str(self._folder / f"{name}.jsonl"), *rates],
+                    stdout=log,
+                    stderr=log,
+                    env={**(release.environment if release else os.environ), **self._environment},
+                    cwd=release.folder if release else None,
+                )
+            self._clients.append(process)
+
+    async def _hurt(self) -> None:
+        """Carry out the schedule."""
+        started = time.monotonic()
+        self._faults_end = started + self.outcome.seconds
+        if self._earlier is not None:
+            updating = asyncio.create_task(self._update())
+            self._hurting.add(updating)
+            updating.add_done_callback(self._hurting.discard)
+        for planned in schedule(self.outcome.seed, self.outcome.seconds, self._means):
+            await asyncio.sleep(max(0.0, started + planned.at - time.monotonic()))
+            task = asyncio.create_task(self._inflict(planned))
+            self._hurting.add(task)
+            task.add_done_callback(self._hurting.discard)
+        await asyncio.sleep(max(0.0, self._faults_end - time.monotonic()))
+        await asyncio.gather(*self._hurting)
+
+    async def _update(self) -> None:
+        """From the earlier release to this one and back, a part of the fleet at a time."""
+        for share in SHARES:
+            self._fleet.share_with_earlier(share)
+            await asyncio.sleep(self.outcome.seconds / len(SHARES))
+
+    async def _catch(self, references: dict[str, Expected]) -> bool:
+        """Carry out the schedule until what has ended shows a violation; whether it did."""
+        started = time.monotonic()
+        hurting = asyncio.create_task(self._hurt())
+        while not hurting.done() and not self.outcome.violations:
+            await asyncio.wait({hurting}, timeout=_WATCH_SECONDS)
+            with suppress(redis.RedisError):  # the server may just be down
+                await asyncio.to_thread(self._audit, references)
+        if self.outcome.violations:
+            self.outcome.caught_after = time.monotonic() - started
+        tasks = [hurting, *self._hurting]
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+        return bool(self.outcome.violations)
+
+    async def _inflict(self, planned: Planned) -> None:
+        rng = random.Random(planned.chance)
+        while not await self._action(planned.fault, rng):
+            if time.monotonic() >= self._faults_end:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)  # models take long to load; until then nobody is up
+        self.outcome.faults[planned.fault] += 1
+
+    async def _action(self, fault: Fault, rng: random.Random) -> bool:
+        """Whether there was anybody to hurt."""
+        role = _ROLES.get(fault)
+        match fault.name.split("_")[0]:
+            case "KILL":
+                return self._signal(fault, signal.SIGKILL, rng)
+            case "DRAIN":
+                return self._signal(fault, signal.SIGTERM, rng)
+            case "FREEZE":
+                places = self._fleet.of(_queue_of(fault))
+                seconds = LEASE_MS / 1000 * rng.uniform(1.3, 3)
+                return bool(places) and await rng.choice(places).freeze(seconds)
+            case "RELAY":
+                return await self._freeze_in_turn(rng)
+            case "SCALE":
+                self._fleet.scale(Queue.VOLUME, rng)
+                return True
+            case "PRIMARY" | "SLOT":
+                return await self._change_cluster(fault, rng)
+            case "SERVER":
+                is_kill = fault is Fault.SERVER_KILL
+                return await self._restart_server(is_kill, down_seconds=rng.uniform(0, 0.7))
+        assert role is not None
+        share = rng.uniform(0.2, 1)
+        match fault.name.split("_")[0]:
+            case "CUT":
+                return self._proxy.cut(role, share, rng) > 0
+            case "SWALLOW":
+                self._proxy.swallow(role, share, rng)
+                return True
+            case "STALL":
+                await self._proxy.stall(role, LEASE_MS / 1000 * rng.uniform(1.2, 2.5))
+            case "SLOW":
+                await self._proxy.slow(role, rng.uniform(0.01, 0.1), rng.uniform(1, 3))
+        return True
+
+    def _signal(self, fault: Fault, number: signal.Signals, rng: random.Random) -> bool:
+        places = self._fleet.of(_queue_of(fault))
+        return bool(places) and rng.choice(places).send(number)
+
+    async def _freeze_in_turn(self, rng: random.Random) -> bool:
+        """Stop a worker until others have its requests, and stop these as it wakes.
+
+        Nobody is faster than it then, so that only the fence keeps it from going on.
+        """
+        lease_seconds = LEASE_MS / 1000
+        places = self._fleet.of(Queue.VOLUME)
+        first = rng.choice(places) if places else None
+        if first is None or not await first.freeze(lease_seconds * rng.uniform(1.3, 1.8)):
+            return False
+        others = [place for place in self._fleet.of(Queue.VOLUME) if place is not first]
+        seconds = lease_seconds * rng.uniform(1, 2)
+        await asyncio.gather(*(place.freeze(seconds) for place in others))
+        return True
+
+    async def _restart_server(self, is_kill: bool, down_seconds: float) -> bool:
+        async with self._server_is_ours:
+            self._refused += self._server.refusals()  # which it forgets
+            await self._server.stop(signal.SIGKILL if is_kill else signal.SIGTERM)
+            await asyncio.sleep(down_seconds)
+            await self._server.start()
+        return True
+
+    async def _change_cluster(self, fault: Fault, rng: random.Random) -> bool:
+        assert self._cluster is not None
+        async with self._server_is_ours:
+            if fault is Fault.PRIMARY_KILL:
+                self._refused += self._cluster.refusals()
+                await asyncio.to_thread(self._cluster.kill_primary, rng)
+            else:
+                at_once = fault is Fault.SLOT_MOVE_AT_ONCE
+                await asyncio.to_thread(self._cluster.move_slot, rng, at_once=at_once)
+        return True
+
+    @property
+    def _patience(self) -> float:
+        return _PATIENCE_WITH_MUTANTS_SECONDS if self._mutant else _PATIENCE_SECONDS
+
+    async def _let_finish(self) -> None:
+        """No more faults, no more requests: all that was accepted must now come to its end."""
+        self._fleet.want_all()
+        for process in self._clients:
+            process.terminate()
+        patience = self._patience
+        waits: list[Coroutine[Any, Any, Any]] = [process.wait() for process in self._clients]
+        ending = asyncio.gather(*waits)
+        most_looks = _PATIENCE_WITH_CIRCLES * patience / _LOOK_SECONDS
+        with self._audited.opened() as client:
+            last: tuple[int, ...] = ()
+            changed, looks = time.monotonic(), 0
+            while (
+                not ending.done() and time.monotonic() - changed < patience and looks < most_looks
+            ):
+                await asyncio.sleep(_LOOK_SECONDS)
+                progress = await asyncio.to_thread(self._progress, client)
+                looks = looks + 1 if progress[:1] == last[:1] else 0
+                if progress != last:
+                    last, changed = progress, time.monotonic()
+        for process in self._clients:
+            if process.returncode is None:  # it writes down what it has
+                process.terminate()
+        await asyncio.wait({ending}, timeout=patience)
+        for process in self._clients:
+            if process.returncode is None:  # not even that; its exit code tells
+                process.kill()
+        await ending
+
+    def _progress(self, client: redis.Redis) -> tuple[int, ...]:
+        """Changes while anything goes on; the first number grows where something ends."""
+        sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
+        held = [
+            client_of(client, Keys(queue)).zcard(name)
+            for queue in Queue
+            for name in hold_names(Keys(queue))
+        ]
+        return (sizes, *held)
+
+    async def _let_workers_tell(self) -> None:
+        """Until every worker is up and has told how it fares, idle; who does not is a violation."""
+        give_up_at = time.monotonic() + self._patience
+        silent = self._fleet.places
+        with self._audited.opened() as client:
+            seconds, microseconds = client.time()
+            since = seconds * 1000 + microseconds // 1000 + _SETTLING_MS
+            while silent and time.monotonic() < give_up_at:
+                await asyncio.sleep(_LOOK_SECONDS)
+                told = {it: told_since(client, Keys(it), since) for it in self._queues}
+                silent = [it for it in silent if it.pid not in told[it.queue]]
+
+    def _audit(self, references: dict[str, Expected], is_over: bool = False) -> None:
+        places = self._fleet.pids() if is_over else None
+        self.outcome.audit(self._folder, self._audited, references, places)
+        if self._cluster is not None and is_over:
+            self.outcome.violations[:0] = self._cluster.unasked()
+        refused = [*self._refused, *self._audited.refusals()]
+        self.outcome.violations += check_refusals(dict.fromkeys(refused))
+
+    def _bad_ends(self) -> Iterator[Violation]:
+        """Whoever ended in a way that the run did not cause; clients must have ended cleanly."""
+        yield from check_endings(self._fleet.endings)
+        for process in self._clients:
+            if process.returncode != 0:
+                yield Violation("bad exit", "", f"clients: exit code {process.returncode}")
+
+
+def _queue_of(fault: Fault) -> Queue:
+    return Queue.REAL if fault.name.endswith("_REAL") else Queue.VOLUME

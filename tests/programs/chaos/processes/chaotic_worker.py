@@ -1,0 +1,83 @@
+"""The worker command, with a model-free engine that takes its time and can be poisoned.
+
+It notes down what it claims, for the audit, and sends the scripts of a mutant if it is told to.
+`main` takes the options of `promptq worker`; see `nursery.py` for who calls it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from promptq.shared.protocol.claims import Claims, Room
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.__main__ import main as run_command
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.serve import process, worker
+from promptq.worker.serve.build import MODEL_FREE, Served, build
+from tests.programs.chaos.mutants import break_scripts
+from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
+
+POISON = 7
+"""A prompt with this byte kills its worker."""
+
+POISONED_TOKENS = 40
+"""So many tokens of an attempt come before it does, and others aboard gain as many."""
+
+POISONED_CODE = 42
+"""That nothing else exits with."""
+
+STEP_SECONDS = 0.02
+_NUM_BLOCKS = 56  # so few that a full batch preempts
+_BLOCK_SIZE = 16
+
+
+class PoisonableRunner(ModelFreeRunner):
+    """Kills its process in the step that gives a poisoned sequence its fatal token."""
+
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
+        for share in batch.sampling:
+            request = share.sequence.request
+            gained = share.sequence.num_output_tokens - len(request.output_token_ids)
+            if gained >= POISONED_TOKENS and POISON in request.prompt_token_ids:
+                os._exit(POISONED_CODE)
+        return super().launch(batch, after)
+
+
+class NotingQueue(AsyncRequestQueue):
+    """Logs each claim, and how many tokens there were before it."""
+
+    async def take_batch(self, room: Room) -> Claims:
+        claims = await super().take_batch(room)
+        for claim in claims:
+            noted = {"request_id": claim.request_id, "attempt": claim.attempt}
+            get_logger().info("claimed", **noted, num_tokens=claim.num_logged)
+        return claims
+
+
+def build_chaotic(settings: WorkerSettings, *rest: Any) -> Served:
+    """As `promptq.worker.serve.build.build`, but for the model-free engine."""
+    if settings.model != MODEL_FREE:
+        return build(settings, *rest)
+    runner = PoisonableRunner(_NUM_BLOCKS, _BLOCK_SIZE, step_seconds=STEP_SECONDS)
+    engine = LLMEngine(
+        runner,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk=32,
+    )
+    plain = build(settings)
+    return Served(
+        engine, plain.tokenizer, plain.identity, frozenset({END_TOKEN_ID}), "none", "none"
+    )
+
+
+def main() -> None:
+    """Run the command, with `sys.argv` as its arguments."""
+    process.build = build_chaotic
+    worker.AsyncRequestQueue = NotingQueue
+    break_scripts()
+    run_command()

@@ -1,0 +1,260 @@
+"""Worker processes of a run: started, hurt, and started anew when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.programs.chaos.audit.endings import Ending
+from tests.programs.chaos.audit.records import Queue
+from tests.programs.chaos.processes.earlier import EARLIER_LOG, EarlierWorker, Release
+from tests.programs.chaos.processes.group import ProcessGroup
+from tests.programs.chaos.processes.nursery import ForkedWorker, Nursery
+
+LEASE_MS = 1000
+MAX_CRASHES = {Queue.VOLUME: 1000, Queue.REAL: 1000, Queue.POISON: 4}
+"""Where workers are killed at random, even crashes of one that ran alone tell nothing of it."""
+
+CRASH_BACKOFF_MS = 200
+"""How long a suspect waits after its second crash."""
+
+_OPTIONS = {
+    Queue.VOLUME: ["--model", "model-free", "--max-num-seqs", "8"],
+    Queue.REAL: ["--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory", "32M"],
+    Queue.POISON: ["--model", "model-free", "--max-num-seqs", "4"],
+}
+_DRAIN_SECONDS = 2.0
+_RESTART_SECONDS = 0.05
+
+
+class Place:
+    """One of the workers that are to run, and the process that does."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        number: int,
+        url: str,
+        folder: Path,
+        group: ProcessGroup,
+        nursery: Nursery,
+        environment: Mapping[str, str],
+        earlier: Release | None = None,
+    ) -> None:
+        self.queue = queue
+        self.name = f"{queue}-{number}"
+        self.endings: list[Ending] = []
+        """Of its processes."""
+        self.is_ready = False
+        self.is_frozen = False
+        self.is_to_be_earlier = False
+        """Whether the next process is of the earlier release."""
+        self.is_earlier = False
+        self._url = url
+        self._folder = folder
+        self._earlier = earlier
+        self._group = group
+        self._nursery = nursery
+        self._environment = environment
+        self._process: ForkedWorker | EarlierWorker | None = None
+        self._sent: set[signal.Signals] = set()
+        self._last_words = ""
+        self._was_ready = False
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_wanted = asyncio.Event()
+        self._is_wanted.set()
+
+    def want(self, is_wanted: bool) -> None:
+        """Whether a process is to run here. One that is not wanted any more drains."""
+        if is_wanted:
+            self._is_wanted.set()
+        else:
+            self._is_wanted.clear()
+            self.send(signal.SIGTERM)
+
+    def start(self) -> None:
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def pid(self) -> int | None:
+        """None while nothing runs here."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    @property
+    def is_draining(self) -> bool:
+        return signal.SIGTERM in self._sent
+
+    def send(self, signal_number: signal.Signals) -> bool:
+        """Signal the process, if there is one that is ready."""
+        pid = self.pid  # which may be over at the next look
+        if pid is None or not self.is_ready:
+            return False
+        try:
+            os.kill(pid, signal_number)
+        except ProcessLookupError:  # it has just died, and nobody has heard of it yet
+            return False
+        self._sent.add(signal_number)
+        self.is_ready = self.is_ready and signal_number is not signal.SIGKILL
+        return True
+
+    async def freeze(self, seconds: float) -> bool:
+        """Stop it for so long, and let it go on."""
+        pid = self.pid
+        if self.is_frozen or pid is None or not self.send(signal.SIGSTOP):
+            return False
+        self.is_frozen = True
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.is_frozen = False
+            if self.pid == pid:  # it may have been killed meanwhile
+                self.send(signal.SIGCONT)
+        return True
+
+    async def leave(self) -> None:
+        """Start no other when it ends."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def end(self) -> None:
+        """Drain it, and start no other."""
+        await self.leave()
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(10 * _DRAIN_SECONDS):
+                    await process.wait()
+                code = process.returncode
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                code = None
+            if self.is_ready:  # else it may not have had its say about signals yet
+                self.endings.append(self._ending(code, is_last=True))
+
+    async def _keep(self) -> None:
+        while True:
+            await self._is_wanted.wait()
+            self._sent.clear()
+            self._last_words = ""
+            self._was_ready = False
+            arguments = [
+                *_OPTIONS[self.queue],
+                *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
+                *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
+                *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
+            ]
+            earlier = self._earlier if self.is_to_be_earlier else None
+            self.is_earlier = earlier is not None
+            if earlier is not None:
+                self._process = await earlier.start_worker(
+                    arguments, self._environment, self._group
+                )
+            else:
+                self._process = self._nursery.start(arguments, self._environment, self._group.id)
+            await self._read(self._process)
+            code = await self._process.wait()
+            self.endings.append(self._ending(code))
+            self.is_ready = False
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _read(self, process: ForkedWorker | EarlierWorker) -> None:
+        suffix = EARLIER_LOG if self.is_earlier else ".log"
+        with (self._folder / f"{self.name}{suffix}").open("ab") as log:
+            async for line in process.lines():
+                if line.startswith(b"ready"):
+                    self.is_ready = self._was_ready = True
+                    is_wanted = self._is_wanted.is_set()
+                    if self.is_earlier is not self.is_to_be_earlier or not is_wanted:
+                        self.send(signal.SIGTERM)  # it was started before it was known
+                if not line.startswith(b"{"):  # those are of its log
+                    self._last_words = line.decode(errors="replace").strip()
+                log.write(line)
+                log.flush()
+
+    def _ending(self, code: int | None, is_last: bool = False) -> Ending:
+        sent = frozenset(self._sent)
+        words = self._last_words
+        return Ending(self.queue, code, sent, self._was_ready, words, is_last, self.is_earlier)
+
+
+class Fleet:
+    """All workers of a run. `environment` is added to that of the processes."""
+
+    def __init__(
+        self,
+        counts: Mapping[Queue, int],
+        url: str,
+        folder: Path,
+        group: ProcessGroup,
+        environment: Mapping[str, str],
+        earlier: Release | None = None,
+    ) -> None:
+        self._nursery = Nursery()
+        self.places = [
+            Place(queue, number, url, folder, group, self._nursery, environment, earlier)
+            for queue, count in counts.items()
+            for number in range(count)
+        ]
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._nursery.warm_up)
+        for place in self.places:
+            place.start()
+
+    def share_with_earlier(self, share: float) -> None:
+        """Have so much of each queue's workers be of the earlier release, by draining others."""
+        for number, place in enumerate(self.places):
+            wanted = number % 2 < 2 * share
+            place.is_to_be_earlier = wanted
+            if place.is_earlier is not wanted and not place.is_draining:
+                place.send(signal.SIGTERM)
+
+    def scale(self, queue: Queue, rng: random.Random) -> None:
+        """Have another number of workers, at least one, by draining some or starting some."""
+        places = [place for place in self.places if place.queue is queue]
+        wanted = rng.sample(places, rng.randint(1, len(places)))
+        for place in places:
+            place.want(place in wanted)
+
+    def want_all(self) -> None:
+        for place in self.places:
+            place.want(True)
+
+    def of(self, queue: Queue) -> list[Place]:
+        """Those that can be hurt: ready, and not frozen."""
+        return [
+            place
+            for place in self.places
+            if place.queue is queue and place.is_ready and not place.is_frozen
+        ]
+
+    async def leave(self) -> None:
+        await asyncio.gather(*(place.leave() for place in self.places))
+
+    async def end(self) -> None:
+        await asyncio.gather(*(place.end() for place in self.places))
+
+    def pids(self) -> dict[Queue, dict[str, int | None]]:
+        """The process of each worker; None where none runs."""
+        found: dict[Queue, dict[str, int | None]] = {place.queue: {} for place in self.places}
+        for place in self.places:
+            found[place.queue][place.name] = place.pid
+        return found
+
+    @property
+    def endings(self) -> list[Ending]:
+        """Of all processes that have ended."""
+        return [ending for place in self.places for ending in place.endings]
+
+    def ends(self, queue: Queue) -> Counter[str]:
+        """Why processes of this queue ended, and how often."""
+        return Counter(ending.reason for ending in self.endings if ending.queue is queue)

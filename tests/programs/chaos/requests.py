@@ -1,0 +1,109 @@
+"""Makes the requests of a run: for each queue, what its seed says."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from promptq.shared.queue.request_queue import new_request_id
+from tests.programs.chaos.audit.records import Kind, Queue, Sent
+from tests.programs.chaos.processes.chaotic_worker import POISON
+
+_KINDS = {
+    Kind.PLAIN: 70,
+    Kind.CANCEL: 10,
+    Kind.DEADLINE: 10,
+    Kind.DELAY: 5,
+    Kind.TWICE: 5,
+}
+_LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": "Once upon a time", "temperature": 0.0, "max_tokens": 400},
+    "long": {"prompt": "The old man", "temperature": 0.0, "max_tokens": 900, "ignore_eos": True},
+    "seeded": {
+        "prompt": "A little girl",
+        "seed": 11,
+        "max_tokens": 600,
+        "ignore_eos": True,
+        "logprobs": 0,
+    },
+    "narrow": {
+        "prompt": "In the garden",
+        "seed": 12,
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.02,
+    },
+    "penalties": {
+        "prompt": "The dog and the cat",
+        "seed": 13,
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    },
+    "logprobs": {
+        "prompt": "One day",
+        "seed": 14,
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "logprobs": 2,
+    },
+    "least": {"prompt": "Once", "seed": 15, "max_tokens": 600, "min_tokens": 300},
+    "stop": {"prompt": "Tom", "seed": 16, "max_tokens": 600, "stop": ["the sun", " blue"]},
+    "words": {
+        "prompt": "She said",
+        "seed": 17,
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "bad_words": ["the"],
+        "logit_bias": {"300": 2.0, "301": -5.0},
+    },
+}
+"""Requests to the shipped model. All that ask one of them get one answer."""
+
+
+def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -> Sent:
+    """The next request for a queue, not sent yet."""
+    kinds = list(_KINDS)
+    kind = rng.choices(kinds, [_KINDS[it] for it in kinds])[0]
+    if queue is Queue.POISON:
+        kind = Kind.POISON if rng.random() < poison_share else Kind.PLAIN
+    if queue is Queue.REAL:
+        template = rng.choice(list(TEMPLATES))
+        fields = dict(TEMPLATES[template])
+    else:
+        template = ""
+        fields = _model_free_fields(queue, kind, rng)
+    request = Sent(new_request_id(), queue, kind, fields, template)
+    if kind is Kind.DEADLINE:
+        fields["deadline_ms"] = rng.randint(50, 3000)
+    if kind is Kind.DELAY:
+        request.delay_ms = rng.randint(50, 2000)
+    if kind is Kind.TWICE:
+        fields["idempotency_key"] = f"key-{request.request_id}"
+    return request
+
+
+def _model_free_fields(queue: Queue, kind: Kind, rng: random.Random) -> dict[str, Any]:
+    prompt = "".join(rng.choices(_LETTERS, k=rng.randint(1, 60)))
+    most = 40 if queue is Queue.POISON else 120
+    fields: dict[str, Any] = {
+        "prompt": prompt,
+        "seed": rng.randrange(2**40),
+        "max_tokens": rng.randint(1, most),
+    }
+    if kind is Kind.POISON:
+        return {**fields, "prompt": chr(POISON) + prompt, "max_tokens": 700}
+    if rng.random() < 0.2:
+        fields["stop"] = "".join(rng.choices(_LETTERS, k=2))
+    if rng.random() < 0.2:
+        fields["priority"] = rng.randint(-2, 2)
+    if rng.random() < 0.2:
+        fields["logprobs"] = rng.randint(0, 3)
+    return fields

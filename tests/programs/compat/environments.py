@@ -1,0 +1,69 @@
+"""Builds the programs' environments, each in a folder of its own, one after another."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.programs.compat.catalogue import Program
+from tests.programs.package import building
+from tests.support.paths import ROOT
+
+CACHE = ROOT / ".cache" / "compat"
+_SECONDS = 1800
+
+
+def build(program: Program) -> str:
+    """Why it cannot be built; nothing, if it is. What was built before stays."""
+    folder = CACHE / program.name
+    mark, wanted = folder / "built", "\n".join(program.pins)
+    if mark.exists() and mark.read_text() == wanted:
+        return ""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    print(f"{program.name}: installing {' '.join(program.pins)}", file=sys.stderr, flush=True)
+    commands = _node(folder, program) if program.is_node else _python(folder, program)
+    for command in commands:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+        if done.returncode:
+            (folder / "failed").write_text(done.stdout + done.stderr)
+            return (done.stderr.strip() or done.stdout.strip()).splitlines()[-1]
+    mark.write_text(wanted)
+    return ""
+
+
+def _python(folder: Path, program: Program) -> list[list[str]]:
+    install = ["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
+    commands = [[sys.executable, "-m", "venv", str(folder / "venv")]]
+    if program.pins:
+        commands.append([str(folder / "venv/bin/python"), *install, *program.pins])
+    return commands
+
+
+def _node(folder: Path, program: Program) -> list[list[str]]:
+    install = ["--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder)]
+    return [["npm", "install", *install, *program.pins]]
+
+
+def build_promptq(wheel: Path | None) -> Path:
+    """The interpreter of an environment with the wheel and all extras, as a stranger has it."""
+    folder = CACHE / "promptq"
+    if wheel is None:
+        shutil.rmtree(folder / "dist", ignore_errors=True)
+        wheel = building.build(folder / "dist")
+    python, mark = folder / "venv/bin/python", folder / "built"
+    constraints = (ROOT / "constraints.txt").read_bytes() + (ROOT / "pyproject.toml").read_bytes()
+    wanted = hashlib.sha256(constraints).hexdigest()
+    if mark.exists() and mark.read_text() == wanted:  # only the package itself is another one
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, "--force-reinstall", str(wheel)], check=True)
+        return python
+    shutil.rmtree(folder / "venv", ignore_errors=True)
+    python = building.install(folder / "venv", wheel, "all", newest=False)
+    mark.write_text(wanted)
+    return python

@@ -1,0 +1,150 @@
+"""Keeps the results of all programs in results.json, and writes docs/compatibility.md from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.programs.compat.catalogue import PROGRAMS, Program
+from tests.programs.compat.recorder import Exchange
+from tests.support.paths import ROOT
+
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = ROOT / "docs" / "compatibility.md"
+_REASON = 400
+_HEAD = f"""# Other people's programs
+
+`python -m tests compat` runs each program for real against a gateway with the shipped model, and
+writes this page. A program has its own environment and home, no network but loopback, an API key,
+and the alias `gpt-4o` for the model. It passes by what it got: the text, usage and reason to finish
+of a plain call, a stream in several chunks, arguments that follow the schema, and errors that say
+what would be right. `{RESULTS.relative_to(ROOT)}` names each attempt, and the fields that each
+program sends.
+
+| program | version | passes | through | fails |
+|---|---|---|---|---|
+"""
+_END = """
+The long form of this page: `git show 27831938:docs/compatibility.md`.
+"""
+_CHANGING = (
+    (re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost):\d+"), "GATEWAY"),
+    (re.compile(r"\b0x[0-9a-f]{6,}\b"), "0x"),
+    (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b"), "ID"),
+    (re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|req)[-_][\w-]{8,}"), r"\1-ID"),
+    (re.compile(r"/[\w./-]*/compat(?:-\w+)?/"), ""),
+)
+"""What differs from run to run."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a program, as its script reports it."""
+
+    tried: str
+    passed: bool
+    got: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The attempts of one program."""
+
+    version: str
+    passes: Sequence[str]
+    fails: Mapping[str, str]
+    """Names of attempts, each with its reason."""
+    sends: Mapping[str, Sequence[str]]
+    """By method and path, the fields that the program sent."""
+
+
+def result_of(
+    program: Program, attempts: Sequence[Attempt], exchanges: Sequence[Exchange]
+) -> Result:
+    fails = {each.tried: _reason(each.why) for each in attempts if not each.passed}
+    passes = [each.tried for each in attempts if each.tried not in fails]
+    version = program.version or "whatever the machine has"
+    return Result(version, [*dict.fromkeys(passes)], fails, _sent(exchanges))
+
+
+def write(results: Mapping[str, Result]) -> None:
+    """Write these results and the page; results of other programs stay."""
+    kept = {**(read(RESULTS.read_text()) if RESULTS.exists() else {}), **results}
+    kept = {name: kept[name] for name in PROGRAMS if name in kept}
+    rows = {name: asdict(result) for name, result in kept.items()}
+    RESULTS.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(text_of(kept))
+
+
+def read(text: str) -> dict[str, Result]:
+    return {name: Result(**fields) for name, fields in json.loads(text).items()}
+
+
+def text_of(results: Mapping[str, Result]) -> str:
+    """Returns the page."""
+    rows = []
+    for name, result in results.items():
+        about, fails = PROGRAMS[name].about, result.fails
+        reasons = dict.fromkeys(_in_words(PROGRAMS[name], *attempt) for attempt in fails.items())
+        cells = (
+            f"{name} ({about})" if about else name,
+            result.version,
+            str(len(result.passes)),
+            ", ".join(_apis(result.sends)),
+            _cell(f"{len(fails)}: {'; '.join(reasons)}" if fails else ""),
+        )
+        rows.append(re.sub(r"\|  (?=\|)", "| ", " | ".join(("", *cells, "")).strip()))
+    return _HEAD + "\n".join(rows) + "\n" + _END
+
+
+def committed() -> dict[str, set[str]]:
+    """By program, what passes according to the committed results; empty if there are none."""
+    command = ["git", "-C", str(ROOT), "show", f"HEAD:{RESULTS.relative_to(ROOT)}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    results = read(done.stdout or "{}")
+    return {name: set(result.passes) for name, result in results.items()}
+
+
+def _apis(paths: Mapping[str, Sequence[str]]) -> list[str]:
+    """Names of the APIs that a program called, by the first part of their paths."""
+    called = {match[1] for path in paths if (match := re.match(r"POST /v1/([a-z]+)", path))}
+    return sorted(called - {"files"})
+
+
+def _in_words(program: Program, tried: str, why: str) -> str:
+    known = (reason for end, reason in program.reasons.items() if tried.endswith(end))
+    return next(known, f"{tried}: {why}")
+
+
+def _reason(text: str) -> str:
+    for pattern, instead in _CHANGING:
+        text = pattern.sub(instead, text)
+    text = " ".join(text.split())
+    return text if len(text) <= _REASON else f"{text[:_REASON]} ..."
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("](", "] (").replace("`", "'")
+
+
+def _sent(exchanges: Sequence[Exchange]) -> dict[str, list[str]]:
+    """By method and path, all fields that a program sent there."""
+    found: dict[str, set[str]] = {}
+    for each in exchanges:
+        fields = found.setdefault(f"{each.method} {each.path.split('?')[0]}", set())
+        try:
+            body = json.loads(each.body)
+        except ValueError:
+            continue
+        if isinstance(body, dict):
+            fields.update(body)
+    ids = re.compile(r"/(?:[\w-]*[0-9a-f-]{20,}|file-\w+|batch_\w+)")
+    named: dict[str, set[str]] = {}
+    for path, fields in found.items():
+        named.setdefault(ids.sub("/ID", path), set()).update(fields)
+    return {path: sorted(fields) for path, fields in sorted(named.items())}

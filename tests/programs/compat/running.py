@@ -1,0 +1,101 @@
+"""Runs the scripts of a program, and collects their attempts and what the program sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.programs.compat.catalogue import SCRIPTS, Program
+from tests.programs.compat.environments import CACHE
+from tests.programs.compat.page import Attempt
+from tests.programs.compat.recorder import Exchange, recorded
+from tests.programs.compat.serving import Served
+from tests.support.processes import kill_all, start
+from tests.support.servers import free_port
+
+_TRYING = SCRIPTS.parent / "trying"
+_SECONDS = 900
+_SILENT = {
+    "AISUITE_TELEMETRY": "false",
+    "ANONYMIZED_TELEMETRY": "false",
+    "DO_NOT_TRACK": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""How programs are told to call nobody but the gateway."""
+
+
+def run(program: Program, gateway: Served, folder: Path) -> tuple[list[Attempt], list[Exchange]]:
+    """Returns the attempts, and what passed between the program and the gateway.
+
+    Both are also kept in the program's folder: `told`, `exchanges.jsonl` with the times, so that
+    each exchange can be traced to its attempt, and `said`.
+    """
+    own, port = CACHE / program.name, free_port()
+    own_told, home = own / "told", folder / f"home-{program.name}"
+    own_told.unlink(missing_ok=True)
+    home.mkdir()
+    url = f"http://127.0.0.1:{port}"
+    environment = {
+        **_SILENT,
+        "HOME": str(home),
+        "PATH": f"{own / 'venv/bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(_TRYING),
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": gateway.key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": gateway.key,
+        "COMPAT_GATEWAY": gateway.url,
+        "COMPAT_MODEL": gateway.model,
+        "COMPAT_MODEL_FOLDER": str(gateway.model_folder),
+        "COMPAT_REDIS": gateway.redis_url,
+        "COMPAT_TOLD": str(own_told),
+    }
+    ends = []
+    with recorded(port, gateway.port) as exchanges, (own / "said").open("w") as said:
+        for script in program.scripts:
+            process = start(
+                *_command(program, script, own),
+                env=environment,
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                if code := process.wait(_SECONDS):
+                    ends.append(f"the script ended with {code}: {_last_line(own / 'said')}")
+            except subprocess.TimeoutExpired:
+                ends.append(f"it was not done after {_SECONDS} seconds")
+            finally:
+                kill_all(process.pid)
+                process.wait()
+    (own / "exchanges.jsonl").write_text("".join(json.dumps(asdict(it)) + "\n" for it in exchanges))
+    lines = own_told.read_text().splitlines() if own_told.exists() else []
+    attempts = [
+        Attempt(line["tried"], line["passed"], line["got"] or "", line["why"])
+        for line in map(json.loads, lines)
+    ]
+    return [*attempts, *(Attempt("the rest", False, "", why) for why in ends)], exchanges
+
+
+def _command(program: Program, script: str, own: Path) -> list[str | Path]:
+    path = SCRIPTS / script
+    if not program.is_node:
+        return [own / "venv/bin/python", "-P", path]  # -P: no script hides a package of its name
+    for file in (path, _TRYING / "trying.mjs"):  # beside the packages, where Node looks for them
+        shutil.copy(file, own)
+    return ["node", own / path.name]
+
+
+def _last_line(said: Path) -> str:
+    return (said.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]

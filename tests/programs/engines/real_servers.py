@@ -1,0 +1,140 @@
+"""Starts the real servers on the shipped model in fp32, for tests and for chaos."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import httpx2
+
+from benchmarks.lib.gguf_file import gguf_file
+from benchmarks.lib.peers import DEFAULT as PEERS
+from promptq.worker.shipped import MODEL_DIR
+from tests.support.processes import start
+from tests.support.servers import free_port
+from tests.support.waiting import until
+
+NAMES = ("vllm", "llama.cpp")
+SLOTS, LENGTH = 16, 1024
+_FOLDERS = {"vllm": "vllm", "llama.cpp": "llama"}
+
+
+def why_missing(name: str) -> str:
+    """Why a server cannot be started here; empty if it can."""
+    folder = PEERS / _FOLDERS[name]
+    missing = folder.with_suffix(".missing")
+    if missing.exists():
+        return missing.read_text().strip()
+    return "" if folder.exists() else "it is not built: python -m benchmarks peers"
+
+
+@dataclass
+class RealServer:
+    """A server that can be killed and started again at the same address."""
+
+    name: str
+    folder: Path
+    model: Path = MODEL_DIR
+    slots: int = SLOTS
+    length: int = LENGTH
+    port: int = field(default_factory=free_port)
+    _process: subprocess.Popen[bytes] | None = None
+    _log: IO[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        command, environment = self._command()
+        self._log = (self.folder / f"{self.name}.log").open("ab")
+        self._process = start(
+            *command,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, **environment},
+            cwd=self.folder,
+            start_new_session=True,
+        )
+        until(self._answers)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Kill the whole group: an engine may outlive its server's main process."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+        self._process.wait()
+
+    def num_running(self) -> int:
+        """How many sequences it computes, as it says itself."""
+        if self.name == "vllm":
+            text = httpx2.get(f"{self.url}/metrics").text
+            lines = [it for it in text.splitlines() if it.startswith("vllm:num_requests_")]
+            of = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+            return sum(int(float(it.split()[-1])) for it in lines if it.startswith(of))
+        slots = httpx2.get(f"{self.url}/slots").json()
+        return sum(slot["is_processing"] for slot in slots)
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / f"{self.name}.log").read_text()[-3000:]
+        try:
+            return httpx2.get(f"{self.url}/health").status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        peer = PEERS / _FOLDERS[self.name]
+        if self.name == "vllm":
+            libraries = [
+                *(PEERS / "tcmalloc").rglob("libtcmalloc*.so.4"),
+                *peer.rglob("libiomp5.so"),
+            ]
+            command = [
+                *(str(peer / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve"),
+                *(str(self.model), "--served-model-name", "m", "--enable-scale-out"),
+                *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
+                *("--max-model-len", str(self.length), "--max-num-seqs", str(self.slots)),
+            ]
+            environment = {
+                "HOME": str(self.folder),
+                "LD_PRELOAD": ":".join(str(it) for it in libraries[:2]),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "DO_NOT_TRACK": "1",
+                "HF_HUB_OFFLINE": "1",
+            }
+            return command, environment
+        file = gguf_file(self.model, peer / "gguf-py", "F32", folder=self.folder)
+        command = [
+            *(str(peer / "bin" / "llama-server"), "--model", str(file), "--alias", "m"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--parallel", str(self.slots)),
+            *("--ctx-size", str(self.slots * self.length), "--threads-http", "64", "--no-webui"),
+            *("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"),
+            *("--threads", "2", "--slots"),
+        ]
+        return command, {}
+
+
+@contextmanager
+def real_server(name: str, folder: Path, **options: Any) -> Iterator[RealServer]:
+    """A running one until the end of the context."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = RealServer(name, folder, **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

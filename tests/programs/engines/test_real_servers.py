@@ -1,0 +1,122 @@
+"""Through a real vLLM and a real llama.cpp: the tokens of transformers, whatever dies.
+
+Run by `python -m tests engines`, which builds the servers first. Skipped where they are not built.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from promptq import Client
+from promptq.worker.shipped import MODEL_DIR
+from tests.programs.engines.real_servers import NAMES, RealServer, real_server, why_missing
+from tests.programs.engines.undisturbed import undisturbed
+from tests.support.processes import StartedWorker, started
+from tests.support.roles import as_role
+from tests.support.waiting import until
+
+PROMPTS = [
+    f"{beginning} {thing}"
+    for beginning in ("Once upon a time", "The old", "One day a")
+    for thing in ("king", "fox", "teapot", "girl")
+]
+NUM_TOKENS = 120
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    if why := why_missing(request.param):
+        pytest.skip(why)
+    with real_server(request.param, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def worker(
+    server: RealServer, tmp_path: Path, redis_url: str
+) -> AbstractContextManager[StartedWorker]:
+    return started(
+        tmp_path,
+        redis_url,
+        *("--engine", server.name, "--upstream", server.url, "--dtype", "float32"),
+        *("--model", str(MODEL_DIR), "--lease-ms", "2000", "--max-crashes", "50"),
+    )
+
+
+def check(client: Client, ids: list[str]) -> None:
+    """Each has the tokens that transformers gives."""
+    for prompt, request_id in zip(PROMPTS, ids, strict=True):
+        result = client.result(request_id)
+        assert result.token_ids == undisturbed(prompt, NUM_TOKENS), prompt
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    operator = Client(as_role("operator", redis_url))
+    with operator as client, worker(server, tmp_path, redis_url) as running:
+        check(client, [client.enqueue(it, **GREEDY) for it in PROMPTS])
+        running.process.terminate()
+        assert running.process.wait() == 0
+    assert server.num_running() == 0
+
+
+def test_another_worker_goes_on_when_one_is_killed(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    with Client(as_role("operator", redis_url)) as client:
+        with worker(server, tmp_path, redis_url) as first:
+            ids = [client.enqueue(it, **GREEDY) for it in PROMPTS]
+            for request_id in ids:
+                next(client.stream(request_id))
+            first.process.kill()
+            until(lambda: server.num_running() == 0)
+        with worker(server, tmp_path, redis_url):
+            check(client, ids)
+
+
+def test_the_server_may_die_and_come_back(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        ids = [client.enqueue(it, **GREEDY) for it in PROMPTS]
+        next(client.stream(ids[0]))
+        server.kill(signal.SIGKILL)
+        server.start()
+        check(client, ids)
+        assert client.stats().dead == 0
+        until(lambda: server.num_running() == 0)
+
+
+def test_a_cancel_frees_the_server(redis_url: str, tmp_path: Path, server: RealServer) -> None:
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        request_id = client.enqueue("Once", max_tokens=900, logit_bias={"0": -100, "2": -100})
+        events = client.stream(request_id)
+        next(events)
+        client.cancel(request_id)
+        assert [event.finish_reason for event in events][-1] == "cancelled"
+        until(lambda: server.num_running() == 0)
+
+
+def test_characters_of_several_tokens_arrive_whole(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    """llama.cpp leaves ids inside of a character out of its streams."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    wanted = tokenizer.encode("世界 🙂 世界", add_special_tokens=False)
+    bias = {str(token_id): 100.0 for token_id in {*wanted}}
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        options = {"max_tokens": 60, "temperature": 0.0, "logit_bias": bias}
+        result = client.result(client.enqueue("Once", **options))
+        assert len(result.token_ids) == 60
+        assert result.text == tokenizer.decode(result.token_ids, skip_special_tokens=True)

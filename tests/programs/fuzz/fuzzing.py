@@ -1,0 +1,178 @@
+"""Throws malformed requests at a running worker and looks whether it minds."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from promptq.producer.commands.local_fleet.child_process import WorkerProcess
+from promptq.shared.protocol.keys import Keys
+from tests.programs.fuzz.commands import Thrown, control_message, make_request
+from tests.support.model_free_worker import text_of
+from tests.support.roles import as_role
+
+_ROUND = 5000
+_CONTROL_SHARE = 0.1
+_PATIENCE_SECONDS = 30.0
+"""So long nothing may end before what is left counts as stuck."""
+
+_LOOK_SECONDS = 0.02
+_CANARY_TOKENS = 20
+_OPTIONS = ["--model", "model-free", "--max-model-len", "64", "--lease-ms", "1000"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was thrown and what it did."""
+
+    seed: int
+    kinds: Counter[str] = field(default_factory=Counter)
+    num_messages: int = 0
+    num_good: int = 0
+    """Good requests in between that were answered rightly."""
+    faults: list[str] = field(default_factory=list)
+
+
+class Fuzzing:
+    """One worker process, in its role, and what is thrown at it by a client that may do more."""
+
+    def __init__(self, client: redis.Redis, url: str, log: Path, seed: int) -> None:
+        self.outcome = Outcome(seed)
+        self._client: Any = client
+        self._url = url
+        self._log = log
+        self._keys = Keys()
+        self._rng = random.Random(seed)
+
+    def run(self, count: int) -> Outcome:
+        """Throw `count` malformed requests, in rounds."""
+        with self._worker() as worker:
+            for start in range(0, count, _ROUND):
+                pushed = self._throw(range(start, min(start + _ROUND, count)))
+                canary = self._push_good()
+                left = self._wait(worker, pushed)
+                if worker.exit_code is not None:
+                    self._tell(f"the worker ended with exit code {worker.exit_code}")
+                    break
+                for request_id in left[:5]:
+                    self._tell(f"stuck: {pushed.get(request_id, request_id)}")
+                self._check_good(canary)
+                if left:
+                    break
+                self._clean()
+        for line in self._log.read_text(errors="replace").splitlines():
+            if "Traceback" in line:  # it went on, but nobody had thought of it
+                self._tell(f"an exception that nobody expected: {line[-600:]}")
+        return self.outcome
+
+    def _tell(self, fault: str) -> None:
+        self.outcome.faults.append(fault)
+
+    @contextmanager
+    def _worker(self) -> Iterator[WorkerProcess]:
+        with self._log.open("w") as log:
+            options = [*_OPTIONS, "--redis", as_role("worker", self._url)]
+            worker = WorkerProcess(options, {}, lambda line: print(line, file=log, flush=True))
+            try:
+                while not worker.is_ready and worker.exit_code is None:
+                    time.sleep(_LOOK_SECONDS)
+                yield worker
+                if worker.exit_code is None:
+                    worker.drain()
+                    worker.wait()
+                    if worker.exit_code != 0:
+                        self._tell(f"told to end, it did with exit code {worker.exit_code}")
+            finally:
+                worker.kill()
+
+    def _throw(self, numbers: range) -> dict[bytes, Thrown]:
+        """Push them, with noise on the control channel; gives ids with what they are."""
+        pushed = {}
+        with self._client.pipeline(transaction=False) as pipeline:
+            for number in numbers:
+                thrown = make_request(self._keys, number, self._rng)
+                before = pushed.get(thrown.request_id)
+                if before is None or not before.may_wait:  # else it may still, of the same id
+                    pushed[thrown.request_id] = thrown
+                self.outcome.kinds[thrown.kind] += 1
+                for command in thrown.commands:
+                    pipeline.execute_command(*command)
+                if self._rng.random() < _CONTROL_SHARE:
+                    pipeline.publish(self._keys.control, control_message(self._rng))
+                    self.outcome.num_messages += 1
+            pipeline.publish(self._keys.control, "pending")
+            pipeline.execute(raise_on_error=False)  # some ids and log entries the server refuses
+        return pushed
+
+    def _push_good(self) -> tuple[str, int]:
+        request_id, seed = f"good-{self._rng.randrange(2**60)}", self._rng.randrange(2**40)
+        payload = f'{{"prompt":"a","max_tokens":{_CANARY_TOKENS},"seed":{seed}}}'
+        self._client.hset(self._keys.request(request_id), "payload", payload)
+        self._client.zadd(self._keys.pending, {request_id: 1})
+        self._client.publish(self._keys.control, "pending")
+        return request_id, seed
+
+    def _check_good(self, canary: tuple[str, int]) -> None:
+        request_id, seed = canary
+        result = self._client.hget(self._keys.request(request_id), "result") or b"nothing"
+        if f'"text":"{text_of(seed, _CANARY_TOKENS)}"'.encode() in result:
+            self.outcome.num_good += 1
+        else:
+            self._tell(f"a good request came to {result.decode()[:200]}")
+
+    def _wait(self, worker: WorkerProcess, pushed: dict[bytes, Thrown]) -> list[bytes]:
+        """Until nothing waits or is held but what is for newer workers; gives what is stuck."""
+        last, changed = -1, time.monotonic()
+        while worker.exit_code is None:
+            held = self._held()
+            if len(held) != last:
+                last, changed = len(held), time.monotonic()
+            newer = [it for it in held if it in pushed and pushed[it].may_wait]
+            if len(newer) == len(held):
+                self._cancel(newer)
+                return self._held()
+            if time.monotonic() - changed > _PATIENCE_SECONDS:
+                return held
+            time.sleep(_LOOK_SECONDS)
+        return []
+
+    def _held(self) -> list[bytes]:
+        keys = self._keys
+        names = (keys.pending, keys.leases, keys.delayed, keys.deadlines)
+        return [it for name in names for it in self._client.zrange(name, 0, -1)]
+
+    def _cancel(self, request_ids: list[bytes]) -> None:
+        """As any Redis client may."""
+        for request_id in request_ids:
+            self._client.hset(self._keys.request(request_id.decode()), "cancelled", 1)
+            self._client.publish(self._keys.control, b"cancel:" + request_id)
+        changed = time.monotonic()
+        while self._held() and time.monotonic() - changed < _PATIENCE_SECONDS:
+            time.sleep(_LOOK_SECONDS)
+
+    def _clean(self) -> None:
+        """Make room for the next round: a malformed request's record would live for an hour."""
+        for pattern in ("request:*", "tokens:*"):
+            names = list(self._client.scan_iter(match=self._keys.prefix + pattern, count=1000))
+            for start in range(0, len(names), 1000):
+                self._client.unlink(*names[start : start + 1000])
+
+
+def report(outcome: Outcome) -> str:
+    """A table of what was thrown."""
+    lines = [f"fuzz: seed {outcome.seed}"]
+    lines += [f"  {count:8,}  {kind}" for kind, count in outcome.kinds.most_common()]
+    lines.append(f"  {outcome.num_messages:8,}  messages on the control channel")
+    lines.append(
+        f"{outcome.kinds.total():,} requests, {outcome.num_good:,} good ones between them answered"
+        f" rightly, {len(outcome.faults)} faults"
+    )
+    return "\n".join([*lines, *(f"  {fault}" for fault in outcome.faults[:50])])

@@ -1,0 +1,164 @@
+"""What a stranger does with the installed package, in an empty folder with an empty home."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from promptq.shared.server.embedded import EmbeddedServer
+from tests.support.processes import start
+from tests.support.servers import free_port
+
+# A line that the demo's model does not write.
+STRANGERS_CODE_RAN = "code of another package was run"
+STRANGER = f"raise SystemExit({STRANGERS_CODE_RAN!r})\n"
+PROGRAM = """
+from promptq import AsyncClient, Client
+
+with Client() as client:
+    request_id = client.enqueue("Once upon a time", max_tokens=12)
+    text = "".join(event.text for event in client.stream(request_id))
+    assert text, "no text"
+    assert client.result(request_id).text == text
+print("streamed", len(text))
+"""
+ENQUEUE = """
+import sys
+from promptq import Client
+
+with Client(sys.argv[1]) as client:
+    print(client.state(client.enqueue("Once upon a time", max_tokens=3)))
+"""
+TYPED = """
+from promptq import Client
+
+
+def read(client: Client) -> str:
+    return client.result(client.enqueue("x")).text
+
+
+wrong: int = Client().enqueue("x")
+"""
+
+
+class Stranger:
+    """Somebody with a home and a folder, in which there are packages of our folders' names."""
+
+    def __init__(self, python: Path, folder: Path, name: str, *, path: str = "") -> None:
+        self.folder = folder / name
+        for package in ("shared", "worker", "producer"):
+            (self.folder / "packages" / package).mkdir(parents=True)
+            (self.folder / "packages" / package / "__init__.py").write_text(STRANGER)
+        (self.folder / "home").mkdir()
+        (self.folder / "empty").mkdir()
+        self.environment = {
+            "HOME": str(self.folder / "home"),
+            "PATH": f"{python.parent}:{path or os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder / "packages"),
+            "COLUMNS": "200",
+        }
+
+    def start(self, *command: str, **options: int) -> subprocess.Popen[str]:
+        return start(
+            *command, cwd=self.folder / "empty", env=self.environment, text=True, **options
+        )
+
+    def run(self, *command: str) -> str:
+        """What a command says, which has to end well."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with self.start(*command, **pipes) as process:
+            said = process.communicate()[0]
+        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{said}"
+        assert STRANGERS_CODE_RAN not in said, f"{command}:\n{said}"
+        return said
+
+
+def check_client(python: Path, folder: Path) -> None:
+    """The package without extras enqueues, has types, and says what it has not."""
+    stranger = Stranger(python, folder, "of-client")
+    for command, extras in {
+        "promptq": "cli",
+        "python -m promptq.worker": "worker",
+        "python -c 'import promptq; promptq.run_batch'": "gateway",
+    }.items():
+        said = stranger.run("sh", "-c", f"{command} 2>&1 | tail -n 1")
+        assert f"whl)[{extras}]" in said, said
+    with EmbeddedServer() as server:
+        said = stranger.run("python", "-c", ENQUEUE, server.url)
+        assert said.strip() == "waiting", said
+    print("a client without extras enqueues, and says what the rest needs")
+    program = stranger.folder / "typed.py"
+    program.write_text(TYPED)
+    checker = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+    cache = ["--cache-dir", str(stranger.folder / "mypy")]
+    told = subprocess.run(
+        [*checker, *cache, str(program)], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert re.search(r"typed\.py:9: error: .* has type \"str\".*\nFound 1 error", told.stdout), told
+    print("mypy knows its types")
+
+
+def check_everything(python: Path, folder: Path) -> None:
+    """All of it: the demo, server and worker and gateway, clients, and without a compiler."""
+    stranger = Stranger(python, folder, "of-all")
+    version = stranger.run("promptq", "--version").strip()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version), version
+    said = stranger.run("promptq", "demo")
+    assert "12 requests pushed in" in said, said
+    assert "no native code" not in said, said
+    print("the demo runs")
+    with running(stranger) as address:
+        said = stranger.run("promptq", "submit", "Once upon a time", "--max-tokens", "8")
+        assert said.strip(), "no text"
+        assert "streamed" in stranger.run("python", "-c", PROGRAM)
+        body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8}).encode()
+        with urllib.request.urlopen(f"{address}/v1/completions", body) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 8
+        with urllib.request.urlopen(f"{address}/") as page:
+            assert b"<html" in page.read()
+    print("promptq up serves a command, a program, HTTP and the dashboard")
+    without = folder / "tools"
+    without.mkdir()
+    for tool in ("sh", "rm", "uname", "env"):
+        (without / tool).symlink_to(shutil.which(tool) or tool)
+    poor = Stranger(python, folder, "without-compiler", path=str(without))
+    said = poor.run("promptq", "demo")
+    assert "no native code" not in said, said
+    print("native code comes with the wheel")
+    [made] = (python.parent.parent / "lib").rglob("promptq/worker/engine/native/built")
+    shutil.rmtree(made)
+    said = poor.run("promptq", "demo")
+    assert "no native code" in said, said
+    assert said.count("install g++") == 1, said
+    print("without it and without a compiler PyTorch serves, and the worker says so")
+
+
+@contextmanager
+def running(stranger: Stranger) -> Iterator[str]:
+    """`promptq up` with HTTP, until Ctrl-C; gives its address."""
+    port = free_port()
+    command = ["promptq", "up", "--port", str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with stranger.start(*command, **pipes) as process:
+        assert process.stdout is not None
+        awaited, said = {"worker", "gateway", "jobs"}, []
+        while awaited:
+            line = process.stdout.readline()
+            assert line, "".join(said)
+            said.append(line)
+            awaited -= {name for name in awaited if name in line and "ready" in line}
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate()[0]
+    assert process.returncode == 0, rest

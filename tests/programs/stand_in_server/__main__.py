@@ -1,0 +1,55 @@
+"""`python -m tests.programs.stand_in_server vllm --port 8000`: serve until killed.
+
+`GET /stand-in` says what runs, `POST /stand-in {"fault": "freeze"}` makes it fail (see `Faults`).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from aiohttp import web
+
+from tests.programs.stand_in_server.batch import Batch
+from tests.programs.stand_in_server.llama_cpp import llama_cpp_routes
+from tests.programs.stand_in_server.vllm import vllm_routes
+
+ROUTES = {"vllm": vllm_routes, "llama.cpp": llama_cpp_routes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs.stand_in_server", description=__doc__
+    )
+    parser.add_argument("dialect", choices=ROUTES)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--token-seconds", type=float, default=0.003)
+    parser.add_argument("--without-ids", action="store_true", help="as without --enable-scale-out")
+    parser.add_argument("--model", default="m")
+    parser.add_argument("--key", default=None)
+    options = parser.parse_args()
+    batch = Batch(options.max_num_seqs, options.max_model_len, options.token_seconds)
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: web.Handler) -> web.StreamResponse:
+        wanted = f"Bearer {options.key}"
+        if options.key is not None and request.headers.get("Authorization") != wanted:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    async def tell(_: web.Request) -> web.Response:
+        return web.json_response(batch.told())
+
+    async def fail(request: web.Request) -> web.Response:
+        batch.fault = (await request.json())["fault"]
+        return web.json_response({})
+
+    app = web.Application(middlewares=[check_key])
+    app.add_routes(ROUTES[options.dialect](batch, options.model, not options.without_ids))
+    app.add_routes([web.get("/stand-in", tell), web.post("/stand-in", fail)])
+    web.run_app(app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What the stand-in computes: sequences in slots, one token at a time, and how it can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any
+
+from tests.programs.stand_in_server.model import next_token
+
+VOCAB_SIZE = 257
+POISON = ord("!")
+"""A prompt with this token breaks its stream each time, after two tokens."""
+_OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
+FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse")
+"""`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
+`malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
+`freeze`: nothing is generated any more; `overload`: new requests are refused with 503; `refuse`:
+with 404. The first five are over when each running stream has failed once."""
+
+
+class BrokenError(Exception):
+    """A running stream is to fail as `fault` says."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+
+class Batch:
+    """`told` counts what was asked and what came of it."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, token_seconds: float) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.fault = ""
+        self._token_seconds = token_seconds
+        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._running = self._waiting = 0
+        self._counts = {"started": 0, "ended": 0, "broken_off": 0, "most_running": 0}
+
+    def told(self) -> dict[str, Any]:
+        return {"running": self._running, "waiting": self._waiting, **self._counts}
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        ends: Collection[int] = (),
+        min_tokens: int = 0,
+        seed: int | None = None,
+        bias: dict[int, float] | None = None,
+    ) -> AsyncIterator[tuple[int, str | None]]:
+        """Each token, with a reason on the last. Raises BrokenError."""
+        self._waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._waiting -= 1
+        self._running += 1
+        self._counts["started"] += 1
+        self._counts["most_running"] = max(self._running, self._counts["most_running"])
+        tokens, is_over = [*prompt], False
+        banned = {token for token, by in (bias or {}).items() if by <= -50}
+        try:
+            num_tokens = min(num_tokens, self.max_model_len - len(prompt))
+            for number in range(1, num_tokens + 1):
+                await asyncio.sleep(self._token_seconds)
+                while self.fault == "freeze":
+                    await asyncio.sleep(0.01)
+                if POISON in prompt and number > 2:
+                    raise BrokenError("break")
+                if self.fault in _OF_STREAMS:
+                    raise BrokenError(self.fault)
+                draw = None if seed is None else (seed, number)
+                held = banned | (set(ends) if number <= min_tokens else set())
+                tokens.append(next_token(tokens, draw, held))
+                is_over = tokens[-1] in ends or number == num_tokens
+                reason = None if not is_over else "stop" if tokens[-1] in ends else "length"
+                if is_over:
+                    self._counts["ended"] += 1
+                yield tokens[-1], reason
+                if is_over:
+                    return
+        finally:
+            if not is_over:
+                self._counts["broken_off"] += 1
+            self._running -= 1
+            self._slots.release()
+            if self.fault in _OF_STREAMS and not self._running:
+                self.fault = ""

@@ -1,0 +1,101 @@
+"""Speaks as llama.cpp's server does, which leaves tokens inside of a character out of its streams.
+
+Here a space counts as such a token.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
+
+_LEFT_OUT = ord(" ")
+_MOST_REMEMBERED = 10**9
+"""The server reserves four bytes for each token that a penalty looks back at."""
+_TYPES = {"stop": "eos", "length": "limit"}
+
+
+def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]:
+    def error(message: str, kind: str, code: int) -> web.Response:
+        told = {"error": {"code": code, "message": message, "type": kind}}
+        return web.json_response(told, status=code)
+
+    async def props(_: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "default_generation_settings": {"params": {}, "n_ctx": batch.max_model_len},
+                "total_slots": batch.max_num_seqs,
+                "model_alias": model,
+                "model_ftype": "all F32",
+                "model_path": f"/models/{model}.gguf",
+                "build_info": "b1-0c1e570",
+            }
+        )
+
+    async def tokenize(request: web.Request) -> web.Response:
+        return web.json_response({"tokens": [*(await request.json())["content"].encode()]})
+
+    async def completion(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt, is_stream = body["prompt"], body.get("stream", False)
+        if batch.fault == "overload":
+            return error("Loading model", "unavailable_error", 503)
+        if max(prompt) >= VOCAB_SIZE:
+            return error("Prompt contains invalid tokens", "invalid_request_error", 400)
+        if len(prompt) >= batch.max_model_len:
+            said = f"request ({len(prompt)} tokens) exceeds the available context size"
+            return error(said, "exceed_context_size_error", 400)
+        is_penalised = body.get("repeat_penalty", 1.0) != 1.0
+        if is_penalised and body.get("repeat_last_n", 64) > _MOST_REMEMBERED:
+            said = "Failed to initialize samplers: std::bad_alloc"
+            return error(said, "invalid_request_error", 400)
+        tokens = batch.generate(
+            prompt,
+            body["n_predict"],
+            seed=body.get("seed", 0) if body.get("temperature", 0.8) else None,
+            bias=dict(body.get("logit_bias", ())),
+        )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if is_stream:
+            await response.prepare(request)
+        found: list[int] = []
+        last_reason = None
+
+        def event(token_ids: list[int], reason: str | None) -> dict[str, Any]:
+            told = {
+                "index": 0,
+                "content": "",
+                "tokens": token_ids if body.get("return_tokens") and takes_ids else [],
+                "id_slot": -1,
+                "stop": reason is not None,
+                "tokens_predicted": len(found),
+                "tokens_evaluated": len(prompt),
+            }
+            return told if reason is None else {**told, "stop_type": _TYPES[reason]}
+
+        async def send(what: dict[str, Any]) -> None:
+            await response.write(f"data: {json.dumps(what)}\n\n".encode())
+
+        try:
+            async with aclosing(tokens):
+                async for token_id, reason in tokens:
+                    found.append(token_id)
+                    last_reason = reason
+                    if is_stream and token_id != _LEFT_OUT:
+                        await send(event([token_id], None))
+        except BrokenError:
+            return response  # it breaks off without a word
+        if not is_stream:
+            return web.json_response(event(found, last_reason))
+        await send(event([], last_reason))
+        return response
+
+    return [
+        web.get("/props", props),
+        web.post("/tokenize", tokenize),
+        web.post("/completion", completion),
+    ]

@@ -1,0 +1,161 @@
+"""Speaks as vLLM's server does."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
+
+_METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="{model}"}} {running}
+vllm:cache_config_info{{block_size="16",cache_dtype="auto",kv_cache_size_tokens="{kv_tokens}"}} 1.0
+"""
+
+
+def vllm_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]:
+    def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def models(_: web.Request) -> web.Response:
+        entry = {
+            "id": model,
+            "object": "model",
+            "created": 1,
+            "owned_by": "vllm",
+            "root": f"/models/{model}",
+            "parent": None,
+            "max_model_len": batch.max_model_len,
+            "permission": [],
+        }
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def metrics(_: web.Request) -> web.Response:
+        text = _METRICS.format(
+            model=model,
+            running=float(batch.told()["running"]),
+            kv_tokens=batch.max_num_seqs * batch.max_model_len,
+        )
+        return web.Response(text=text)
+
+    async def tokenize(request: web.Request) -> web.Response:
+        tokens = [*(await request.json())["prompt"].encode()]
+        told = {"count": len(tokens), "max_model_len": batch.max_model_len, "tokens": tokens}
+        return web.json_response({**told, "token_strs": None})
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not takes_ids:
+            said = "Multimodal token-in token-out is not enabled; use --enable-scale-out"
+            return web.json_response(error(said, "Forbidden", 403), status=403)
+        if body.get("model") not in (None, model) or batch.fault == "refuse":
+            said = f"The model `{body.get('model')}` does not exist. Valid aliases: {model}."
+            return web.json_response(error(said, "NotFoundError", 404, "model"), status=404)
+        if batch.fault == "overload":
+            said = "The server has too many queued requests"
+            return web.json_response(error(said, "ServiceUnavailable", 503), status=503)
+        params, prompt = body["sampling_params"], body["token_ids"]
+        is_stream = body.get("stream", False)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+
+        async def send(event: dict[str, Any]) -> None:
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+        if is_stream:
+            await response.prepare(request)
+        if (worst := max(prompt)) >= VOCAB_SIZE:
+            said = error(f"Token id {worst} is out of vocabulary", "BadRequestError", 400)
+            if not is_stream:
+                return web.json_response(said, status=400)
+            await send(said)
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        temperature = params.get("temperature", 1.0)
+        bias = {int(key): by for key, by in (params.get("logit_bias") or {}).items()}
+        tokens = batch.generate(
+            prompt,
+            params.get("max_tokens") or batch.max_model_len,
+            ends=params.get("stop_token_ids") or (),
+            min_tokens=params.get("min_tokens", 0),
+            seed=params.get("seed", 0) if temperature else None,
+            bias=bias,
+        )
+        found: list[int] = []
+        try:
+            async with aclosing(tokens):
+                async for token_id, reason in tokens:
+                    found.append(token_id)
+                    if is_stream:
+                        num_top = params.get("logprobs")
+                        await send(_event([token_id], reason, num_top, body.get("request_id")))
+        except BrokenError as broken:
+            said = "EngineCore encountered an issue. See stack trace for the root cause."
+            if not is_stream:
+                return web.json_response(error(said, "InternalServerError", 500), status=500)
+            if broken.fault == "break":
+                await send(error(said, "InternalServerError", 500))
+            elif broken.fault == "abort":
+                await send(_event([], "abort", None, body.get("request_id")))
+            elif broken.fault == "malformed":
+                await send({"choices": [{"token_ids": 7}]})
+            elif broken.fault == "foreign":
+                await send(_event([VOCAB_SIZE], None, None, body.get("request_id")))
+            if broken.fault == "end":
+                return response
+        if not is_stream:
+            whole = _event(found, "length", None, body.get("request_id"))
+            del whole["usage"]  # only events have it
+            return web.json_response(whole)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return [
+        web.get("/version", version),
+        web.get("/v1/models", models),
+        web.get("/metrics", metrics),
+        web.get("/health", health),
+        web.post("/tokenize", tokenize),
+        web.post("/inference/v1/generate", generate),
+    ]
+
+
+def _event(
+    token_ids: list[int], reason: str | None, num_top: int | None, request_id: str | None
+) -> dict[str, Any]:
+    content = [
+        {
+            "token_id": token_id,
+            "logprob": -0.5,
+            "rank": 1,
+            "top_logprobs": [
+                {"token_id": token_id + other, "logprob": -0.5 - other, "rank": other + 1}
+                for other in range(max(1, num_top or 0))
+            ],
+        }
+        for token_id in token_ids
+    ]
+    choice = {
+        "index": 0,
+        "finish_reason": reason,
+        "stop_reason": None,
+        "token_ids": token_ids,
+        "routed_experts": None,
+        "sampling_mask": None,
+        "logprobs": None if num_top is None else {"content": content},
+    }
+    return {
+        "request_id": f"generate-tokens-{request_id}",
+        "usage": None,
+        "output_mode": "tokens",
+        "choices": [choice],
+    }

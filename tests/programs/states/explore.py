@@ -1,0 +1,210 @@
+"""Every state that a world can reach, by breadth-first search from its start.
+
+A violation comes with the shortest way there. States that differ only in which worker is which
+count once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from promptq.shared.protocol.rows import RowStatus
+from tests.programs.states.calls import Move
+from tests.programs.states.invariants.all_invariants import ALL_INVARIANTS, Invariants
+from tests.programs.states.invariants.steps import Step
+from tests.programs.states.moves import moves
+from tests.programs.states.server import Outcome, StatesServer
+from tests.programs.states.world import WORKERS, View, World
+
+
+def _numbered(trace: list[str]) -> str:
+    return "\n".join(f"  {number}. {text}" for number, text in enumerate(trace, 1))
+
+
+class ViolationError(AssertionError):
+    """An invariant does not hold; the message tells how to get there."""
+
+    def __init__(self, invariant: str, problem: str, trace: list[str]) -> None:
+        super().__init__(f"{invariant}: {problem}\nafter\n{_numbered(trace)}")
+        self.invariant = invariant
+
+
+class TooManyStatesError(AssertionError):
+    """A world has more states than it may have, as scripts that never settle make it have.
+
+    The message tells how to get to the last one, in which one sees what goes round and round.
+    """
+
+
+MOST_STATES = 1_000_000
+
+
+@dataclass
+class Explored:
+    """What was seen. `moves` are those made on the server, each with all invariants checked."""
+
+    states: int = 0
+    moves: int = 0
+    seconds: float = 0.0
+    deepest: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    """How many moves of each kind changed the state."""
+    statuses: set[RowStatus] = field(default_factory=set)
+    """What rows were answered."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    came_from: int
+    by: str
+    is_done: bool
+    """Whether all requests that are there have ended."""
+    goes_on_to: list[int] = field(default_factory=list)
+    """States that fair moves lead to."""
+
+
+def explore(
+    world: World,
+    port: int,
+    texts: Mapping[str, str] | None = None,
+    invariants: Invariants = ALL_INVARIANTS,
+    most_states: int = MOST_STATES,
+) -> Explored:
+    """Visit every state and make every move in it. Raises ViolationError, TooManyStatesError."""
+    server = StatesServer(port, texts)
+    try:
+        return _Exploration(world, invariants, most_states).run(server)
+    finally:
+        server.close()
+
+
+class _Exploration:
+    def __init__(self, world: World, invariants: Invariants, most_states: int) -> None:
+        self._world = world
+        self._invariants = invariants
+        self._most_states = most_states
+        self._seen: list[_Seen] = []
+        self._numbers: dict[bytes, int] = {}  # by digest, as states are long and many
+        self._views: dict[int, View] = {}  # of the level that is explored and the next one
+        self._explored = Explored()
+
+    def run(self, server: StatesServer) -> Explored:
+        started = time.monotonic()
+        level = [self._number(self._world.start, -1, "")]
+        while level:
+            level = list(self._next_level(server, level))
+            self._explored.deepest += bool(level)
+            self._views = {number: self._views[number] for number in level}
+        if self._invariants.progress:
+            self._check_progress()
+        self._explored.states = len(self._seen)
+        self._explored.seconds = time.monotonic() - started
+        return self._explored
+
+    def _next_level(self, server: StatesServer, level: list[int]) -> Iterator[int]:
+        made: list[tuple[int, Move]] = []
+
+        def wanted() -> Iterator[tuple[bytes, Move]]:
+            for number in level:
+                view = self._views[number]
+                for move in moves(self._world, view):
+                    made.append((number, move))
+                    yield view.snapshot, move
+
+        for at, outcome in enumerate(server.steps(wanted())):
+            number, move = made[at]
+            known = len(self._seen)
+            reached = number
+            if outcome.after != self._views[number].snapshot:  # as most moves leave it
+                reached = self._number(canonical(outcome.after), number, move.text)
+            self._check_step(number, move, outcome, reached)
+            if reached == known:
+                yield reached
+
+    def _number(self, snapshot: bytes, came_from: int, by: str) -> int:
+        digest = hashlib.blake2b(snapshot, digest_size=16).digest()
+        number = self._numbers.get(digest)
+        if number is None:
+            number = self._numbers[digest] = len(self._seen)
+            view = self._views[number] = View(snapshot)
+            self._seen.append(_Seen(came_from, by, is_done(self._world, view)))
+            for invariant in self._invariants.states:
+                for problem in invariant(self._world, view):
+                    raise self._violation(invariant.__name__, problem, number)
+            if len(self._seen) > self._most_states:
+                raise TooManyStatesError(
+                    f"more than {self._most_states:,} states; one of the last comes after\n"
+                    + _numbered(self._trace_to(number))
+                )
+        return number
+
+    def _check_step(self, number: int, move: Move, outcome: Outcome, reached: int) -> None:
+        explored, before = self._explored, self._views[number]
+        explored.moves += 1
+        after = before
+        if outcome.after != before.snapshot:
+            explored.kinds[move.kind] = explored.kinds.get(move.kind, 0) + 1
+            if move.is_fair:
+                self._seen[number].goes_on_to.append(reached)
+            known = self._views.get(reached)
+            # Where its workers' names were exchanged, it is not what became of this very state.
+            is_same = known is not None and known.snapshot == outcome.after
+            after = known if known is not None and is_same else View(outcome.after)
+        step = Step(self._world, before, move, outcome, after)
+        if step.published is not None:
+            explored.statuses.update(step.published.rows)
+        for name, problem in self._invariants.of_step(step):
+            raise self._violation(name, problem, number, move.text)
+
+    def _check_progress(self) -> None:
+        """From every state, what is tried again and again ends all requests that are there, even
+        if all who hold something now are gone."""
+        leads_from: dict[int, list[int]] = {}
+        for number, seen in enumerate(self._seen):
+            for reached in seen.goes_on_to:
+                leads_from.setdefault(reached, []).append(number)
+        open_ends = [n for n, seen in enumerate(self._seen) if seen.is_done]
+        good = set(open_ends)
+        while open_ends:
+            for number in leads_from.get(open_ends.pop(), ()):
+                if number not in good:
+                    good.add(number)
+                    open_ends.append(number)
+        for number in range(len(self._seen)):
+            if number not in good:
+                raise self._violation("progress", "nothing leads to the end", number)
+
+    def _violation(self, name: str, problem: str, number: int, *then: str) -> ViolationError:
+        return ViolationError(name, problem, [*self._trace_to(number), *then])
+
+    def _trace_to(self, number: int) -> list[str]:
+        trace = []
+        while number > 0:
+            trace.append(self._seen[number].by)
+            number = self._seen[number].came_from
+        return trace[::-1]
+
+
+def is_done(world: World, view: View) -> bool:
+    """Whether all requests that are there have ended, and no id waits for one that is gone; where
+    somebody sweeps, also whether nothing else is left behind.
+    """
+    sweeps = "sweep" in world.moves
+    for request_id in world.by_id:
+        is_there = view.is_accepted(request_id) or request_id in view.places
+        is_there = is_there or (sweeps and view.is_orphan(request_id))
+        if is_there and not view.is_final(request_id):
+            return False
+    return True
+
+
+_A, _B = (name.encode() for name in WORKERS[:2])
+
+
+def canonical(snapshot: bytes) -> bytes:
+    """The state with the first two workers' names exchanged, if that one sorts before."""
+    exchanged = snapshot.replace(_A, b"\0").replace(_B, _A).replace(b"\0", _B)
+    return min(snapshot, exchanged)

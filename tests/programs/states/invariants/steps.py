@@ -1,0 +1,290 @@
+"""What holds of every move, once in words (the docstring) and once in code.
+
+Each invariant yields what is wrong, in a sentence; nothing if all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import hiredis
+
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.claims import Claims
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.rows import Published, RowStatus
+from tests.programs.states.calls import Move
+from tests.programs.states.invariants.states import Problems
+from tests.programs.states.server import Outcome
+from tests.programs.states.world import KEYS, View, World
+
+
+@dataclass(frozen=True)
+class Step:
+    """A move, with the states before and after it."""
+
+    world: World
+    before: View
+    move: Move
+    outcome: Outcome
+    after: View
+
+    def appended(self, request_id: str) -> list[TokenEvent]:
+        """What the move added to a request's log."""
+        if self.after is self.before or self.move.kind == "spoil":
+            return []
+        new = self.after.log(request_id)[len(self.before.log(request_id)) :]
+        return [TokenEvent.model_validate_json(event) for _, event in new]
+
+    @property
+    def published(self) -> Published | None:
+        answer = self.outcome.answers[0]
+        return answer if isinstance(answer, Published) else None
+
+    @property
+    def claims(self) -> Claims:
+        answer = self.outcome.answers[0]
+        return answer if isinstance(answer, Claims) else Claims()
+
+
+StepInvariant = Callable[[Step], Problems]
+
+
+def scripts_raise_no_errors(step: Step) -> Problems:
+    """No script stops in the midst, and no row is refused by the server."""
+    for answer in step.outcome.answers:
+        if isinstance(answer, hiredis.ReplyError):
+            yield f"the server says: {answer}"
+    if step.published is not None and RowStatus.ERROR in step.published.rows:
+        yield "the server refuses a row"
+
+
+def what_has_ended_never_changes(step: Step) -> Problems:
+    """State, last event, result and log of a request stay as they were when it ended; the log may
+    expire, then all of it. A purge may delete a dead letter, and a reaper one that was kept for its
+    time.
+    """
+    for request_id in step.world.by_id:
+        if not step.before.is_final(request_id):
+            continue
+        kind = step.move.kind
+        if (
+            kind == "forget"
+            or (kind == "purge" and step.before.state(request_id) == "dead")
+            or (kind == "reap" and step.before.is_dead_for_long(request_id))
+        ):
+            continue
+        old, new = step.before.fields(request_id), step.after.fields(request_id)
+        for field in ("state", "finish_reason", "finished_at", "last_event", "result", "attempt"):
+            if old.get(field) != new.get(field):
+                yield f"{request_id}: {field} was {old.get(field)} and is {new.get(field)}"
+        if step.after.log(request_id) not in (step.before.log(request_id), ()):
+            yield f"{request_id}: its log changed after its end"
+
+
+def a_log_only_grows(step: Step) -> Problems:
+    """What a log has is never changed nor trimmed while the request lives. (One whose hash was
+    deleted may be swept away.)
+    """
+    for request_id in step.world.by_id:
+        if step.move.kind == "sweep" and not step.before.is_accepted(request_id):
+            continue
+        old, new = step.before.log(request_id), step.after.log(request_id)
+        if not step.before.is_final(request_id) and new[: len(old)] != old:
+            yield f"{request_id}: its log was {old} and is {new}"
+
+
+def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
+    """What is published on a request's channel is what its log gets, byte for byte and in order;
+    or once more the last event of a request that had ended.
+    """
+    if step.move.kind == "spoil":
+        return
+    for request_id in step.world.by_id:
+        heard = [text for at, text in step.outcome.heard if at == KEYS.events(request_id)]
+        old, new = step.before.log(request_id), step.after.log(request_id)
+        appended = [event for _, event in new[len(old) :]]
+        last = step.before.fields(request_id).get("last_event")
+        if heard != appended and not (heard == [last] and not appended):
+            yield f"{request_id}: the log got {appended}, subscribers heard {heard}"
+
+
+def only_the_newest_attempt_writes(step: Step) -> Problems:
+    """A row is written, a lease renewed, a request given back only for the newest attempt, while it
+    has the request; all that others send changes nothing.
+    """
+    senders = {row.request_id: attempt for row, attempt in step.move.rows} | dict(step.move.holders)
+    for request_id, attempt in senders.items():
+        if _holds(step.before, request_id, attempt):
+            continue
+        if all_of(step.before, request_id) != all_of(step.after, request_id):
+            yield f"attempt {attempt} changed {request_id}, which it does not hold"
+
+
+def who_lost_a_request_learns_it(step: Step) -> Problems:
+    """Whoever sends for a request that it holds no longer is told so, or that it has ended."""
+    published = step.published
+    if published is None:
+        return
+    rows = [(row.request_id, attempt) for row, attempt in step.move.rows]
+    sent = [*zip(rows, published.rows, strict=True)]
+    sent += zip(step.move.holders, published.held, strict=True)
+    for (request_id, attempt), status in sent:
+        if _holds(step.before, request_id, attempt):
+            if status is RowStatus.FENCED:
+                yield f"attempt {attempt} holds {request_id} and is fenced off"
+        elif status not in (RowStatus.FENCED, RowStatus.FINISHED):
+            yield f"attempt {attempt} lost {request_id} and is told {status}"
+
+
+def an_answer_to_a_row_is_true(step: Step) -> Problems:
+    """`ok`: the row is in the log now. `duplicate`: it was before, with the same tokens. `gap`: the
+    log ends before it. `cancelled`, `expired`, `finished`: the request has ended.
+    """
+    published = step.published
+    if published is None:
+        return
+    for (row, _), status in zip(step.move.rows, published.rows, strict=True):
+        old, new = step.before.log(row.request_id), step.after.log(row.request_id)
+        is_written = (f"{row.end}-{int(bool(row.finish_reason))}", row.event_json) in new[
+            len(old) :
+        ]
+        if (status is RowStatus.OK) != is_written:
+            yield f"{row.request_id}: {status} for a row that is written: {is_written}"
+        elif status is RowStatus.DUPLICATE and step.before.count(row.request_id) < row.end:
+            yield f"{row.request_id}: duplicate for a token that was not there"
+        elif status is RowStatus.GAP and step.before.count(row.request_id) >= row.start:
+            yield f"{row.request_id}: gap without a gap"
+        says_ended = status in (RowStatus.CANCELLED, RowStatus.EXPIRED, RowStatus.FINISHED)
+        if says_ended and not step.after.is_final(row.request_id):
+            yield f"{row.request_id}: {status}, but it has not ended"
+
+
+def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
+    """Once a request is flagged as cancelled, or past its deadline, no token of it is published;
+    the next row or renewal of its holder ends it.
+    """
+    for request_id in step.world.by_id:
+        is_cancelled = step.before.fields(request_id).get("cancelled") == "1"
+        if not is_cancelled and not step.before.is_past_deadline(request_id):
+            continue
+        for event in step.appended(request_id):
+            if event.token_ids or not event.is_last:
+                yield f"{request_id} was to end and got the tokens {event.token_ids}"
+        senders = {(row.request_id, attempt) for row, attempt in step.move.rows}
+        for _, attempt in [it for it in senders | set(step.move.holders) if it[0] == request_id]:
+            is_held = _holds(step.before, request_id, attempt)
+            is_given_back = step.move.calls[0].script == "release" and not is_cancelled
+            if is_held and not step.after.is_final(request_id) and not is_given_back:
+                yield f"{request_id} was to end and goes on"
+
+
+def an_answer_to_a_producer_is_true(step: Step) -> Problems:
+    """`ok` to an enqueue or requeue: the request is in the queue, with nothing of an earlier one. A
+    refusal: nothing has changed, of several requests neither. An id that was accepted before and is
+    kept (this one, or one with the same idempotency key): it has not changed. A cancel: the request
+    has ended, or its worker will hear of it, or it was over before.
+    """
+    answer, script = step.outcome.answers[0], step.move.calls[0].script
+    if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
+        if step.after.snapshot != step.before.snapshot:
+            yield f"{step.move.ids} were refused, and something has changed"
+    elif script == "requeue" and answer == "ok":
+        yield from _what_is_wrong_with_new(step, step.move.ids[-1], step.move.ids[-1])
+    elif script == "enqueue" and isinstance(answer, list):
+        for asked, told in zip(step.move.ids, answer, strict=True):
+            yield from _what_is_wrong_with_new(step, asked, told)
+    elif script == "cancel" and isinstance(answer, list):
+        for asked, status in zip(step.move.ids, answer, strict=True):
+            yield from _what_is_wrong_with_cancelled(step, asked, status)
+
+
+def _what_is_wrong_with_new(step: Step, asked: str, told: str) -> Problems:
+    before, after, specs = step.before, step.after, step.world.by_id
+    key = specs[asked].idempotency_key
+    if asked != told and (key is None or key != specs[told].idempotency_key):
+        yield f"{asked} is said to be {told}"
+    if before.is_accepted(told):
+        if all_of(before, told) != all_of(after, told):
+            yield f"{told} was there before, and has changed"
+    elif after.state(told) != "waiting":
+        yield f"{told} was taken in and is {after.state(told) or 'absent'}"
+    elif after.log(told) or after.fields(told).keys() & {"attempt", "last_event"}:
+        yield f"{told} is new, and has {after.fields(told)} with {after.log(told)}"
+
+
+def _what_is_wrong_with_cancelled(step: Step, asked: str, status: CancelStatus) -> Problems:
+    before, after, was = step.before, step.after, step.before.state(asked)
+    waited = was == "waiting" or asked in before.places
+    expected = {
+        CancelStatus.CANCELLED: waited and after.state(asked) == "cancelled",
+        CancelStatus.FLAGGED: was == "active" and after.fields(asked).get("cancelled") == "1",
+        CancelStatus.ACTIVE: was in ("waiting", "active") and after.state(asked) == was,
+        CancelStatus.FINISHED: before.is_final(asked),
+        CancelStatus.UNKNOWN: not before.is_accepted(asked) and not after.is_accepted(asked),
+    }
+    if not expected.get(status, False) and (was or status is not CancelStatus.ACTIVE):
+        yield f"{asked} was {was or 'absent'}, is {after.state(asked)}; the answer: {status}"
+
+
+def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
+    """`waiting`: it held the request, which waits again, now or after a while. `cancelled`, `dead`:
+    it held it, and so it has ended. `finished`: it had ended before. `fenced`: it held it no more.
+    """
+    answer = step.outcome.answers[0]
+    if step.move.calls[0].script != "release" or not isinstance(answer, list):
+        return
+    for (request_id, attempt), status in zip(step.move.holders, answer, strict=True):
+        held = _holds(step.before, request_id, attempt)
+        state, was_final = step.after.state(request_id), step.before.is_final(request_id)
+        expected = "finished" if was_final else state if held else "fenced"
+        if status != expected or (held and state == "active"):
+            yield f"attempt {attempt} held {request_id}: {held}; it is {state}, told {status}"
+
+
+def others_are_left_alone(step: Step) -> Problems:
+    """A call that names requests changes nothing of those that it does not name."""
+    if not step.move.ids:
+        return
+    for request_id in step.world.by_id:
+        if request_id in step.move.ids:
+            continue
+        old, new = all_of(step.before, request_id), all_of(step.after, request_id)
+        if old != new:
+            yield f"{request_id} was {old} and is {new}"
+
+
+def _holds(view: View, request_id: str, attempt: int) -> bool:
+    return view.state(request_id) == "active" and view.attempt(request_id) == attempt
+
+
+def all_of(view: View, request_id: str) -> tuple[object, ...]:
+    """All that the server keeps of a request."""
+    return (view.fields(request_id), view.log(request_id), *sets_of(view, request_id))
+
+
+def sets_of(view: View, request_id: str) -> tuple[float | None, ...]:
+    """Its score in each set, `pending` first."""
+    sets = (view.pending, view.delayed, view.leases, view.deadlines, view.dead)
+    return tuple(members.get(request_id) for members in sets)
+
+
+CHANGE_INVARIANTS: tuple[StepInvariant, ...] = (
+    what_has_ended_never_changes,
+    a_log_only_grows,
+    subscribers_hear_what_the_log_gets,
+    only_the_newest_attempt_writes,
+    others_are_left_alone,
+)
+"""They hold by themselves of a move that changes nothing, of which most are."""
+
+ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
+    scripts_raise_no_errors,
+    who_lost_a_request_learns_it,
+    an_answer_to_a_row_is_true,
+    nothing_follows_a_cancel_but_the_end,
+    an_answer_to_a_producer_is_true,
+    an_answer_to_who_gives_back_is_true,
+)

@@ -1,0 +1,201 @@
+"""A real server that is put into any state, runs a real script there, and tells what came of it.
+
+The scripts' text is what workers send, behind a few lines that make their clock stand still, keep
+what they publish, and stop one that does not end. All is pipelined: putting back, the calls, and
+reading take one turn.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import hiredis
+
+from promptq.shared.errors import PromptqError
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from tests.programs.states.calls import Move
+from tests.programs.states.world import KEYS, NOW_MS
+
+_HEARD, _NOW, _CHANGES = "heard", "now", "changes"
+"""Keys of the explorer's own: what was published; the state that the server is in, as it was put
+back or read; how many changes the server had counted by then."""
+
+_CHUNK = 100
+
+_MOST_COMMANDS = 10_000
+"""So many commands does no script send in a small world, unless it never ends."""
+
+_PINNED_CLOCK = f"""
+local unpinned, num_commands = redis, 0
+local function pinned(invoke)
+  return function(command, ...)
+    num_commands = num_commands + 1
+    if num_commands > {_MOST_COMMANDS} then error('the script does not end') end
+    if command == 'TIME' then return {{'{NOW_MS // 1000}', '0'}} end
+    if string.find(command, 'PUBLISH$') then unpinned.call('RPUSH', '{_HEARD}', ...) end
+    return invoke(command, ...)
+  end
+end
+local redis = setmetatable(
+  {{call = pinned(unpinned.call), pcall = pinned(unpinned.pcall)}}, {{__index = unpinned}})
+"""
+
+_REMEMBER = f"""
+local function count_changes()
+  local told = redis.call('INFO', 'persistence')
+  return tonumber(string.match(told, 'rdb_changes_since_last_save:(%d+)'))
+end
+local function remember(state)
+  redis.call('SET', '{_NOW}', state)
+  redis.call('SET', '{_CHANGES}', count_changes() + 1) -- with this one
+end
+"""
+
+_PUT_BACK = f"""{_REMEMBER}
+if redis.call('GET', '{_NOW}') == ARGV[1] then return end
+local old = redis.call('KEYS', '*')
+if #old > 0 then redis.call('DEL', unpack(old)) end
+for _, item in ipairs(cjson.decode(ARGV[1])) do
+  local key, kind, values, has_expiry = item[1], item[2], item[3], item[4]
+  if kind == 'hash' then redis.call('HSET', key, unpack(values))
+  elseif kind == 'zset' then
+    for n = 1, #values, 2 do redis.call('ZADD', key, values[n + 1], values[n]) end
+  elseif kind == 'stream' then
+    for _, entry in ipairs(values) do redis.call('XADD', key, entry[1], unpack(entry[2])) end
+  elseif kind == 'list' then redis.call('RPUSH', key, unpack(values))
+  elseif kind == 'set' then redis.call('SADD', key, unpack(values))
+  else redis.call('SET', key, values[1]) end
+  if has_expiry then redis.call('PEXPIRE', key, 3600000) end
+end
+remember(ARGV[1])
+"""
+
+_READ = f"""{_REMEMBER}
+if count_changes() == tonumber(redis.call('GET', '{_CHANGES}')) then return {{false, {{}}}} end
+local heard = redis.call('LRANGE', '{_HEARD}', 0, -1)
+redis.call('DEL', '{_HEARD}')
+local keys, items = redis.call('KEYS', '*'), {{}}
+table.sort(keys)
+for _, key in ipairs(keys) do
+  local kind, values = redis.call('TYPE', key).ok, nil
+  if kind == 'hash' then
+    local pairs_of, fields, found = redis.call('HGETALL', key), {{}}, {{}}
+    for n = 1, #pairs_of, 2 do
+      fields[#fields + 1] = pairs_of[n]
+      found[pairs_of[n]] = pairs_of[n + 1]
+    end
+    table.sort(fields)
+    values = {{}}
+    for n, field in ipairs(fields) do values[2 * n - 1], values[2 * n] = field, found[field] end
+  elseif kind == 'zset' then values = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+  elseif kind == 'stream' then values = redis.call('XRANGE', key, '-', '+')
+  elseif kind == 'list' then values = redis.call('LRANGE', key, 0, -1)
+  elseif kind == 'set' then
+    values = redis.call('SMEMBERS', key)
+    table.sort(values)
+  else values = {{redis.call('GET', key)}} end
+  if key ~= '{_NOW}' and key ~= '{_CHANGES}' then
+    items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) > 0}}
+  end
+end
+local text = #items > 0 and cjson.encode(items) or '[]'
+remember(text)
+return {{text, heard}}
+"""
+
+
+class Outcome(NamedTuple):
+    """What a move made of a state: the state after it, each call's answer, the events published."""
+
+    after: bytes
+    answers: list[Any]
+    """As the call's `parse` gives it, or the PromptqError that it raised."""
+    heard: list[tuple[str, str]]
+    """Channel and message."""
+
+
+class StatesServer:
+    """One connection to a server that nobody else uses. `texts` are scripts by name.
+
+    An error inside a script is an answer too: a `hiredis.ReplyError`.
+    """
+
+    def __init__(self, port: int, texts: Mapping[str, str] | None = None) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._reader = hiredis.Reader()
+        texts = texts or {name: script_text(name) for name in SCRIPT_NAMES}
+        self._digests = {name: self._load(_PINNED_CLOCK + text) for name, text in texts.items()}
+        self._put_back, self._read = self._load(_PUT_BACK), self._load(_READ)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def step(self, before: bytes, move: Move) -> Outcome:
+        """Make one move."""
+        return next(self.steps([(before, move)]))
+
+    def steps(self, wanted: Iterable[tuple[bytes, Move]]) -> Iterator[Outcome]:
+        """Make each move in its state; while answers are looked at, the next moves are made."""
+        moves = iter(wanted)
+        sent: list[tuple[bytes, Move]] = []
+        while True:
+            chunk = list(islice(moves, _CHUNK))
+            packed = b"".join(self._packed(before, move) for before, move in chunk)
+            if packed:
+                self._socket.sendall(packed)
+            for before, move in sent:
+                yield self._receive(before, move)
+            sent = chunk
+            if not sent:
+                return
+
+    def _packed(self, before: bytes, move: Move) -> bytes:
+        parts = [_command("EVALSHA", self._put_back, 0, before)]
+        for call in move.calls:
+            if call.script:
+                digest = self._digests[call.script]
+                parts.append(_command("EVALSHA", digest, 1, KEYS.pending, *call.args))
+            else:
+                parts.append(_command(*call.args))
+        parts.append(_command("EVALSHA", self._read, 0))
+        return b"".join(parts)
+
+    def _receive(self, before: bytes, move: Move) -> Outcome:
+        self._reply()
+        answers: list[Any] = []
+        for call in move.calls:
+            reply = self._reply(raises=False)
+            if isinstance(reply, hiredis.ReplyError):
+                answers.append(reply)
+                continue
+            try:
+                answers.append(call.parse(reply))
+            except PromptqError as refusal:
+                answers.append(refusal)
+        after, heard = self._reply()
+        texts = [item.decode() for item in heard]
+        return Outcome(after or before, answers, list(zip(texts[::2], texts[1::2], strict=True)))
+
+    def _reply(self, raises: bool = True) -> Any:
+        while (reply := self._reader.gets()) is False:
+            received = self._socket.recv(1 << 20)
+            if not received:
+                raise ConnectionError("the server went away")
+            self._reader.feed(received)
+        if raises and isinstance(reply, hiredis.ReplyError):
+            raise reply
+        return reply
+
+    def _load(self, text: str) -> bytes:
+        self._socket.sendall(_command("SCRIPT", "LOAD", text))
+        digest: bytes = self._reply()
+        return digest
+
+
+def _command(*args: str | bytes | int) -> bytes:
+    packed: bytes = hiredis.pack_command(args)
+    return packed

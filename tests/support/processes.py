@@ -1,0 +1,233 @@
+"""Processes that tests start, and what belongs to them."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.support.fork_server import FORKED, ForkedProcess
+from tests.support.roles import as_role
+
+
+def hear_signals() -> None:
+    """Ignore no more what whoever started this process had it ignore.
+
+    A shell has what it starts in the background ignore interrupts. Children inherit it, and one of
+    them that a test interrupts would go on. Call it in the main thread.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def start(*command: str | Path, is_new: bool = False, **options: Any) -> subprocess.Popen[Any]:
+    """A process that hears signals; `options` are Popen's.
+
+    It is forked where libraries cost time, unless `is_new`: /proc then shows its own memory,
+    command line and environment.
+    """
+    hear_signals()
+    if is_new:
+        return subprocess.Popen([*map(str, command)], **options)
+    is_ours = [*map(str, command[:2])] == [sys.executable, "-m"]
+    kind = ForkedProcess if is_ours and str(command[2]) in FORKED else subprocess.Popen
+    return kind([*map(str, command)], **options)
+
+
+@contextmanager
+def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """The same; it is killed at the end if it still runs."""
+    with start(*command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class StartedWorker:
+    """`python -m promptq.worker`, or the one with faults, in its role; its output goes to files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        *options: str,
+        module: str = "promptq.worker",
+        is_new: bool = False,
+        **environment: str,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._errors = folder / f"worker-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", module, "--redis", as_role("worker", url), *options]
+        with self._errors.open("w") as errors:
+            self.process = start(
+                *command,
+                is_new=is_new,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            self.first_line = output.readline()
+        assert self.first_line.startswith("ready after "), self.said
+
+    @property
+    def said(self) -> str:
+        return self._errors.read_text()
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """Lines of the log whose event has these words. The last line may still be written."""
+        whole, _, _ = self.said.rpartition("\n")
+        lines = [line for line in whole.splitlines() if line.startswith("{")]
+        return [entry for entry in map(json.loads, lines) if event in entry["event"]]
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self) -> int:
+        return self.process.wait()
+
+
+@contextmanager
+def started(
+    folder: Path, url: str, *options: str, module: str = "promptq.worker", **environment: str
+) -> Iterator[StartedWorker]:
+    worker = StartedWorker(folder, url, *options, module=module, **environment)
+    try:
+        yield worker
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
+class Terminal:
+    """A process that has a terminal of its own in the place of these streams.
+
+    `shown` is what was read of what came there.
+    """
+
+    def __init__(
+        self,
+        *command: str | Path,
+        streams: Sequence[str] = ("stdin", "stdout", "stderr"),
+        columns: int = 0,
+        lines: int = 0,
+        **options: Any,
+    ) -> None:
+        self._fd, theirs = pty.openpty()
+        if columns:
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        options |= dict.fromkeys(streams, theirs)
+        self.process = start(*command, start_new_session=True, **options)
+        os.close(theirs)
+        self.shown = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    @property
+    def plain(self) -> str:
+        """What was shown, without colours and moves of the cursor."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
+
+    def read(self) -> bool:
+        """Read what is there, or comes next; False where nobody writes any more."""
+        try:
+            piece = os.read(self._fd, 65536)
+        except OSError:  # how a terminal says that nobody is at the other end
+            return False
+        self.shown += self._decoder.decode(piece)
+        return bool(piece)
+
+    def read_until(self, pattern: str) -> None:
+        while not re.search(pattern, self.shown):
+            assert self.read(), self.shown
+
+    def read_rest(self) -> None:
+        while self.read():
+            pass
+
+    def press(self, key: bytes) -> None:
+        os.write(self._fd, key)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Its standard output up to and including `text`; its standard error is a pipe, too."""
+    assert process.stdout is not None
+    read = ""
+    while not read.endswith(text):
+        letter = process.stdout.read(1)
+        if not letter:
+            raise AssertionError(f"it ended after {read!r}: {process.communicate()[1]}")
+        read += letter
+    return read
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line of its standard output, which is a pipe."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+async def until_ready(process: subprocess.Popen[str]) -> None:
+    """Until a service says so, on standard output; its standard error is a pipe, too."""
+    told = await asyncio.to_thread(read_line, process)
+    assert process.stderr is not None
+    assert told.startswith("ready"), told + process.stderr.read()
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all its descendants, the eldest first."""
+    family = [pid]
+    while new := [child for child, parent in _parents().items() if _is_new(child, parent, family)]:
+        family += new
+    return family
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL a process and all its descendants."""
+    for each in family_of(pid):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it lives; one that nobody waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _is_new(child: int, parent: int, family: list[int]) -> bool:
+    return parent in family and child not in family
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents

