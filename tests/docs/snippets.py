@@ -133,7 +133,8 @@ class Shell(Session):
 
     def close(self) -> None:
         kill_all(self.process.pid)
-        for _, output in self._terminals:
+        for pid, output in self._terminals:  # a shell that has failed is no longer their parent
+            kill_all(pid)
             output.close()
 
     def _script(self, code: str) -> Path:
