@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import select
 import socket
@@ -13,9 +14,11 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+from redis import Redis
 
 from promptq.producer.gateway import app
 from promptq.producer.http import connection_limits
+from promptq.shared.protocol.keys import Keys
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway, connected, live_gateway
 from tests.support.waiting import until
@@ -290,6 +293,22 @@ def test_what_a_call_becomes_counts_too(redis_url: str) -> None:
             )
             let_in = http.post("/v1/completions", json={**body, "n": 2})
             assert let_in.json()["error"]["code"] == "no_worker"
+
+
+def test_a_call_that_waits_in_the_queue_holds_no_bytes(redis_url: str) -> None:
+    """Each call needs more than half of its tenant's bytes, until it is in the queue."""
+    secret = make_key(redis_url, "web")
+    limits = {"http_max_body_bytes": MIB // 4, "http_body_bytes_per_tenant": MIB // 4}
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * (MIB // 5)}]}).encode()
+    with (
+        Redis.from_url(redis_url) as server,
+        live_gateway(redis_url, **limits) as gateway,
+        ExitStack() as stack,
+    ):
+        for number in (1, 2):
+            connection = stack.enter_context(connected(gateway))
+            connection.sendall(head(CHAT, secret, len(body)) + body)
+            until(lambda number=number: server.zcard(Keys().pending_of("web")) == number)
 
 
 def test_connections_are_bounded_and_probes_still_answered(redis_url: str) -> None:

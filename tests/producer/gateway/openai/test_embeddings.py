@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
+from promptq.shared.protocol.events import ErrorInfo
+from promptq.shared.protocol.request import FinishReason
 from tests.producer.gateway.living import LiveGateway, error_of
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.waiting import until
@@ -126,3 +129,20 @@ def test_a_client_that_leaves_cancels(
     payloads = [json.loads(own_worker.redis.hget(key, "payload")) for key in keys]
     assert sorted(it["prompt"] for it in payloads) == sorted(TEXTS)
     assert all(it["embed"] == {} and it["priority"] == -3 for it in payloads)
+
+
+def test_an_input_that_fails_cancels_the_others(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    error = ErrorInfo(type="internal_error", message="it failed")
+    with ThreadPoolExecutor() as beside:
+        asking = beside.submit(lambda: http.post("/v1/embeddings", json={"input": TEXTS}))
+        claim = own_worker.queue.take()
+        assert claim is not None
+        own_worker.adopt(claim)
+        own_worker.send(claim, "", FinishReason.ERROR, error=error)
+        assert asking.result().status_code == 500
+    until(own_worker.queue.is_empty)
+    keys = own_worker.redis.keys("*:request:embd-*")
+    states = sorted(own_worker.redis.hget(key, "state") for key in keys)
+    assert states == [b"cancelled"] * (len(TEXTS) - 1) + [b"failed"]
