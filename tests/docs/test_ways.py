@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 import threading
@@ -17,10 +18,19 @@ import promptq
 from promptq.producer.clients.sync_client import Client
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Call
+<<<<<<< HEAD
 from tests.support.model_free_worker import running_worker, served_model_free
 from tests.support.paths import ROOT
 from tests.support.roles import as_role
 from tests.support.waiting import async_until
+=======
+from promptq.worker.engine.api.messages import StepOutput
+from promptq.worker.leases import prefetcher
+from tests.support.model_free_worker import running_worker, served_model_free
+from tests.support.paths import ROOT
+from tests.support.roles import as_role
+from tests.support.waiting import async_until
+>>>>>>> st2w
 
 Place = tuple[str, str]
 """A file and a function in it. A script has none, and where the page names none, any will do."""
@@ -77,19 +87,36 @@ def test_the_ways_are_short_and_their_places_are_there() -> None:
         assert not function or f"def {function}(" in (ROOT / file).read_text(), (file, function)
 
 
-async def test_a_prompt_and_a_cancel_go_their_ways(redis_url: str, visits: list[Place]) -> None:
-    served = served_model_free(step_seconds=0.01)
-    with Client(as_role("producer", redis_url)) as client:
-        async with running_worker(redis_url, served) as worker:
-            visits.clear()
-            await asyncio.to_thread(client.generate, "a", max_tokens=1)
-            way = [place for place in PROMPT if place[0] not in MODEL]
-            assert passed(way, visits) == way
+async def test_a_prompt_and_a_cancel_go_their_ways(
+    redis_url: str, visits: list[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No timer claims, renews or steps in between, so that each order has one cause."""
+    monkeypatch.setattr(prefetcher, "POLL_SECONDS", math.inf)
+    served = served_model_free()
+    engine: Any = served.engine
+    step, steps = engine.step, threading.Semaphore(2)  # the whole of the first, one of the second
 
-            request_id = await asyncio.to_thread(client.enqueue, "a", max_tokens=4000)
-            await asyncio.to_thread(next, client.stream(request_id))
-            visits.clear()
-            await asyncio.to_thread(client.cancel, request_id)
-            await asyncio.to_thread(client.result, request_id)
-            await async_until(lambda: not worker.served.engine.stats.num_used_blocks)
+    def step_if_allowed() -> StepOutput:
+        steps.acquire()
+        output: StepOutput = step()
+        return output
+
+    monkeypatch.setattr(engine, "step", step_if_allowed)
+    with Client(as_role("producer", redis_url)) as client:
+        async with running_worker(redis_url, served, lease_ms=10**9):
+            try:
+                await async_until(lambda: ("worker/leases/ready.py", "wait") in visits)
+                visits.clear()
+                await asyncio.to_thread(client.generate, "a", max_tokens=1)
+                way = [place for place in PROMPT if place[0] not in MODEL]
+                assert passed(way, visits) == way
+
+                request_id = await asyncio.to_thread(client.enqueue, "a", max_tokens=4000)
+                await asyncio.to_thread(next, client.stream(request_id))
+                visits.clear()
+                await asyncio.to_thread(client.cancel, request_id)
+                await asyncio.to_thread(client.result, request_id)
+            finally:
+                steps.release(10**6)
+            await async_until(lambda: not engine.stats.num_used_blocks)
             assert passed(CANCEL, visits) == CANCEL
