@@ -18,19 +18,12 @@ import promptq
 from promptq.producer.clients.sync_client import Client
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Call
-<<<<<<< HEAD
-from tests.support.model_free_worker import running_worker, served_model_free
-from tests.support.paths import ROOT
-from tests.support.roles import as_role
-from tests.support.waiting import async_until
-=======
 from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases import prefetcher
 from tests.support.model_free_worker import running_worker, served_model_free
 from tests.support.paths import ROOT
 from tests.support.roles import as_role
 from tests.support.waiting import async_until
->>>>>>> st2w
 
 Place = tuple[str, str]
 """A file and a function in it. A script has none, and where the page names none, any will do."""
