@@ -22,7 +22,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.sampling.grammar_masks import Masks
-from promptq.worker.text.grammars.grammars import Grammars
+from promptq.worker.text.grammars.token_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 VOCAB_SIZE = 150_000

@@ -15,7 +15,7 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
-from promptq.producer.http.limits import COUNTED_READ, admit_call
+from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import ThisGateway
 
 router = APIRouter(

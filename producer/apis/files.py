@@ -21,7 +21,7 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold, body_pieces
 from promptq.producer.http.errors import described
-from promptq.producer.http.limits import COUNTED_READ, admit_call
+from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import ThisGateway
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work

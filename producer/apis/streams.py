@@ -29,7 +29,7 @@ from promptq.producer.clients.forks import ForkSource, check_changes, fork_sourc
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import read_body
 from promptq.producer.http.errors import described
-from promptq.producer.http.limits import COUNTED_READ, admit_call
+from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.replies import CancelStatus

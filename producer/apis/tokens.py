@@ -18,7 +18,7 @@ from promptq.producer.calls.prepare import prepare
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
-from promptq.producer.http.limits import admit_call
+from promptq.producer.http.rate_limits import admit_call
 from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.producer.http.submit import prompt_tokens
 from promptq.shared.protocol.events import Result

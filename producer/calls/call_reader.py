@@ -24,7 +24,7 @@ from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryN
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.prepare import Prepared, prepare
-from promptq.producer.calls.rates import account_of
+from promptq.producer.calls.rate_costs import account_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
 from promptq.shared.protocol.request import Request as PayloadRequest

@@ -10,7 +10,7 @@ from promptq.producer.calls.call import CompletionCall, Extra
 from promptq.producer.calls.caller import Caller, check_priority, check_tenant
 from promptq.producer.calls.errors import in_api_names
 from promptq.producer.calls.queues import ServedQueue
-from promptq.producer.calls.rates import account_of, rates_of
+from promptq.producer.calls.rate_costs import account_of, rates_of
 from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.request import NewRequest, TokenAccount

@@ -17,7 +17,7 @@ from promptq.producer.calls.prepare import Prepared
 from promptq.producer.calls.queues import Found, ServedQueue
 from promptq.producer.http.bodies import Hold, body_pieces
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
-from promptq.producer.http.limits import admit_call, take
+from promptq.producer.http.rate_limits import admit_call, take
 from promptq.producer.http.state import Gateway
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys

@@ -19,8 +19,8 @@ from promptq.producer.apis.responses.write import ResponseWriter, frames_of
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described, method_not_allowed
-from promptq.producer.http.limits import COUNTED_READ
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
+from promptq.producer.http.rate_limits import COUNTED_READ
 from promptq.producer.http.state import ThisCallReader, ThisGateway
 from promptq.producer.http.stream import FramesInTurns
 from promptq.producer.http.submit import prompt_tokens, read_call

@@ -16,7 +16,7 @@ from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.gateway.dashboard.pages import ThisQueue
 from promptq.producer.http.auth import ThisAdmin, is_of_own_page
 from promptq.producer.http.json_body import json_body
-from promptq.producer.http.limits import admit_call
+from promptq.producer.http.rate_limits import admit_call
 from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.submit import enqueue
 from promptq.shared.errors import RequestNotFoundError

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any, cast
 
-from promptq.worker.text.grammars.compiler import Vocabulary, compile_grammar, reason_of
+from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take, for compiling and the first masks together."""

@@ -18,12 +18,12 @@ from fastapi import FastAPI
 
 from promptq import AsyncClient, Client
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.calls.rates import rates_of
+from promptq.producer.calls.rate_costs import rates_of
 from promptq.producer.commands.screens.render import api_keys_list
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.producer.gateway.app import create_app
 from promptq.producer.http.auth import ThisAdmin, ThisCaller
-from promptq.producer.http.limits import take
+from promptq.producer.http.rate_limits import take
 from promptq.producer.http.state import ThisGateway
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError

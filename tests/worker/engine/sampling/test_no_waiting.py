@@ -16,7 +16,6 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.sampling import (
-    choosers,
     constraints,
     filters,
     grammar_masks,
@@ -25,8 +24,9 @@ from promptq.worker.engine.sampling import (
     sampler,
     triton_choice,
 )
-from promptq.worker.engine.sampling.choosers import TorchKernels
+from promptq.worker.engine.sampling import sampling_kernels
 from promptq.worker.engine.sampling.sampler import Sampler
+from promptq.worker.engine.sampling.sampling_kernels import TorchKernels
 
 META = torch.device("meta")
 VOCAB_SIZE = 1000
@@ -64,7 +64,7 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for module in (constraints, filters, choosers, logprobs, grammar_masks, penalties, sampler):
+    for module in (constraints, filters, sampling_kernels, logprobs, grammar_masks, penalties, sampler):
         if hasattr(module, "to_device"):
             monkeypatch.setattr(module, "to_device", to_meta)
     # Triton has no meta device. The kernel leaves what it is given.

@@ -19,7 +19,7 @@ from promptq.worker.leases.preparation import Preparation
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.grammars.grammars import Grammars, LLMasker
+from promptq.worker.text.grammars.token_masks import Grammars, LLMasker
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.tiny_models import save_model
 

@@ -10,7 +10,7 @@ from fastapi import Depends
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
-from promptq.producer.calls.rates import (
+from promptq.producer.calls.rate_costs import (
     beyond_rates,
     rate_of_requests,
     take_of_queues,

@@ -30,8 +30,8 @@ from promptq.shared.protocol.output_style import NAMED, OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.closed_schemas import closed
-from promptq.worker.text.grammars.compiler import Vocabulary, compile_grammar, reason_of
 from promptq.worker.text.grammars.fault_place import path, place_of_fault
+from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
 from promptq.worker.text.grammars.plain_schemas import plain
 from promptq.worker.text.grammars.schema_patterns import (
     MAX_COMBINED_PATTERNS,
