@@ -22,9 +22,9 @@ from promptq.worker.engine.sampling import (
     logprobs,
     penalties,
     sampler,
+    sampling_kernels,
     triton_choice,
 )
-from promptq.worker.engine.sampling import sampling_kernels
 from promptq.worker.engine.sampling.sampler import Sampler
 from promptq.worker.engine.sampling.sampling_kernels import TorchKernels
 
@@ -64,7 +64,15 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for module in (constraints, filters, sampling_kernels, logprobs, grammar_masks, penalties, sampler):
+    for module in (
+        constraints,
+        filters,
+        sampling_kernels,
+        logprobs,
+        grammar_masks,
+        penalties,
+        sampler,
+    ):
         if hasattr(module, "to_device"):
             monkeypatch.setattr(module, "to_device", to_meta)
     # Triton has no meta device. The kernel leaves what it is given.
