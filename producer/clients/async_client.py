@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import redis
 import redis.asyncio
 
-from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
@@ -60,6 +59,7 @@ from promptq.shared.protocol.worker_stats import Sample
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
 from promptq.shared.queue.call import Call, Operation, carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 from promptq.shared.runtime.tasks import heeding_cancels
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import redis
 
-from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
@@ -57,6 +56,7 @@ from promptq.shared.protocol.worker_stats import Sample
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
 from promptq.shared.queue.call import Call, Operation, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_redis
 

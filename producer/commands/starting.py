@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.admin.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.producer.commands.options import DataDir, Queue, Redis, Target
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.queue.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.quick_imports import quick_imports
 
@@ -209,7 +209,7 @@ def server(
 def demo(context: typer.Context) -> None:
     """See it work: a server, a worker and a dozen requests, side by side.
 
-    The demo needs nothing else and leaves nothing behind. Options go to the worker.
+    It needs nothing else and leaves nothing behind. Options go to the worker.
 
     Examples:
 

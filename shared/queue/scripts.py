@@ -45,7 +45,8 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     """
     columns = zip(*map(_values, new), strict=True)
     used = {name: it for name, it in zip(_FIELDS, columns, strict=False) if any(it)}
-    args = named(idempotency_ms=idempotency_ms, fields=",".join(used), nonce=nonce)
+    fields = ",".join(used) or "id"  # of no request
+    args = named(idempotency_ms=idempotency_ms, fields=fields, nonce=nonce)
     args += ["then", *chain.from_iterable(zip(*used.values(), strict=True))]
 
     def parse(reply: list[Any]) -> list[str]:

@@ -113,7 +113,7 @@ def test_what_workers_say_of_themselves(
     assert r"wa\x1b]0;owned" in shown
     assert f"model c{DRAWN}{MARKUP}" in shown
     assert r"wa\u001b]0;owned" in at_terminal("stats", "--json")
-    assert f"told w{ESCAPED}" in at_terminal("drain")
+    assert f"w{ESCAPED}{MARKUP} finishes" in at_terminal("drain")
 
 
 def test_what_is_kept_of_a_dead_letter(

@@ -13,11 +13,11 @@ from itertools import count
 
 from promptq.producer.admin.queue_stats import QueueStats
 from promptq.producer.admin.scaling import Scaling
-from promptq.producer.admin.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.shared.runtime.printable import printable
 
 _READ_SECONDS = 5.0

@@ -9,12 +9,12 @@ from pydantic import BaseModel
 from redis.exceptions import RedisError
 
 from promptq.producer.admin.scaling import Scaling, scaling
-from promptq.producer.admin.scaling_defaults import TARGET_SECONDS
 from promptq.producer.http.errors import described
 from promptq.producer.http.state import ThisGateway
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.queue.call import carry_out_async
+from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 
 router = APIRouter(tags=["metrics"], responses=described(404, 503))
 

@@ -336,7 +336,8 @@ class LosingQueue(CountingQueue):
 
     async def run(self, call: Any) -> Any:
         reply = await super().run(call)
-        if call.script == "claim" and call.args[2] > 0:
+        wants = dict(zip(call.args[1::2], call.args[2::2], strict=False))
+        if call.script == "claim" and wants["max_count"] > 0:
             raise RedisConnectionError("the reply was lost")
         return reply
 
