@@ -88,7 +88,7 @@ class GeneratingOptions(BodyOptions):
 
 
 class Extra(Protocol):
-    """The part of an API's call that its answer needs, and that no request holds."""
+    """Data of a call that its answer needs and that the payloads of its requests do not have."""
 
     @property
     def num_bytes(self) -> int: ...

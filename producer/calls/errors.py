@@ -112,7 +112,7 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """The error with the name that its field has at an endpoint."""
+        """This error with its field renamed by `names`, from a payload's names to an endpoint's."""
         message, param = in_api_names(names, str(self), self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 

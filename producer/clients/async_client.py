@@ -332,7 +332,7 @@ class AsyncClient:
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
-        """How many workers the queue should have, so that no request waits longer than that."""
+        """How many workers the queue needs so that no request waits over `target_seconds`."""
         from promptq.producer.admin.scaling import scaling
 
         return await self._do(scaling(await self._keys(), target_seconds))

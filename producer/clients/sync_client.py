@@ -333,7 +333,7 @@ class Client:
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
-        """How many workers the queue should have, so that no request waits longer than that."""
+        """How many workers the queue needs so that no request waits over `target_seconds`."""
         from promptq.producer.admin.scaling import scaling
 
         return self._do(scaling(self._keys(), target_seconds))

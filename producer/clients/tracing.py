@@ -14,7 +14,7 @@ from promptq.shared.runtime.tracing import Tracing
 def enqueueing(
     tracing: Tracing | None, queue: str, new: list[NewRequest]
 ) -> Iterator[list[NewRequest]]:
-    """Give the requests to enqueue inside the `with` block, each with a span of its own.
+    """Yields the requests that the `with` block has to enqueue, each with a span.
 
     The parent of a span is the request's `trace_context`, else the caller's current span.
     """

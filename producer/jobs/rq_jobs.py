@@ -149,7 +149,8 @@ class JobJson:
 
 
 class ListedJob(Job):
-    """A job of the table. Of its record, only the call, the queue and the status are read."""
+    """A job that calls a function of `_TABLE`. RQ's record of a job has more fields, but only the
+    call, the queue and the status are read."""
 
     serializer: JobJson
 

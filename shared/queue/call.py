@@ -91,7 +91,7 @@ class Call(Generic[T_co]):
 
     @property
     def name(self) -> str:
-        """Names for messages what it reads: a key and perhaps a field, or a script."""
+        """Name of the call in messages: its key and perhaps a field, or its script."""
         if self.script:
             return f"the script {self.script}"
         shown = self.args[1 : 3 if self.args[0] == "HGET" else 2]
@@ -100,8 +100,8 @@ class Call(Generic[T_co]):
     def read(self, reply: Any) -> T_co:
         """The value of a reply. A reply that is an error is raised.
 
-        Raises SpoiltRecordError for a reply that is not as the protocol says. NoPermissionError is
-        raised for a command in a script too, where servers have other words.
+        Raises SpoiltRecordError for a reply that is not as the protocol says, and NoPermissionError
+        also if a command inside a script is not permitted, which servers report in other words.
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()

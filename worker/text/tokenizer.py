@@ -332,7 +332,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of all tokens that were added for a word or a mark, by their text."""
+        """The ids of all added tokens by their text, without those that are only white space."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {str(token): token_id for token_id, token in added if not str(token).isspace()}
 

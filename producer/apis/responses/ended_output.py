@@ -41,9 +41,9 @@ class Ending(BaseModel):
 
 
 class EndedOutput(BaseModel):
-    """All that was written, event by event, so that a stream of it is the same as it was.
+    """The output of a response, event by event, so that a later stream is the same as the first.
 
-    `model` and `style` are those of the queue then, the style as JSON.
+    `model` and `style` (JSON) are those that the queue had when this was made.
     """
 
     model_config = ConfigDict(extra="ignore")

@@ -37,5 +37,5 @@ def scattered(
 
 
 def are_in_order(groups: torch.Tensor, group: int) -> bool:
-    """Whether each group is `group` successive inputs, in order."""
+    """Whether the first `group` inputs are in group 0, the next ones in group 1, and so on."""
     return bool((groups == torch.arange(len(groups), device=groups.device) // group).all())

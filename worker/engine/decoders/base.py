@@ -62,5 +62,5 @@ class LlamaDecoder(ABC):
 
     @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:
-        """Lay the weights of a model that is served out as the decoder needs them. This is done
-        before free memory is counted for the KV cache."""
+        """Arrange the weights of a served model as the decoder needs them. This is done before free
+        memory is counted for the KV cache."""

@@ -46,7 +46,8 @@ class CheckedModel:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict; None if the library's modules compute: each load has to record them."""
+        """The verdict for later loads of the model. None if the library's modules serve it, because
+        each load has to record its attention modules anew."""
         if self.decoder is None:
             return None
         return Verdict(self.specs, self.backend.name, self.decoder.__name__)
