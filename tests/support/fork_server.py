@@ -88,7 +88,10 @@ class _Server:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), *libraries]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            kept = {
+                name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")
+            }
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=kept)
 
     def start(self, task: dict[str, Any], descriptors: list[int]) -> int:
         """Returns the process id."""

@@ -59,7 +59,7 @@ def test_demo_that_is_stopped_leaves_nothing(
     start: Start, number: signal.Signals, tmp_path: Path
 ) -> None:
     """Ctrl-C ends the server and the worker too."""
-    process = start(*DEMO, url="")
+    process = start(*DEMO, url="", is_new=True)
     shown = re.search(r"redis://\S+", read_until(process, "/0\n"))
     assert shown is not None
     if number is signal.SIGTERM:
