@@ -135,10 +135,11 @@ def test_its_services_answer_a_call_in_their_roles(tmp_path: Path) -> None:
     at = f"127.0.0.1:{port}"
     url = f"http://127.0.0.1:{http}"
     with (
-        server,
+        server as serving,
         redis.Redis(port=port, username="admin", password="ofREDIS") as admin,
     ):
-        until(lambda: answers(admin))
+        until(lambda: answers(admin) or serving.poll() is not None)
+        assert serving.poll() is None, "another program may have taken its port"
         users = {"default", "admin", "worker", "gateway", "jobs", "operator"}
         assert set(admin.acl_users()) == users  # nobody has given the others a password
         with redis.Redis(port=port) as nobody, pytest.raises(redis.AuthenticationError):

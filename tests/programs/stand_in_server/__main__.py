@@ -42,7 +42,7 @@ def main() -> None:
         return web.json_response(batch.told())
 
     async def fail(request: web.Request) -> web.Response:
-        batch.fault = (await request.json())["fault"]
+        batch.fail((await request.json())["fault"])
         return web.json_response({})
 
     app = web.Application(middlewares=[check_key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
@@ -37,6 +38,12 @@ class Batch:
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._running = self._waiting = 0
         self._counts = {"started": 0, "ended": 0, "broken_off": 0, "most_running": 0}
+        self._last_broken = math.inf
+
+    def fail(self, fault: str) -> None:
+        """Begin a fault. One of streams hits those that run now; if none runs, the next ones."""
+        self.fault = fault
+        self._last_broken = self._counts["started"] if self._running else math.inf
 
     def told(self) -> dict[str, Any]:
         return {"running": self._running, "waiting": self._waiting, **self._counts}
@@ -59,6 +66,7 @@ class Batch:
             self._waiting -= 1
         self._running += 1
         self._counts["started"] += 1
+        number_of_stream = self._counts["started"]
         self._counts["most_running"] = max(self._running, self._counts["most_running"])
         tokens, is_over = [*prompt], False
         banned = {token for token, by in (bias or {}).items() if by <= -50}
@@ -70,7 +78,7 @@ class Batch:
                     await asyncio.sleep(0.01)
                 if POISON in prompt and number > 2:
                     raise BrokenError("break")
-                if self.fault in _OF_STREAMS:
+                if self.fault in _OF_STREAMS and number_of_stream <= self._last_broken:
                     raise BrokenError(self.fault)
                 draw = None if seed is None else (seed, number)
                 held = banned | (set(ends) if number <= min_tokens else set())
