@@ -1,11 +1,10 @@
 """Compares this checkout with another one, in alternating pairs.
 
-The other one is a checkout that has an environment of its own (`make
-.venv/.set-up`). Both have a worker with a 54M model on a server of their own all the time, and the
-same requests go to one and then to the other, the first one changing. So what else the machine does
-hits both: a single request takes seconds, where a run of the whole suite takes minutes. Nothing is
-drafted, as random weights repeat themselves. Each ratio is this checkout's figure over the
-other's.
+The other checkout needs an environment (`make .venv/.set-up`). Both have a worker with a 54M model
+on a server of their own all the time, and the same requests go to one and then to the other, the
+first one changing. So what else the machine does hits both: a single request takes seconds, where a
+run of the whole suite takes minutes. Nothing is drafted, as random weights repeat themselves. Each
+ratio is this checkout's figure over the other's.
 """
 
 from __future__ import annotations

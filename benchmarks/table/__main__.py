@@ -115,7 +115,7 @@ def _read_options() -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--rate", type=float, help="requests/s of poisson; default: by the peers")
     parser.add_argument("--queue-requests", type=int, default=20_000)
     parser.add_argument(
-        "--shorten", type=int, default=1, help="outputs are so many times shorter: slow machines"
+        "--shorten", type=int, default=1, help="divides the length of outputs, for slow machines"
     )
     parser.add_argument(
         "--quick", action="store_true", help="54m, one round, burst, solo and queue, few requests"

@@ -289,7 +289,7 @@ async def _has(queue: ServedQueue, key: str) -> bool:
 
 
 class QueueWatch:
-    """Reads the view when it is asked for. Raises redis.RedisError if the server is away."""
+    """The view of one queue; `look` reads an old one anew, or raises redis.RedisError."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self.num_sent = 0

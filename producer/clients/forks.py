@@ -117,7 +117,7 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
 
 
 def _token_ids_in(outputs: list[bytes]) -> Work[list[int]]:
-    """Those of all events, or of a result. Raises ValueError, RecursionError."""
+    """Returns the token ids of all events, or of a result. Raises ValueError, RecursionError."""
     found: list[int] = []
     for output in filter(None, outputs):
         fields = yield from object_in(output.decode(), _SKIPPED)

@@ -25,7 +25,6 @@ from tests.producer.playing import (
     read_sync,
 )
 from tests.support import processes
-from tests.support.fork_server import ForkedProcess
 from tests.support.roles import QueueClient, as_role
 
 
@@ -126,8 +125,9 @@ def run(environment: dict[str, str], redis_url: str) -> Run:
         *args: str, stdin: str = "", url: str | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
         url = as_role(_role_of(args), redis_url) if url is None else url
-        process = ForkedProcess(
-            [*PROMPTQ, *args],
+        process = processes.start(
+            *PROMPTQ,
+            *args,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
