@@ -1,10 +1,10 @@
 """Compares this checkout with another one, in alternating pairs.
 
-The other checkout needs an environment (`make .venv/.set-up`). Both have a worker with a 54M model
-on a server of their own all the time, and the same requests go to one and then to the other, the
-first one changing. So what else the machine does hits both: a single request takes seconds, where a
-run of the whole suite takes minutes. Nothing is drafted, as random weights repeat themselves. Each
-ratio is this checkout's figure over the other's.
+The other checkout needs an environment (`make .venv/.set-up`). Each checkout has one server, with a
+worker of a 54M model and a worker without a model (for the queue alone), which stay up. The same
+requests go to one checkout and then to the other, and the first one changes with each pair, so load
+from elsewhere hits both. The rate of `poisson` is 0.4 of what a burst reaches. Nothing is drafted,
+as random weights repeat themselves. Each ratio is this checkout's figure over the other's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _MEMBER = _ROOT / "benchmarks" / "pair_member.py"
 _FIGURES = {
     "solo": ("first_token_p50", "tokens_per_second"),
     "burst": ("first_token_p50", "first_token_p95", "tokens_per_second"),
+    "poisson": ("first_token_p50", "first_token_p95"),
+    "queue": ("requests_per_second",),
 }
+_POISSON_LOAD = 0.4
 
 Figures = dict[str, float]
 
@@ -38,7 +41,7 @@ class Member:
         environment.pop("PYTHONPATH", None)
         python = checkout / ".venv" / "bin" / "python"
         self.process = subprocess.Popen(
-            [str(python), str(_MEMBER), url, str(model)],
+            [str(python), "-P", str(_MEMBER), url, str(model)],
             cwd=checkout,
             env=environment,
             stdin=subprocess.PIPE,
@@ -47,12 +50,11 @@ class Member:
         )
         self._read()
 
-    def ask(self, kind: str, seed: object) -> Figures:
+    def measure(self, workload: str, *arguments: object) -> Figures:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{kind} {seed}\n")
-        self.process.stdin.flush()
-        told: Figures = json.loads(self._read())
-        return told
+        print(workload, *arguments, file=self.process.stdin, flush=True)
+        figures: Figures = json.loads(self._read())
+        return figures
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -72,6 +74,8 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="another checkout")
     parser.add_argument("--solo", type=int, default=61, help="pairs of single requests")
     parser.add_argument("--burst", type=int, default=9, help="pairs of bursts of 64")
+    parser.add_argument("--poisson", type=int, default=7, help="pairs of arrivals at random")
+    parser.add_argument("--queue", type=int, default=9, help="pairs of 4,000 one-token requests")
     parser.add_argument("--cache", type=Path, default=_ROOT / "benchmarks" / ".cache")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -82,29 +86,43 @@ def main() -> None:
             server = stack.enter_context(EmbeddedServer())
             members.append(Member(checkout, server.url, model))
             stack.callback(members[-1].close)
-        for kind in (*_FIGURES, *_FIGURES):
-            for member in members:
-                member.ask(kind, "to warm up")
-        for kind, count in (("solo", options.solo), ("burst", options.burst)):
-            _tell(kind, _pairs(members, kind, count))
+        rate = _warm_up(members)
+        for workload in _FIGURES:
+            arguments = [rate] if workload == "poisson" else []
+            if count := getattr(options, workload):
+                _print(workload, _pairs(members, workload, count, *arguments))
 
 
-def _pairs(members: list[Member], kind: str, count: int) -> list[tuple[Figures, Figures]]:
-    found = []
+def _warm_up(members: list[Member]) -> float:
+    """Measures each workload twice. Returns the requests per second of `poisson`."""
+    for workload in ("solo", "burst", "queue") * 2:
+        rates = [member.measure(workload, "warm-up")["requests_per_second"] for member in members]
+        if workload == "burst":
+            rate = _POISSON_LOAD * min(rates)
+    return rate
+
+
+def _pairs(
+    members: list[Member], workload: str, count: int, *arguments: float
+) -> list[tuple[Figures, Figures]]:
+    pairs = []
     for number in range(count):
         in_turn = members if number % 2 == 0 else members[::-1]
-        told = {member: member.ask(kind, number) for member in in_turn}
-        found.append((told[members[0]], told[members[1]]))
-    return found
+        figures = {member: member.measure(workload, number, *arguments) for member in in_turn}
+        pairs.append((figures[members[0]], figures[members[1]]))
+    return pairs
 
 
-def _tell(kind: str, pairs: list[tuple[Figures, Figures]]) -> None:
-    for name in _FIGURES[kind]:
+def _print(workload: str, pairs: list[tuple[Figures, Figures]]) -> None:
+    for name in _FIGURES[workload]:
         ratios = sorted(this[name] / other[name] for this, other in pairs)
         middle = f"{ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}"
-        medians = [statistics.median(it[name] for it in each) for each in zip(*pairs, strict=True)]
+        medians = [
+            statistics.median(figures[name] for figures in side)
+            for side in zip(*pairs, strict=True)
+        ]
         print(
-            f"{kind}, {name}: {statistics.median(ratios):.3f} (half of {len(ratios)} pairs:"
+            f"{workload}, {name}: {statistics.median(ratios):.3f} (half of {len(ratios)} pairs:"
             f" {middle}); medians {medians[0]:.4g} and {medians[1]:.4g}",
             flush=True,
         )
