@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--solo", type=int, default=61, help="pairs of single requests")
     parser.add_argument("--burst", type=int, default=9, help="pairs of bursts of 64")
     parser.add_argument("--poisson", type=int, default=7, help="pairs of arrivals at random")
-    parser.add_argument("--queue", type=int, default=9, help="pairs of 4,000 one-token requests")
+    parser.add_argument("--queue", type=int, default=9, help="pairs of 10,000 one-token requests")
     parser.add_argument("--cache", type=Path, default=_ROOT / "benchmarks" / ".cache")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
