@@ -175,7 +175,7 @@ def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
 
 def text_of(value: str | bytes | int) -> str:
     """The value as text. Bytes that are not text are replaced."""
-    return _as_read(value) if isinstance(value, bytes) else str(value)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def texts_of(values: Iterable[Any]) -> list[str]:
@@ -190,8 +190,6 @@ def ids_of(values: Iterable[bytes]) -> list[str]:
 def text_map(reply: Any) -> dict[str, str]:
     """A hash as text, in RESP2 or RESP3. Bytes that are not text are replaced."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    return {_as_read(name): _as_read(value) for name, value in pairs}
-
-
-def _as_read(value: bytes) -> str:
-    return value.decode("utf-8", "replace")
+    return {
+        name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in pairs
+    }

@@ -16,7 +16,6 @@ from promptq.shared.protocol.claims import Claim, Holding
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import RowStatus
 from promptq.worker.engine.api.port import EnginePort
-from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.ready import ReadyQueue, WakeUp
 from promptq.worker.leases.rows import PreparedRequest
@@ -74,7 +73,6 @@ class Leases:
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}
-        self._tenants = TenantCounts()  # of `_running`
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -251,9 +249,9 @@ class Leases:
             other.prepared.priority > lease.prepared.priority for other in self._preemptible
         ):
             return lease
-        if not (newcomers := self.ready.tenants.keys() - self._tenants.keys()):
+        lease = self.ready.first_of_others({other.claim.tenant for other in self._running.values()})
+        if lease is None:
             return None
-        lease = self.ready.first_of(newcomers)
         # The engine decides whether one of these has more than its share.
         shares = Counter(
             other.claim.tenant
@@ -280,14 +278,12 @@ class Leases:
             self.ready.remove(lease, is_handed_out=state is _RUNNING)
         elif before is _RUNNING:
             del self._running[lease.prepared.sequence_id]
-            self._tenants.remove(lease.claim.tenant)
             if not is_out:
                 self._engine.abort(lease.prepared.sequence_id)
         if state is _READY:
             self.ready.add(lease)
         elif state is _RUNNING:
             self._running[lease.prepared.sequence_id] = lease
-            self._tenants.add(lease.claim.tenant)
             self._engine.add(lease.prepared.engine_request)
         elif state is _RETURNING:
             self.some_return.set()

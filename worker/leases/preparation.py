@@ -74,7 +74,7 @@ class Preparation:
         prompt = self.tokenizer.encode_prompt(request)
         self._check_tokens(request, prompt)
         stop_tokens = self._stop_tokens(request)
-        ends = frozenset(stop_tokens).union(request.stop_token_ids or ())
+        ends = frozenset([*stop_tokens, *(request.stop_token_ids or ())])
         if not request.ignore_eos:
             ends |= self.end_token_ids
         prefix = self._prefix(request, ends, len(prompt))
@@ -132,12 +132,11 @@ class Preparation:
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
         """Returns the stop strings that are tokens, which may be special ones and so no text."""
-        stops = {self.tokenizer.added_token(stop): stop for stop in request.stop_strings}
-        size = self.limits.vocab_size
         return {
             token_id: stop
-            for token_id, stop in stops.items()
-            if token_id is not None and token_id < size
+            for stop in request.stop_strings
+            if (token_id := self.tokenizer.added_token(stop)) is not None
+            and token_id < self.limits.vocab_size
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Set
 
-from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
@@ -30,7 +29,6 @@ class ReadyQueue:
         self.filled_seconds = 0.0
         """The number of ready requests, integrated over time."""
         self._started_at = self._changed_at = time.monotonic()
-        self.tenants = TenantCounts()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
         self._numbers = itertools.count()
@@ -45,20 +43,18 @@ class ReadyQueue:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def first_of(self, tenants: Set[str]) -> Lease:
-        """The first request of these tenants. Raises ValueError if there is none."""
-        theirs = (lease for lease in self._since if lease.claim.tenant in tenants)
-        return min(theirs, key=lambda lease: lease.claim.order)
+    def first_of_others(self, tenants: Set[str]) -> Lease | None:
+        """Returns the first request of a tenant other than these; None if there is none."""
+        others = (lease for lease in self._since if lease.claim.tenant not in tenants)
+        return min(others, key=lambda lease: lease.claim.order, default=None)
 
     def add(self, lease: Lease) -> None:
-        self.tenants.add(lease.claim.tenant)
         self._since[lease] = self._note_change()
         heapq.heappush(self._heap, (lease.claim.order, next(self._numbers), lease))
 
     def remove(self, lease: Lease, *, is_handed_out: bool) -> None:
         now = self._note_change()
         since = self._since.pop(lease)
-        self.tenants.remove(lease.claim.tenant)
         if is_handed_out:
             self.waited_seconds += now - since
             self.num_handed_out += 1

@@ -27,9 +27,8 @@ class IncrementalDecoder:
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens = _whole(decode, context)
-        self._done = decode(self._tokens)
-        """The text of the first `_num_done` tokens, which was returned."""
+        self._tokens, self._done = _whole(decode, context)
+        """The last tokens, and the text of the first `_num_done` tokens, which was returned."""
         self._num_done = len(self._tokens)
 
     def push(self, token_id: int) -> str:
@@ -74,16 +73,17 @@ class IncrementalDecoder:
         self._num_done = len(self._tokens)
 
 
-def _whole(decode: Decode, context: Sequence[int]) -> list[int]:
-    """Returns the last tokens of a context up to its last whole character: half a character would
-    spoil the first one after it."""
+def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
+    """Returns the last tokens of a context up to its last whole character, and their text. Half a
+    character would spoil the first one after it."""
     end = len(context)
     while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
         tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])
-        if not decode(tokens).endswith(REPLACEMENT):
-            return tokens
+        text = decode(tokens)
+        if not text.endswith(REPLACEMENT):
+            return tokens, text
         end -= 1
-    return []
+    return [], ""
 
 
 class TextStream:
