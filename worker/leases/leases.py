@@ -222,21 +222,22 @@ class Leases:
         return any(lease.claim.is_suspect for lease in self)
 
     @property
-    def preemptible(self) -> list[tuple[int, int]]:
-        """(priority, KV tokens) of each running request."""
-        return [(lease.prepared.priority, lease.kv_need) for lease in self._preemptible]
-
-    @property
-    def by_tenant(self) -> list[Holding]:
-        """Running sequences and their tokens by tenant and priority."""
-        by_level = {(0, lease.claim.tenant): [0, 0] for lease in self}
-        for lease in self._preemptible:
-            counts = by_level.setdefault((lease.prepared.priority, lease.claim.tenant), [0, 0])
-            counts[0] += 1
-            counts[1] += lease.kv_need
+    def preemptible(self) -> list[Holding]:
+        """Each running sequence that a more urgent request may preempt."""
         return [
-            Holding(priority, num_running, tokens, tenant)
-            for (priority, tenant), (num_running, tokens) in by_level.items()
+            Holding(lease.prepared.priority, 1, lease.kv_need, lease.claim.tenant)
+            for lease in self._preemptible
+        ]
+
+    def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
+        """Sums the preemptible sequences by priority and tenant. A tenant that only holds other
+        sequences has zeros."""
+        by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
+        for priority, num_running, tokens, tenant in preemptible:
+            numbers = by_level.get((priority, tenant), (0, 0))
+            by_level[priority, tenant] = numbers[0] + num_running, numbers[1] + tokens
+        return [
+            Holding(priority, *numbers, tenant) for (priority, tenant), numbers in by_level.items()
         ]
 
     def _next_to_run(self) -> Lease | None:

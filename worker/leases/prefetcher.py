@@ -297,12 +297,13 @@ class ClaimPolicy:
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:
             return Room(max_count=0, token_budget=0, num_held=len(leases))
+        preemptible = leases.preemptible
         saved = self._engine.stats.num_saved_blocks * limits.block_size
         return Room(
             max_count=leases.num_places + self.depth - leases.num_counted,
             token_budget=limits.kv_tokens - leases.kv_need + saved,
             capacity=limits.max_model_len,
-            preemptible=leases.preemptible,
-            held=leases.by_tenant,
+            preemptible=[(holding.priority, holding.tokens) for holding in preemptible],
+            held=leases.by_tenant(preemptible),
             num_held=len(leases) + self._engine.num_aborting,
         )

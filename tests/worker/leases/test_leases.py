@@ -195,7 +195,7 @@ def test_one_of_each_tenant_without_any_runs_beside_those_that_have_a_place(worl
     world.leases.feed()
     assert [it.state for it in (other, *few)] == [RUNNING, RUNNING, READY]
     assert (world.leases.num_running, len(world.leases.ready)) == (7, 2)
-    assert world.leases.by_tenant == [
+    assert world.leases.by_tenant(world.leases.preemptible) == [
         (0, 5, 45, ""),
         (0, 1, 9, "few"),
         (0, 0, 0, "other"),
@@ -221,7 +221,7 @@ def test_counts_what_it_holds(world: World) -> None:
     aside, claimed = world.claimed("c", cost=100), world.claimed("d", cost=7)
     assert world.leases.set_aside(aside)
     world.leases.returning(ready)
-    assert world.leases.preemptible == [(3, 9)]
+    assert world.leases.preemptible == [(3, 1, 9, "")]
     assert (len(world.leases), world.leases.num_counted) == (4, 3)
     assert world.leases.kv_need == 9 + 4 + 7
     world.prepare(aside)
