@@ -19,17 +19,14 @@ _REASON = 400
 _HEAD = f"""# Other people's programs
 
 `python -m tests compat` runs each program for real against a gateway with the shipped model, and
-writes this page. A program has its own environment and home, no network but loopback, an API key,
-and the alias `gpt-4o` for the model. It passes by what it got: the text, usage and reason to finish
-of a plain call, a stream in several chunks, arguments that follow the schema, and errors that say
-what would be right. `{RESULTS.relative_to(ROOT)}` names each attempt, and the fields that each
-program sends.
+writes this page. A program has a separate environment and home, no network but loopback, an API
+key, and the alias `gpt-4o` for the model. An attempt passes if the program gets the right text,
+usage and finish reason of a plain call, a stream in several chunks, arguments that follow the
+schema, or an error that says what would be right. `{RESULTS.relative_to(ROOT)}` names each attempt,
+and the fields that each program sends.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|
-"""
-_END = """
-The long form of this page: `git show 27831938:docs/compatibility.md`.
 """
 _CHANGING = (
     (re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost):\d+"), "GATEWAY"),
@@ -99,7 +96,7 @@ def text_of(results: Mapping[str, Result]) -> str:
             _cell(f"{len(fails)}: {'; '.join(reasons)}" if fails else ""),
         )
         rows.append(re.sub(r"\|  (?=\|)", "| ", " | ".join(("", *cells, "")).strip()))
-    return _HEAD + "\n".join(rows) + "\n" + _END
+    return _HEAD + "\n".join(rows) + "\n"
 
 
 def committed() -> dict[str, set[str]]:
