@@ -1,4 +1,4 @@
-"""Tracks which sequence owns which block of the KV cache, and which prefixes can be shared."""
+"""Allocates blocks of the KV cache, shares equal prefixes, and evicts cached blocks (LRU)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ class BlockManager:
 
     Every block is in one of three states: *free* (it holds nothing), *owned* (it is in as many
     block tables as it has references) or *cached* (it has no owner, but can be found by its hash
-    until another sequence needs it). The hash of a block covers its tokens, all tokens before them,
-    the tenant and the cache salt. A block can be found as soon as it is computed, also while it is
-    owned; a block that can be found is never half written.
+    until it is evicted). The hash of a block covers its tokens, all tokens before them, the tenant
+    and the cache salt. A block can be found as soon as it is computed, also while it is owned; a
+    block that can be found is never half written.
+
+    Eviction is LRU (least recently used): when no block is free, the next one to allocate is the
+    cached block that lost its last owner first. Of one sequence, the last blocks go first.
 
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
-    prefixes. Then the manager notes which tenants sent a block, because the cached tokens that a
-    tenant sees are only those it sent.
+    prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
+    count only the blocks that this tenant sent.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, shares_tenants: bool = False) -> None:
@@ -35,8 +38,8 @@ class BlockManager:
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
         self.num_gained = 0
-        """Number of times that a block lost its last owner, or could be found for the first time.
-        Until this grows, a waiting sequence that lacked room still lacks it."""
+        """Number of times that a block lost its last owner, or became findable. Until this grows, a
+        waiting sequence that lacked room still lacks room."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
@@ -44,11 +47,11 @@ class BlockManager:
         if shares_tenants:
             self._senders = [set() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # evicted in this order: LRU
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be allocated: free ones first, then cached ones."""
+        """Number of blocks that can be allocated: free ones, then cached ones by eviction."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -60,15 +63,12 @@ class BlockManager:
         return len(self._cached)
 
     def shared_blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks of the sequence that others own too."""
-        references = self._references
-        return [block for block in sequence.block_table if references[block] > 1]
+        """Returns the blocks of the sequence that others own too."""
+        return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the computed blocks with which the sequence's tokens begin.
-
-        Tokens whose logits are needed remain to be computed, at least the last one.
-        """
+        """Returns the computed blocks with which the sequence's tokens begin. Excludes tokens whose
+        logits are needed, at least the last one."""
         self._hash_blocks(sequence)
         prefix: list[int] = []
         num_shareable = sequence.num_cacheable_tokens // self.block_size
@@ -80,8 +80,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """Returns how many blocks of a prefix this tenant sent before, and notes that it has now
-        sent all of them."""
+        """Returns how many blocks of a prefix this tenant sent before, and notes that the tenant
+        has now sent all of them."""
         if self._senders is None:
             return len(prefix)
         num_known = 0
@@ -98,11 +98,8 @@ class BlockManager:
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of free blocks if the sequence and all
-        before it left.
-
-        Blocks of `prefix` are not counted, since `num_needed` counts them as owned already.
-        """
+        """Yields each sequence of `leaving`, with the number of free blocks if this one and all
+        before left. Does not count blocks of `prefix`: `num_needed` counts them as owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -157,8 +154,7 @@ class BlockManager:
                 self._senders[self._findable[block_hash]].add(sequence.request.tenant)
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks back. Those that can be found stay cached; the last ones are evicted
-        first."""
+        """Take all blocks back. Findable ones stay cached; the last ones are evicted first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -208,17 +204,18 @@ class BlockManager:
             raise RuntimeError("the index of findable blocks differs from the blocks' hashes")
 
     def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            block_hash = self._hashes[block]
-            self._hashes[block] = None
-            if block_hash is not None:
-                del self._findable[block_hash]
-                if self._senders is not None:
-                    self._senders[block].clear()
+        block = self._free.pop() if self._free else self._evict()
         self._references[block] = 1
+        return block
+
+    def _evict(self) -> int:
+        """Make the least recently used cached block unfindable, and return it for another use."""
+        block, _ = self._cached.popitem(last=False)
+        block_hash, self._hashes[block] = self._hashes[block], None
+        if block_hash is not None:
+            del self._findable[block_hash]
+            if self._senders is not None:
+                self._senders[block].clear()
         return block
 
     def _hash_blocks(self, sequence: Sequence) -> None:
@@ -231,10 +228,10 @@ class BlockManager:
         for index in range(len(hashes), sequence.num_tokens // size):
             parent = hashes[-1] if hashes else self._salt_hash(sequence)
             token_ids = array("q", sequence.token_ids[index * size : (index + 1) * size])
-            hashes.append(blake2b(parent + token_ids.tobytes(), digest_size=_HASH_BYTES).digest())
+            hashes.append(_hash(parent + token_ids.tobytes()))
 
     def _salt_hash(self, sequence: Sequence) -> bytes:
-        """The hash with which the chains of a tenant and salt begin.
+        """Returns the hash with which the chains of a tenant and salt begin.
 
         `person` keeps it from being equal to a hash within a chain. The tenant is hashed first, to
         a fixed length, so that no salt of one tenant spells the tenant and salt of another.
@@ -245,8 +242,5 @@ class BlockManager:
         return _hash(text, b"cache_salt")
 
 
-_HASH_BYTES = 32
-
-
-def _hash(text: bytes, person: bytes) -> bytes:
-    return blake2b(text, digest_size=_HASH_BYTES, person=person).digest()
+def _hash(text: bytes, person: bytes = b"") -> bytes:
+    return blake2b(text, digest_size=32, person=person).digest()

@@ -24,8 +24,8 @@ _ALLOWANCE = 0.01
 """The cost that failing drafts may have, as a share of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
-"""Credits are in tokens. With a higher limit, a text that no longer repeats itself would be
-drafted for longer in vain."""
+"""Credits are in tokens. A higher limit would waste more drafts on a text that no longer repeats
+itself."""
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
 """Numbers of tokens that have to match. A match of a single token means too little."""
@@ -35,17 +35,20 @@ class PromptLookup:
     """Finds tokens that followed earlier occurrences of a text's last ones, in constant time."""
 
     def __init__(self) -> None:
-        self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: the position after its last place
+        self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence
         self._num_indexed = 0
 
     def find(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens that may follow; none if the end of the text is new.
+        """Returns `count` tokens that may follow; none if the end of the text is new.
 
         `token_ids` may only grow between calls. The longest match wins, then the latest. A match
         that reaches the end of the text repeats itself.
         """
-        self._index(token_ids)
         end = len(token_ids)
+        for place in range(max(self._num_indexed, _SHORTEST), end):
+            for size in range(_SHORTEST, min(_LONGEST, place) + 1):
+                self._next_of[tuple(token_ids[place - size : place])] = place
+        self._num_indexed = end
         for size in range(_LONGEST, _SHORTEST - 1, -1):
             start = self._next_of.get(tuple(token_ids[end - size :])) if size < end else None
             if start is not None:
@@ -55,20 +58,13 @@ class PromptLookup:
                 return draft
         return []
 
-    def _index(self, token_ids: list[int]) -> None:
-        """Index all n-grams that are followed by a token."""
-        for end in range(max(self._num_indexed, _SHORTEST), len(token_ids)):
-            for size in range(_SHORTEST, min(_LONGEST, end) + 1):
-                self._next_of[tuple(token_ids[end - size : end])] = end
-        self._num_indexed = len(token_ids)
-
 
 @dataclass(slots=True)
 class Drafter:
     """Drafts for one sequence, as many tokens as pay off.
 
-    Drafts are paid for from a credit. Accepted tokens add to it, and each step adds a little. So
-    drafts that fail cost at most that little, and drafts that are right become longer.
+    Drafts are paid for from a credit. Each accepted token adds to the credit, and each step adds a
+    little. So drafts that fail cost at most that little, and drafts that are right become longer.
     """
 
     max_drafted: int

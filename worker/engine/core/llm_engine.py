@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.limit_checks import check_request, check_settings
@@ -42,17 +42,15 @@ _SMALL_STEPS = 256
 _MOST_SHORTAGES = 6
 """A sequence that lacks memory this often, though it is alone, is given back."""
 _PAUSE_SECONDS = 0.05
-"""The pause before the next try if there was no memory for any sequence. It doubles each time."""
+"""The pause before the next try if there was no memory for any sequence, doubled each time."""
 _STEPS_SHOWN = 32
 """The reported step time is the median of this number of steps."""
 _NO_MEMORY = GivenBack("there is no memory for a request alone")
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     batch: Batch
-    launched: Any
-    """The runner's return value for the batch."""
+    launched: Any  # what the runner returned for the batch
 
 
 class LLMEngine:
@@ -192,9 +190,9 @@ class LLMEngine:
             smaller = max(self.limits.max_num_seqs, batch.num_tokens // 2)
             self._scheduler.max_num_batched_tokens = smaller
             self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
-        there = [s for s in batch.scheduled if s.sequence.status is SequenceStatus.RUNNING]
-        outputs = self._recovery.compute(there) if there else []
-        if waiting := [s.sequence for s in there if s.sequence.status is SequenceStatus.WAITING]:
+        shares = [s for s in batch.scheduled if s.sequence.status is SequenceStatus.RUNNING]
+        outputs = self._recovery.compute(shares) if shares else []
+        if waiting := [s.sequence for s in shares if s.sequence.status is SequenceStatus.WAITING]:
             self._run_fewer(waiting)
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
@@ -209,7 +207,17 @@ class LLMEngine:
         for sequence in (*by_slot, *self._scheduler.waiting):
             shared_here = self._block_manager.shared_blocks(sequence)
             shared.update(shared_here)
-            snapshot.sequences.append(_snapshot_of(sequence, len(shared_here)))
+            snapshot.sequences.append(
+                SequenceSnapshot(
+                    sequence_id=sequence.sequence_id,
+                    slot=sequence.slot,
+                    num_tokens=sequence.num_tokens,
+                    num_computed_tokens=sequence.num_computed_tokens,
+                    num_blocks=len(sequence.block_table),
+                    num_shared_blocks=len(shared_here),
+                    timing=sequence.timing.copy(),
+                )
+            )
         snapshot.num_shared_blocks = len(shared)
         return snapshot
 
@@ -258,9 +266,12 @@ class LLMEngine:
             output = SequenceOutput(sequence.sequence_id, [], given_back=_NO_MEMORY)
         else:
             output = _failed(sequence, error)
-        output.timing = sequence.timing
+        return self._end(sequence, output)
+
+    def _end(self, sequence: Sequence, last_output: SequenceOutput) -> SequenceOutput:
+        last_output.timing = sequence.timing
         self._release(sequence)
-        return output
+        return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
         """Returns None for a request without drafts or whose next token needs the earlier ones."""
@@ -290,8 +301,7 @@ class LLMEngine:
             output = self._append(share, _accepted(share, rows))
             self._settle_draft(share, output, batch)
             if output.finish_reason is not None:
-                output.timing = share.sequence.timing
-                self._release(share.sequence)
+                self._end(share.sequence, output)
             outputs.append(output)
         return outputs
 
@@ -311,7 +321,7 @@ class LLMEngine:
             self._totals.prompt_tokens += max(0, num_new_of_prompt)
 
     def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
-        """Append tokens up to an end, and make the output of the sequence."""
+        """Append tokens up to an end, and return the output of the sequence."""
         sequence = share.sequence
         if tokens[0].error is not None:
             output = _failed(sequence, tokens[0].error)
@@ -330,7 +340,7 @@ class LLMEngine:
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
                 grammar.accept(sequence.token_ids[-1])
-            except Exception as error:  # it must not stop the other sequences
+            except Exception as error:  # must not stop the other sequences
                 return _failed(sequence, str(error))
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
@@ -373,9 +383,7 @@ class LLMEngine:
                 "its hidden states are no finite numbers: they overflow in the model's dtype; try"
                 " bfloat16 or float32",
             )
-        output.timing = sequence.timing
-        self._release(sequence)
-        return [output]
+        return [self._end(sequence, output)]
 
     def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
         num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
@@ -402,11 +410,9 @@ class LLMEngine:
 
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
-    """The tokens that would have been sampled without a draft.
-
-    A token counts if all drafted ones before it were right. An error after the first token also
-    ends the list; if it persists, the next step begins with it.
-    """
+    """Returns the tokens that would have been sampled without a draft: those before which all
+    drafted ones were right. An error after the first token also ends the list; if the error
+    persists, the next step begins with it."""
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
         if token.token_id != drafted or following.error is not None:
@@ -417,15 +423,3 @@ def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[Sam
 
 def _failed(sequence: Sequence, error: str) -> SequenceOutput:
     return SequenceOutput(sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=error)
-
-
-def _snapshot_of(sequence: Sequence, num_shared_blocks: int) -> SequenceSnapshot:
-    return SequenceSnapshot(
-        sequence_id=sequence.sequence_id,
-        slot=sequence.slot,
-        num_tokens=sequence.num_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        num_blocks=len(sequence.block_table),
-        num_shared_blocks=num_shared_blocks,
-        timing=sequence.timing.copy(),
-    )

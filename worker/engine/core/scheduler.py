@@ -6,10 +6,10 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import takewhile
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
+from typing import Any, NamedTuple
 
 from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.engine.core.block_manager import BlockManager
@@ -28,6 +28,18 @@ def most_reported_rows(vocab_size: int) -> int:
     return max(1, _MAX_LOGITS // vocab_size)
 
 
+class _Room(NamedTuple):
+    """Room for a waiting sequence: its cached prefix, and the sequences to preempt first."""
+
+    prefix: list[int]
+    victims: list[Sequence]
+
+
+_Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
+"""Returns the running sequences that may be preempted for a waiting one, which needs this number of
+blocks; the first to preempt comes first."""
+
+
 class Scheduler:
     """Turns the waiting and the running sequences into one batch after another.
 
@@ -44,8 +56,8 @@ class Scheduler:
         block_manager: BlockManager,
         max_reported_rows: int = 1,
     ) -> None:
-        """`max_reported_rows` is from how many rows of prompts a step reports log-probabilities at
-        most, because there are logits over the whole vocabulary for each."""
+        """A step reports log-probabilities for at most `max_reported_rows` rows of prompts, because
+        each needs logits over the whole vocabulary."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_running = max_num_seqs  # fewer than the slots while memory is short
@@ -62,8 +74,8 @@ class Scheduler:
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
         # it does not lead to a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
-        # The id of the last sequence that found no room, and the blocks' `num_gained` at which it
-        # may find it.
+        # The id of the last sequence that lacked room, and the `num_gained` of the block manager
+        # from which on there may be room.
         self._without_room: tuple[int | None, int] = None, 0
 
     def add(self, sequence: Sequence) -> None:
@@ -80,7 +92,7 @@ class Scheduler:
     def set_back(self, sequence: Sequence) -> None:
         """Send a running sequence back to its place among the waiting ones.
 
-        Its computed blocks stay cached until somebody needs them, so coming back is cheap.
+        Its computed blocks stay cached until they are evicted, so coming back is cheap.
         """
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
@@ -99,9 +111,12 @@ class Scheduler:
         """
         plan = self._new_plan(long_prompt_chunk)
         self._continue_running(plan, prompt_tokens)
-        self._admit_urgent(plan)
-        self._admit_newcomers(plan)
-        self._admit_in_order(plan)
+        for sequence, room in self._ahead_of_order(plan):
+            self._admit(sequence, room, plan)
+        for sequence, room in self._in_order(plan):
+            if plan.num_tokens_left == 0:
+                break
+            self._admit(sequence, room, plan)
         self._draft(plan)
         return Batch(list(plan.shares.values()))
 
@@ -117,8 +132,12 @@ class Scheduler:
 
         None if a sequence may be admitted, or if a choice depends on the tokens.
         """
-        shares = {share.sequence: share for share in batch.scheduled if _runs(share)}
-        if not all(map(_is_free, shares.values())):
+        shares = {
+            share.sequence: share
+            for share in batch.scheduled
+            if share.sequence.status is SequenceStatus.RUNNING
+        }
+        if not all(map(_can_plan_next, shares.values())):
             return None
         plan = self._new_plan(long_prompt_chunk)
         prefilling: dict[Sequence, int] = {}
@@ -136,7 +155,8 @@ class Scheduler:
         plan.limit_prompts(prompt_tokens)
         for sequence in self._in_turn([*prefilling]):
             plan.give(sequence, prefilling[sequence])
-        if not plan.shares or self._may_admit(plan):
+        admissible = chain(self._ahead_of_order(plan), self._in_order(plan))
+        if not plan.shares or next(admissible, None) is not None:
             return None
         return Batch(list(plan.shares.values()))
 
@@ -164,30 +184,6 @@ class Scheduler:
             self.block_manager.block_size,
             self.max_reported_rows,
         )
-
-    def _may_admit(self, plan: _Plan) -> bool:
-        """Whether a waiting sequence can get a place beside this plan: a free one, or the place of
-        another sequence."""
-        if not self.waiting:
-            return False
-        most_urgent = self._waiting_by_urgency[0]
-        if most_urgent.request.priority < self.running[-1].request.priority:
-            prefix = self.block_manager.find_prefix(most_urgent)
-            waits = plan.computes_next_block(most_urgent, prefix)
-            if not waits and self._find_victims(most_urgent, prefix) is not None:
-                return True
-        for sequence in self._newcomers():
-            prefix = self.block_manager.find_prefix(sequence)
-            waits = plan.computes_next_block(sequence, prefix)
-            if not waits and self._find_room_for_newcomer(sequence, prefix) is not None:
-                return True
-        for sequence in self.waiting[: max(0, self._num_places)]:
-            if self._still_lacks_room(sequence, plan):
-                return False
-            prefix = self.block_manager.find_prefix(sequence)
-            if not plan.computes_next_block(sequence, prefix):
-                return self._fits(sequence, prefix)
-        return False
 
     @property
     def _num_places(self) -> int:
@@ -240,35 +236,45 @@ class Scheduler:
         )
         return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
 
-    def _admit_urgent(self, plan: _Plan) -> None:
-        """Admit sequences that are more urgent than a running one, by preempting that one."""
-        while self._waiting_by_urgency and self.running:
-            sequence = self._waiting_by_urgency[0]
-            if sequence.request.priority >= self.running[-1].request.priority:
-                return
-            prefix = self.block_manager.find_prefix(sequence)
-            if plan.computes_next_block(sequence, prefix):
-                return
-            victims = self._find_victims(sequence, prefix)
-            if victims is None:
-                return
-            for victim in victims:
-                self._preempt(victim, plan)
-            self._admit(sequence, prefix, plan)
+    def _ahead_of_order(self, plan: _Plan) -> Iterator[tuple[Sequence, _Room]]:
+        """Yields waiting sequences that can join this plan ahead of the queue's order. Expects the
+        caller to admit each before the next.
 
-    def _admit_newcomers(self, plan: _Plan) -> None:
-        """Admit sequences of tenants that run nothing, at the cost of tenants that have more than
-        their share."""
-        for sequence in self._newcomers():
+        First come sequences that are more urgent than a running one, which they preempt. Then come
+        sequences of tenants that run nothing, at the cost of tenants that have more than their
+        share.
+        """
+        while (sequence := self._next_urgent()) is not None:
+            if (room := self._find_room(sequence, plan, self._less_urgent)) is None:
+                break
+            yield sequence, room
+        for newcomer in self._newcomers():
+            if (room := self._find_room(newcomer, plan, self._beyond_their_share)) is not None:
+                yield newcomer, room
+
+    def _in_order(self, plan: _Plan) -> Iterator[tuple[Sequence, _Room]]:
+        """Yields waiting sequences that can join this plan in the queue's order. Expects the caller
+        to admit each before the next."""
+        position = 0  # also the number of places kept for sequences that wait for a prefix
+        while position < min(len(self.waiting), self._num_places):
+            sequence = self.waiting[position]
+            if self._still_lacks_room(sequence, plan):
+                return
             prefix = self.block_manager.find_prefix(sequence)
             if plan.computes_next_block(sequence, prefix):
-                continue
-            victims = self._find_room_for_newcomer(sequence, prefix)
-            if victims is None:
-                continue
-            for victim in victims:
-                self._preempt(victim, plan)
-            self._admit(sequence, prefix, plan)
+                position += 1
+            elif self._fits(sequence, prefix):
+                yield sequence, _Room(prefix, [])
+            else:
+                return
+
+    def _next_urgent(self) -> Sequence | None:
+        """Returns the most urgent waiting sequence, if it is more urgent than a running one."""
+        if self._waiting_by_urgency and self.running:
+            sequence = self._waiting_by_urgency[0]
+            if sequence.request.priority < self.running[-1].request.priority:
+                return sequence
+        return None
 
     def _newcomers(self) -> list[Sequence]:
         """Returns the first waiting sequence of each tenant that runs nothing, unless a more urgent
@@ -284,23 +290,10 @@ class Scheduler:
                 newcomers.append(sequence)
         return newcomers
 
-    def _admit_in_order(self, plan: _Plan) -> None:
-        position = 0  # also the number of places kept for sequences that wait for a prefix
-        while position < len(self.waiting) and position < self._num_places and plan.num_tokens_left:
-            sequence = self.waiting[position]
-            if self._still_lacks_room(sequence, plan):
-                return
-            prefix = self.block_manager.find_prefix(sequence)
-            if plan.computes_next_block(sequence, prefix):
-                position += 1
-            elif self._fits(sequence, prefix):
-                self._admit(sequence, prefix, plan)
-            else:
-                return
-
     def _draft(self, plan: _Plan) -> None:
         """Draft tokens for decodes, with rows and blocks that no other sequence needs."""
-        num_rows = min(MAX_ROWS - plan.num_tokens, plan.num_tokens_left)
+        num_tokens = sum(share.num_tokens for share in plan.shares.values())
+        num_rows = min(MAX_ROWS - num_tokens, plan.num_tokens_left)
         for share in list(plan.shares.values()):
             if num_rows < 1:
                 return
@@ -314,47 +307,40 @@ class Scheduler:
                 plan.shares[sequence] = replace(share, draft=tuple(draft))
                 num_rows -= len(draft)
 
-    def _find_victims(self, sequence: Sequence, prefix: list[int]) -> list[Sequence] | None:
-        """Returns the sequences to preempt, least urgent first, so that `sequence` fits; None if it
-        cannot."""
-        num_free = self.block_manager.num_free
+    def _find_room(
+        self, sequence: Sequence, plan: _Plan, preemptible: _Preemptible
+    ) -> _Room | None:
+        """Returns room for a waiting sequence beside this plan. None if there is too little, or if
+        the sequence should wait for a prefix."""
+        prefix = self.block_manager.find_prefix(sequence)
+        if plan.computes_next_block(sequence, prefix):
+            return None
         num_running = len(self.running)
-        if self._num_places > 0 and self._num_needed(sequence, prefix, num_running) <= num_free:
-            return []
+        num_needed = self._num_needed(sequence, prefix, num_running)
+        if self._num_places > 0 and num_needed <= self.block_manager.num_free:
+            return _Room(prefix, [])
+        victims: list[Sequence] = []
+        lesser = preemptible(sequence, num_needed)
+        for victim, num_free in self.block_manager.num_free_after(lesser, prefix):
+            victims.append(victim)
+            if self._num_needed(sequence, prefix, num_running - len(victims)) <= num_free:
+                return _Room(prefix, victims)
+        return None
+
+    def _less_urgent(self, sequence: Sequence, num_needed: int) -> list[Sequence]:
+        """Returns the running sequences that are less urgent, the least urgent first. Empty if even
+        all of their blocks are too few."""
         priority = sequence.request.priority
         lesser = [*takewhile(lambda each: each.request.priority > priority, reversed(self.running))]
         num_freed_at_most = sum(len(victim.block_table) for victim in lesser)
-        left = num_running - len(lesser)
-        if self._num_needed(sequence, prefix, left) > num_free + num_freed_at_most:
-            return None
-        victims = []
-        for victim, num_free_then in self.block_manager.num_free_after(lesser, prefix):
-            victims.append(victim)
-            if self._num_needed(sequence, prefix, num_running - len(victims)) <= num_free_then:
-                return victims
-        return None
+        fits = num_needed - self._watermark <= self.block_manager.num_free + num_freed_at_most
+        return lesser if fits else []
 
-    def _find_room_for_newcomer(
-        self, sequence: Sequence, prefix: list[int]
-    ) -> list[Sequence] | None:
-        """Returns the sequences to preempt so that a newcomer's fits: the last ones of the tenants
-        that have most. None if it does not fit beside the share that is left to each of them."""
-        num_needed = self._num_needed(sequence, prefix, len(self.running))
-        if self._num_places > 0 and num_needed <= self.block_manager.num_free:
-            return []
+    def _beyond_their_share(self, newcomer: Sequence, num_needed: int) -> Iterator[Sequence]:
+        """Yields the last sequence of the tenant that has most, again and again, as long as that
+        tenant keeps its share."""
         if max(self._tenants_running.values()) < 2:
-            return None
-        makers = self._makers_of_room(sequence, num_needed)
-        victims: list[Sequence] = []
-        for victim, num_free in self.block_manager.num_free_after(makers, prefix):
-            victims.append(victim)
-            if self._num_places + len(victims) > 0 and num_needed <= num_free:
-                return victims
-        return None
-
-    def _makers_of_room(self, newcomer: Sequence, num_needed: int) -> Iterator[Sequence]:
-        """Sequences of tenants that have more than their share, each time the last one of the
-        tenant that has most."""
+            return
         shares = self._shares()
         by_tenant: dict[str, list[Sequence]] = {}
         for sequence in self.running:
@@ -391,14 +377,17 @@ class Scheduler:
             known == sequence.sequence_id
             and self.block_manager.num_gained < num_gained
             and bool(self.running)  # otherwise it needs no watermark
-            and not plan.prefills
+            and not plan.prefilling
         )
 
     def _num_needed(self, sequence: Sequence, prefix: list[int], num_others: int) -> int:
         needed = self.block_manager.num_needed(sequence, prefix)
         return needed + self._watermark if num_others else needed
 
-    def _admit(self, sequence: Sequence, prefix: list[int], plan: _Plan) -> None:
+    def _admit(self, sequence: Sequence, room: _Room, plan: _Plan) -> None:
+        prefix = room.prefix
+        for victim in room.victims:
+            self._preempt(victim, plan)
         self._withdraw(sequence)
         self.block_manager.allocate(sequence, prefix)
         sequence.num_computed_tokens = len(prefix) * self.block_manager.block_size
@@ -434,26 +423,18 @@ class Scheduler:
             sequence.slot = None
 
 
+@dataclass(slots=True)
 class _Plan:
     """The shares of the step that is being planned, and the tokens that are left to give."""
 
-    def __init__(
-        self,
-        num_tokens: int,
-        prefill_chunk: int,
-        long_prompt_chunk: int,
-        block_size: int,
-        num_reported_rows: int,
-    ) -> None:
-        self.num_tokens = 0
-        self.num_tokens_left = num_tokens
-        self.shares: dict[Sequence, ScheduledSequence] = {}
-        self._prefill_chunk = prefill_chunk
-        self._long_prompt_chunk = long_prompt_chunk
-        self._num_decodes = 0
-        self._block_size = block_size
-        self._num_reported_rows_left = num_reported_rows
-        self._prefilling: set[Sequence] = set()
+    num_tokens_left: int
+    prefill_chunk: int
+    long_prompt_chunk: int
+    block_size: int
+    num_reported_rows_left: int
+    shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    prefilling: set[Sequence] = field(default_factory=set)
+    """The sequences that compute more than their last token."""
 
     def limit_prompts(self, num_tokens: int | None) -> None:
         """Leave at most `num_tokens` for prompts, if there are decodes beside them."""
@@ -468,42 +449,33 @@ class _Plan:
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
-        num_tokens = min(uncomputed, self._prefill_chunk, self.num_tokens_left)
-        if self._num_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
-            num_tokens = min(num_tokens, self._long_prompt_chunk)
+        num_tokens = min(uncomputed, self.prefill_chunk, self.num_tokens_left)
+        has_decodes = len(self.shares) > len(self.prefilling)
+        if has_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
+            num_tokens = min(num_tokens, self.long_prompt_chunk)
         if num_tokens == 0:
             return
         samples = num_tokens == uncomputed and sequence.request.pooling is None
         share = ScheduledSequence(sequence, start, num_tokens, samples)
         num_reported = len(share.reported_rows)
-        if (excess := num_reported - self._num_reported_rows_left) > 0:
+        if (excess := num_reported - self.num_reported_rows_left) > 0:
             num_tokens = share.reported_rows.stop - excess - start
             if num_tokens <= 0:
                 return
             num_reported -= excess
             share = replace(share, num_tokens=num_tokens, samples=False)
-        self._num_reported_rows_left -= num_reported
+        self.num_reported_rows_left -= num_reported
         self.shares[sequence] = share
-        self.num_tokens += num_tokens
         self.num_tokens_left -= num_tokens
         if uncomputed > 1:
-            self._prefilling.add(sequence)
-        else:
-            self._num_decodes += 1
-
-    @property
-    def prefills(self) -> bool:
-        """Whether a sequence computes more than its last token."""
-        return bool(self._prefilling)
+            self.prefilling.add(sequence)
 
     def take_back(self, sequence: Sequence) -> None:
         share = self.shares.pop(sequence, None)
-        self._prefilling.discard(sequence)
+        self.prefilling.discard(sequence)
         if share is not None:
-            self.num_tokens -= share.num_tokens
             self.num_tokens_left += share.num_tokens
-            self._num_reported_rows_left += len(share.reported_rows)
-            self._num_decodes -= share.num_tokens == sequence.num_uncomputed_tokens == 1
+            self.num_reported_rows_left += len(share.reported_rows)
 
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether another sequence of this step is about to compute the next block of this prefix.
@@ -512,20 +484,16 @@ class _Plan:
         this step count, so that no sequence waits for one that does not.
         """
         index = len(prefix)
-        if (index + 1) * self._block_size > sequence.num_cacheable_tokens:
+        if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
             return False  # it computes this block in any case
         block_hash = sequence.block_hashes[index]
         return any(
             index < len(other.block_hashes) and other.block_hashes[index] == block_hash
-            for other in self._prefilling
+            for other in self.prefilling
         )
 
 
-def _runs(share: ScheduledSequence) -> bool:
-    return share.sequence.status is SequenceStatus.RUNNING
-
-
-def _is_free(share: ScheduledSequence) -> bool:
+def _can_plan_next(share: ScheduledSequence) -> bool:
     """Whether the next share of its sequence can be planned without the token that it samples."""
     sequence = share.sequence
     return not share.samples or (
@@ -541,7 +509,8 @@ def _order(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _urgency(sequence: Sequence) -> tuple[Any, ...]:
-    return (sequence.urgency, sequence.sequence_id)
+    """A sort key: the most urgent comes first. The last running sequence is preempted first."""
+    return (sequence.request.priority, *_order(sequence))
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> None:

@@ -97,11 +97,6 @@ class Sequence:
         """Whether an end token would end the sequence now."""
         return self.num_output_tokens >= self.request.params.min_tokens
 
-    @property
-    def urgency(self) -> tuple[int, float, str]:
-        """A sort key: the most urgent comes first. The last running sequence is preempted first."""
-        return (self.request.priority, *self.request.order)
-
 
 @dataclass(slots=True)
 class ScheduledSequence:
