@@ -18,8 +18,6 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
 """[256, 8]: what each byte of a mask adds to the logits of its eight tokens."""
 
-_Words = npt.NDArray[np.int32]
-
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
@@ -57,7 +55,7 @@ class Masks:
     def __init__(self, device: torch.device) -> None:
         self._unpacks_here = device.type == "cpu"
         self._thread: ThreadPoolExecutor | None = None
-        self._words: _Words = np.empty((0, 0), dtype=np.int32)
+        self._words: npt.NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
         self._bias = np.empty((0, 0, 8), dtype=np.float32)
 
     def start(self, sequences: list[Sequence]) -> PendingMasks | None:

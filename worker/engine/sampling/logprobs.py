@@ -47,11 +47,6 @@ def report(
     )
 
 
-def _finite(logprob: float) -> float:
-    """The log-probability, or LEAST for what JSON does not have."""
-    return logprob if logprob > LEAST else LEAST  # also for NaN
-
-
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
     """The reporting rows of a step, and the number of likeliest tokens of each."""
@@ -60,16 +55,17 @@ class RawLogprobs:
     num_top: list[int]
 
     def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
-        """Returns each row's report of its chosen token, from the columns of ChosenLogprobs."""
+        """Returns each row's report of its chosen token, from the columns of ChosenLogprobs. LEAST
+        replaces -inf and NaN, which JSON does not have."""
         result = {}
         for row, num_top, logprob, rank, ids, logprobs in zip(
             self.rows, self.num_top, *columns, strict=True
         ):
             top = [
-                TopLogprob(token_id=token_id, logprob=_finite(each))
+                TopLogprob(token_id=token_id, logprob=max(LEAST, each))  # this order: also of NaN
                 for token_id, each in zip(ids[:num_top], logprobs[:num_top], strict=True)
             ]
             result[row] = TokenLogprob(
-                token_id=token_ids[row], logprob=_finite(logprob), rank=rank, top=top or None
+                token_id=token_ids[row], logprob=max(LEAST, logprob), rank=rank, top=top or None
             )
         return result

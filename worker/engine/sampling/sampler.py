@@ -40,14 +40,14 @@ class SamplerOutput:
     copies: HostCopies
     """Copies of `token_ids`, of whether each is sound, and of the columns that `logprobs`
     reports."""
-    logprobs: RawLogprobs | None
+    logprobs: RawLogprobs
     errors: dict[int, str] = field(default_factory=dict)
     """The rows for which no token can be chosen, and why."""
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the device, and return one token for each row."""
         token_ids, is_sound, *reported = self.copies.lists()
-        reports = self.logprobs.by_row(token_ids, reported) if self.logprobs is not None else {}
+        reports = self.logprobs.by_row(token_ids, reported)
         return [
             SampledToken(token_id, reports.get(row))
             if sound and row not in self.errors
@@ -98,9 +98,9 @@ class Sampler:
         Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
         further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
         has the last token of each row on the device, for rows whose last one the host does not know
-        yet. `draws` are the result of the method of that name, if they are on the device already.
-        `chosen` are tokens that were chosen with them from the unchanged logits. They count if no
-        row needs changed ones.
+        yet. `draws` are the result of the method `draws`, if they are on the device already.
+        `chosen` are tokens that a graph chose with these draws. They are used unless a constraint,
+        a penalty or a mask changes the logits.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -116,13 +116,11 @@ class Sampler:
             chosen = self._kernels.choose(logits, rows.distributions, draws)
         token_ids, is_sound = chosen
         reported: tuple[torch.Tensor, ...] = ()
-        logprobs = None
-        if rows.reporting:
-            most = min(max(1, *rows.num_top), self._vocab_size)
-            reported = self._kernels.report(raw, rows.reporting, token_ids, most)
-            logprobs = RawLogprobs(rows.reporting, rows.num_top)
+        if rows.logprobs.rows:
+            most = min(max(1, *rows.logprobs.num_top), self._vocab_size)
+            reported = self._kernels.report(raw, rows.logprobs.rows, token_ids, most)
         copies = HostCopies([token_ids, is_sound, *reported])
-        return SamplerOutput(token_ids, copies, logprobs, errors)
+        return SamplerOutput(token_ids, copies, rows.logprobs, errors)
 
     def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
         """The columns of ChosenLogprobs for the token ids `chosen` [R] from `logits`
@@ -142,13 +140,13 @@ class Sampler:
 
 
 class _Rows:
-    """The parameters of one set of sequences; None, empty or False where no row uses one."""
+    """The parameters of one set of sequences."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
         self.sequence_ids = [sequence.sequence_id for sequence in sequences]
         params = [sequence.request.params for sequence in sequences]
-        self.reporting = [row for row, each in enumerate(params) if each.logprobs is not None]
-        self.num_top = [params[row].logprobs or 0 for row in self.reporting]
+        reporting = [row for row, each in enumerate(params) if each.logprobs is not None]
+        self.logprobs = RawLogprobs(reporting, [params[row].logprobs or 0 for row in reporting])
         self.constraints = Constraints(sequences, vocab_size, device)
         self.penalties = Penalties(sequences, device)
         self.adjusts = bool(self.constraints or self.penalties)

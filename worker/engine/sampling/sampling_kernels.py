@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,24 +46,22 @@ class Distributions:
         self._params = [each if each.temperature > 0.0 else NEUTRAL for each in params]
         self._vocab_size = vocab_size
         self._device = device
-        self._is_sampled = [each.temperature > 0.0 for each in params]
-        self.any_is_sampled = any(self._is_sampled)
-        self._temperature = [max(each.temperature, _COLDEST) for each in self._params]
+        self.any_is_sampled = any(each.temperature > 0.0 for each in params)
         self.draws = np.zeros((len(DRAWS), len(params)))
         """[len(DRAWS), R], in that order. The random numbers, which change in each step, are
         missing."""
-        self.draws[1] = np.where(self._is_sampled, self._temperature, 0.0)
+        self.draws[1] = [each.temperature and max(each.temperature, _COLDEST) for each in params]
         self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
 
     @cached_property
     def is_sampled(self) -> torch.Tensor:
         """[R], bool: False if the likeliest token is chosen."""
-        return to_device(np.array(self._is_sampled), self._device)
+        return to_device(self.draws[1] > 0.0, self._device)
 
     @cached_property
     def temperature(self) -> torch.Tensor:
-        """[R, 1]"""
-        values = np.array(self._temperature, dtype=np.float32)
+        """[R, 1]; 1 if the likeliest token is chosen."""
+        values = np.where(self.draws[1] > 0.0, self.draws[1], 1.0).astype(np.float32)
         return to_device(values, self._device).unsqueeze(1)
 
     @cached_property
@@ -76,28 +73,15 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 """Token ids [R], and whether each is sound [R]."""
 
 
-class Kernels(Protocol):
-    """The logits [R, vocab_size] are not changed by any method."""
-
-    def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
-        """Choose a token in each row. `draws` [len(DRAWS), R], float64, are the parameters of
-        `wanted` and random numbers."""
-        ...
-
-    def report(
-        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
-    ) -> ChosenLogprobs:
-        """Report these rows, for the token ids [R] that were chosen in all rows."""
-        ...
-
-
 class TorchKernels:
-    """Computes in torch, on any device."""
+    """Computes in torch, on any device. No method changes the logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
+        """Choose a token in each row of `logits` [R, vocab_size]. `draws` [len(DRAWS), R], float64,
+        are the parameters of `wanted` and random numbers."""
         best, likeliest = logits.max(dim=1)
         is_sound = best.isfinite()
         if not wanted.any_is_sampled:
@@ -115,17 +99,18 @@ class TorchKernels:
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
+        """Report these rows, for the token ids [R] that were chosen in all rows."""
         return report(logits, rows, chosen, num_top, self._scratch)
 
 
 class NativeKernels:
-    """Computes in native code, on a CPU for which it is loaded (native/library.py)."""
+    """Computes the same in native code, on a CPU for which it is loaded (native/library.py)."""
 
     def __init__(self) -> None:
         self._library = load_native()
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
-        logits, filters = _known(logits), wanted.filters.table
+        logits, filters = _readable(logits), wanted.filters.table
         count, vocab_size = logits.shape
         token_ids = torch.empty(count, dtype=torch.int64)
         is_sound = torch.empty(count, dtype=torch.bool)
@@ -141,7 +126,7 @@ class NativeKernels:
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
-        logits, index = _known(logits), torch.tensor(rows)
+        logits, index = _readable(logits), torch.tensor(rows)
         logprobs = torch.empty(len(rows), dtype=torch.float32)
         ranks = torch.empty(len(rows), dtype=torch.int64)
         top_ids = torch.empty(len(rows), num_top, dtype=torch.int64)
@@ -167,8 +152,8 @@ class TritonKernels(TorchKernels):
         return choose_tokens(logits, draws)
 
 
-def kernels_on(device: torch.device, *, native: bool) -> Kernels:
-    """The fastest ones. `native` is for a CPU with loaded native code."""
+def kernels_on(device: torch.device, *, native: bool) -> TorchKernels | NativeKernels:
+    """Returns the fastest kernels. `native` is for a CPU with loaded native code."""
     if native:
         return NativeKernels()
     # Triton is not installed everywhere.
@@ -176,8 +161,8 @@ def kernels_on(device: torch.device, *, native: bool) -> Kernels:
     return TritonKernels(device) if has_triton else TorchKernels(device)
 
 
-def _known(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in a dtype and layout that the native code reads."""
+def _readable(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logits in a dtype and layout that the native code reads."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     return logits.contiguous()
