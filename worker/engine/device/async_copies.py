@@ -31,7 +31,12 @@ def to_device_at_once(
     """Copies several arrays of any types to the device in one copy. The tensors are views of it."""
     if device.type != "cuda":
         return [to_device(array, device) for array in arrays]
-    together, starts = _joined(arrays)
+    # Triton compiles kernels again for addresses that are not multiples of 16.
+    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays])
+    starts = [0, *ends[:-1].tolist()]
+    together = np.zeros(int(ends[-1]), dtype=np.uint8)
+    for start, array in zip(starts, arrays, strict=True):
+        together[start : start + array.nbytes] = array.ravel().view(np.uint8)
     copied = to_device(together, device)
     return [
         copied[start : start + array.nbytes]
@@ -39,17 +44,6 @@ def to_device_at_once(
         .view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """The bytes of all in one array, and where each begins: at multiples of 16, as Triton compiles
-    kernels once more for addresses that are none."""
-    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays])
-    starts = [0, *ends[:-1].tolist()]
-    together = np.zeros(int(ends[-1]), dtype=np.uint8)
-    for start, array in zip(starts, arrays, strict=True):
-        together[start : start + array.nbytes] = array.ravel().view(np.uint8)
-    return together, starts
 
 
 class HostCopies:

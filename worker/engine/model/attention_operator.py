@@ -1,4 +1,4 @@
-"""The seam's attention as one operator, which torch.compile puts into its graphs unchanged.
+"""The seam's attention: of one layer, and as one operator for the graphs of torch.compile.
 
 A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it.
 A number in a tensor, an input of the graph like a weight, tells the operator which layer it is.
@@ -6,15 +6,34 @@ A number in a tensor, an input of the graph like a weight, tells the operator wh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
+from promptq.shared.errors import UnsupportedModelError
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 
-class Attending(Protocol):
-    """One layer's attention. The shapes are those of `paged_attention`."""
+
+@dataclass(slots=True)
+class SeamContext:
+    """Data that all layers of a model share. The layout is set during a forward only."""
+
+    backend: AttentionBackend
+    layout: StepLayout | None = None
+    calls: int = 0
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class SeamLayer:
+    """Data that an attention module needs besides its arguments."""
+
+    context: SeamContext
+    cache: LayerCache
+    pattern: Pattern
 
     def attend(
         self,
@@ -25,15 +44,28 @@ class Attending(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[1, T, num_heads, value_size]; writes K and V into the layer's cache."""
-        ...
+        """Attend within each sequence of the step, and write K and V into the layer's cache. The
+        shapes are those of `paged_attention`."""
+        context = self.context
+        if context.layout is None:
+            raise UnsupportedModelError("a layer of this model was not seen by the check at load")
+        context.calls += 1
+        output = context.backend.attend(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self.cache,
+            context.layout,
+            Scoring(scale, self.pattern, softcap, sinks),
+        )
+        return output.unsqueeze(0)
 
 
-_layers: WeakValueDictionary[int, Attending] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, SeamLayer] = WeakValueDictionary()
 _numbers = count()
 
 
-def number_of(layer: Attending) -> torch.Tensor:
+def number_of(layer: SeamLayer) -> torch.Tensor:
     """Returns the number by which the operator finds the layer while it lives; on the CPU."""
     number = next(_numbers)
     _layers[number] = layer
@@ -50,19 +82,13 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The attention of the layer with this number. Its writes to the cache need not be declared:
-    no graph reads the cache otherwise, and the call is kept in place because its output is used."""
+    """Computes the attention of the layer with this number. The writes to the cache need not be
+    declared: no graph reads the cache otherwise, and the call stays because its output is used."""
     return _layers[int(layer)].attend(query, key, value, scale, softcap, sinks)
 
 
 @attend.register_fake
 def _(
-    layer: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    layer: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> torch.Tensor:
     return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])

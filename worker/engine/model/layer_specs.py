@@ -144,8 +144,9 @@ def _pattern(family: str, index: int, mask: torch.Tensor | None) -> Pattern:
     """Returns the pattern of this mask [1, 1, T, T], 0 where visible."""
     if mask is None or mask.dim() != 4:
         raise UnsupportedModelError(f"{family}: layer {index} has no causal mask")
-    visible = mask.to(torch.bool) if mask.dtype == torch.bool else mask == 0
-    if not mask.dtype == torch.bool and (mask[~visible] > torch.finfo(mask.dtype).min / 2).any():
+    is_bool = mask.dtype == torch.bool
+    visible = mask if is_bool else mask == 0
+    if not is_bool and (mask[~visible] > torch.finfo(mask.dtype).min / 2).any():
         raise UnsupportedModelError(f"{family}: layer {index} adds a bias to its scores")
     length = mask.shape[-1]
     for pattern in (FULL, *WINDOWS.values()):

@@ -157,12 +157,8 @@ def load_model(
             if kept:  # their place is taken by wide tensors without memory, while on the host
                 placed = {}
             if saved is not None and device.type != "cpu":
-                require_memory(
-                    source,
-                    _bytes_of(saved, kept),
-                    device,
-                    is_widened=len(kept) < len(saved.quantized),
-                )
+                is_widened = len(kept) < len(saved.quantized)
+                require_memory(source, _bytes_of(saved, kept), device, is_widened=is_widened)
             # With output_loading_info there are two results, which the library's type omits.
             loaded: Any
             if saved is None:
@@ -212,9 +208,7 @@ def load_model(
     module.to(device)
     # The generation settings' end tokens come before the configuration's.
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
-    if saved is None:
-        return LoadedModel(name_or_dir, model, ends)
-    return LoadedModel(name_or_dir, model, ends, saved.format)
+    return LoadedModel(name_or_dir, model, ends, "" if saved is None else saved.format)
 
 
 def _widen_others(

@@ -1,15 +1,14 @@
 """The seam to transformers: one attention function, registered once, that serves every family.
 
-A model that runs through it builds no mask, because the library makes one only for names that it
-with a mask function. Each attention module carries its layer's place in the cache, so the
-function needs only the module that calls it.
+A model that runs through the seam builds no mask, because the library makes masks only for names
+with a mask function. Each attention module carries its layer's place in the cache, so the function
+needs only the module that calls it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
-from promptq.worker.engine.model.attention_operator import attend, number_of
+from promptq.worker.engine.attention.types import LayerCache, Pattern
+from promptq.worker.engine.model.attention_operator import (
+    SeamContext,
+    SeamLayer,
+    attend,
+    number_of,
+)
 
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"
@@ -28,54 +32,12 @@ _NUMBER = "promptq_number"
 """The attribute with the layer's number, for compiled graphs."""
 
 
-@dataclass(slots=True)
-class SeamContext:
-    """Data that all layers of a model share. The layout is set during a forward only."""
-
-    backend: AttentionBackend
-    layout: StepLayout | None = None
-    calls: int = 0
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class SeamLayer:
-    """Data that an attention module needs besides its arguments."""
-
-    context: SeamContext
-    cache: LayerCache
-    pattern: Pattern
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend within each sequence of the step. The shapes are those of `paged_attention`."""
-        context = self.context
-        if context.layout is None:
-            raise UnsupportedModelError("a layer of this model was not seen by the check at load")
-        context.calls += 1
-        output = context.backend.attend(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            self.cache,
-            context.layout,
-            Scoring(scale, self.pattern, softcap, sinks),
-        )
-        return output.unsqueeze(0)
-
-
 class RowStarts:
     """A stand-in for the library's cache, for families that count positions from it.
 
-    They add a row's index to the length of the cache. So the "length" here is a tensor [T], and
-    each row's sum is its true position. K and V pass through unchanged, and masks, if there are
-    any, are those without a cache.
+    These families add a row's index to the length of the cache. So the "length" here is a tensor
+    [T], and each row's sum is its true position. K and V pass through unchanged. Masks, if the
+    family makes any, are those without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -125,7 +87,7 @@ class PackedModel:
         set_attention(model, SEAM)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """[len(rows), vocab_size] for these rows of the step; K and V of all rows are written."""
+        """Writes K and V of all rows. Returns the logits [len(rows), vocab_size] of these rows."""
         return self._forward(step, rows)
 
     def logits_and_states(
@@ -149,7 +111,7 @@ class PackedModel:
             hook.remove()
         if not states_of_kept:
             raise UnsupportedModelError(
-                f"{self._model.config.model_type}: does not tell its final hidden states"
+                f"{self._model.config.model_type}: does not return its final hidden states"
             )
         return logits, states_of_kept[-1]
 
@@ -178,7 +140,7 @@ class PackedModel:
         return logits if self._keeps_rows else logits[rows]
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The outermost entries in the model's lists of modules that contain attention."""
+        """Returns the outermost entries in the model's lists of modules that contain attention."""
         attending = set(self._modules)
 
         def within(module: nn.Module) -> Iterator[nn.Module]:
@@ -194,8 +156,8 @@ class PackedModel:
 
 
 def _body(model: Any) -> nn.Module:
-    """The part of the model that ends with the final norm. Not every family calls its
-    `base_model`, and to some the whole model is the decoder."""
+    """Returns the part of the model that ends with the final norm. Not every family calls its
+    `base_model`, and for some `get_decoder` returns the whole model."""
     decoder: nn.Module = model.get_decoder()
     return getattr(model, "model", decoder) if decoder is model else decoder
 

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from promptq.worker.engine.attention.kv_cache import KVCache
-from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import StepLayout
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.core.runner import KVLayout
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, off_by
 from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.runner.trial_steps import trial_batch
 
 T = TypeVar("T")
 
@@ -50,8 +51,8 @@ class CompiledModel:
         self._set_up(cache, min(TRIAL_ROWS, max_model_len, cache.num_blocks * cache.block_size))
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel. If a compiled step fails, it is run again uncompiled, which writes its K
-        and V again. All later steps run uncompiled too."""
+        """See PackedModel. If a compiled step fails, this step and all later ones run uncompiled.
+        The second run writes the K and V of the step again."""
         return self._run(lambda: self._model.logits(step, rows))
 
     def logits_and_states(
@@ -67,7 +68,9 @@ class CompiledModel:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not self.is_compiled or _is_capturing():
+            # A capture of a graph cannot continue after an error.
+            is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if not self.is_compiled or is_capturing:
                 raise
             self._give_up(error)
         return compute()
@@ -117,24 +120,7 @@ class CompiledModel:
         logger.warning("the model runs without torch.compile: %s: %s", type(cause).__name__, reason)
 
 
-def _is_capturing() -> bool:
-    """Whether a graph is being captured. A capture cannot continue after an error."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _step(num_rows: int, cache: KVCache) -> PackedStep:
-    """The beginning of one sequence, in the first blocks."""
-    size, device = cache.block_size, cache.layers[0].key.device
-    positions = torch.arange(num_rows, device=device)
-    layout = StepLayout(
-        num_decodes=int(num_rows == 1),
-        query_starts=[0, num_rows],
-        context_lens=[num_rows],
-        block_tables=torch.arange(-(-num_rows // size), device=device).unsqueeze(0),
-        write_blocks=positions // size,
-        write_offsets=positions % size,
-        block_size=size,
-    )
-    row = positions.unsqueeze(0)
-    none = positions.new_empty(2, 0)
-    return PackedStep([], row % 32, row, layout, positions, none.double(), none)
+    layout = KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
+    batch = trial_batch([(num_rows, num_rows)], layout, vocab_size=32)
+    return Packer(cache.block_size, cache.layers[0].key.device).pack(batch)

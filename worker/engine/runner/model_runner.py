@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.shared.protocol.request import NEUTRAL
-from promptq.worker.engine.api.messages import LEAST, EngineAbilities, EngineRequest, PromptLogprobs
+from promptq.worker.engine.api.messages import LEAST, EngineAbilities, PromptLogprobs
 from promptq.worker.engine.api.port import Progress, unheard
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
@@ -29,7 +28,6 @@ from promptq.worker.engine.attention.packed_step import (
     no_padding,
 )
 from promptq.worker.engine.attention.step_buffers import StepKind
-from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.scheduler import most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -66,10 +64,10 @@ from promptq.worker.engine.runner.cuda_graphs import (
     on_device,
 )
 from promptq.worker.engine.runner.quantizing import (
-    asked_options,
     check_quantization,
     is_quantized,
     quantize,
+    rounding_options,
 )
 from promptq.worker.engine.runner.trial_steps import (
     MOST_SAMPLING,
@@ -87,13 +85,13 @@ LENGTH_WITHOUT_LIMIT = 8192
 
 WARM_UP_TOKENS = 64
 MOST_LIKELIEST = 20
-"""Number of likeliest tokens that are found for each reported row of a prompt. With a fixed number,
-the choice between equally likely tokens does not depend on other requests."""
+"""Number of likeliest tokens that are computed for each reported row of a prompt. With a fixed
+number, the choice between equally likely tokens does not depend on other requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledStates:
-    """Final hidden states that become part of vectors, on their way to the host."""
+    """Final hidden states that become part of vectors, while they are copied to the host."""
 
     shares: list[ScheduledSequence]
     copies: HostCopies
@@ -110,7 +108,7 @@ class PooledStates:
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A step under way. `sampled` is None if it samples nothing."""
+    """A launched step. `sampled` is None if the step samples nothing."""
 
     sampled: SamplerOutput | None
     counts: list[int]
@@ -125,11 +123,11 @@ class ModelStep:
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """The place of the last token of each sequence among the tokens sampled here, by its id."""
+        """For each sequence id, the place of its last token among the tokens sampled here."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
-        """Write the tokens sampled here into the inputs of `step`, where it continues them."""
+        """Write the tokens sampled here into the inputs of `step`, which begins with them."""
         if self.sampled is not None:
             rows, places = step.unknown
             tokens = self.sampled.token_ids.index_select(0, places)
@@ -263,7 +261,7 @@ class ModelRunner:
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
         if isinstance(runner._model, NativeDecoder):
             if expected is not None:
-                rounding = asked_options(options)
+                rounding = rounding_options(options)
                 check_packed(loaded, runner._model, cache, expected, rounding)
             release(loaded.model.modules())
         give_back(device)  # what captures took besides the graphs
@@ -402,27 +400,23 @@ class ModelRunner:
         layout = self.kv_layout
         kv_tokens = layout.num_blocks * layout.block_size
         num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
-        token_ids = [7919 * place % self.vocab_size for place in range(num_tokens)]
-        sequence = Sequence.of(EngineRequest(-1, token_ids, NEUTRAL, seed=0, max_tokens=1))
-        sequence.slot = 0
-        sequence.block_table = list(range(num_blocks_for(num_tokens, layout.block_size)))
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
-            batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])
+            batch = trial_batch([(num_tokens, count)], layout, vocab_size=self.vocab_size)
             row = torch.tensor([count - 1], device=self.device)
             last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
         self.collect(self.launch(batch))
         # On a GPU products are chosen by the number of rows, and steps may have many more.
         is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
         self.is_row_invariant = is_same and self.device.type == "cpu"
-        with suppress(UnsupportedModelError):  # it then makes no vectors
+        with suppress(UnsupportedModelError):  # this model makes no vectors
             step = self._packer.pack(batch)
             _, states = self._model.logits_and_states(step, step.sampled, step.sampled)
             self.embedding_size = states.shape[1]
 
     def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """Run each kind of step and of sampling once, because kernels are compiled when they are
-        first launched. At last comes the largest step, now that the cache takes its memory.
+        first launched. The largest step comes last, now that the cache takes its memory.
 
         Graphs are left out: their kernels were compiled when they were captured."""
         served = self._model
@@ -448,7 +442,7 @@ class ModelRunner:
         yield self._largest(shares)
 
     def _largest(self, shares: Shares) -> Batch:
-        """A step with these shares, and everything that takes memory."""
+        """Returns a step with these shares, and everything that takes memory."""
         most = most_reported_rows(self.vocab_size)
         return trial_batch(shares, self.kv_layout, MOST_SAMPLING, most)
 
@@ -471,7 +465,7 @@ class ModelRunner:
 
     @property
     def is_slow_in_bf16(self) -> bool:
-        """Whether it computes in bf16 and would be many times faster in fp32."""
+        """Whether this runner computes in bf16 and would be many times faster in fp32."""
         is_torch_on_cpu = bool(self.why_no_own_code) and self.device.type == "cpu"
         return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 

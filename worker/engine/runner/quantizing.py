@@ -1,4 +1,4 @@
-"""Passes weights of few bits, saved or rounded, to promptq's decoders, and such a KV cache."""
+"""Quantizes weights and KV cache for promptq's decoders, or widens weights that none can use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
     """Whether weights were saved in few bits, or the options round weights or the KV cache."""
-    return bool(loaded.format or asked_options(options))
+    return bool(loaded.format or rounding_options(options))
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
@@ -44,7 +44,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is none of none, {', '.join(BITS)}"
         )
-    if not (rounding := asked_options(options)):
+    if not (rounding := rounding_options(options)):
         return
     if not options.native:
         raise ConfigurationError(f"{rounding} needs promptq's code; omit --no-native")
@@ -69,12 +69,11 @@ def quantize(
     """Replace the weights of a checked model by quantized ones. Returns the model with the cache
     that the options request.
 
-    Checks the decoder's logits, unless an earlier load did, or `check_packed` does it later.
-
-    Weights that were saved in few bits are widened if none of promptq's decoders serves the model.
+    Checks the decoder's logits, unless an earlier load did or `check_packed` will. Weights that
+    were saved in few bits are widened if none of promptq's decoders serves the model.
     Raises UnsupportedModelError if none serves the model and something has to be rounded.
     """
-    rounding = asked_options(options)
+    rounding = rounding_options(options)
     if checked.decoder is None:
         if rounding:
             raise UnsupportedModelError(
@@ -140,7 +139,7 @@ def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
     )
 
 
-def asked_options(options: LoadOptions) -> str:
+def rounding_options(options: LoadOptions) -> str:
     """Returns the options that request rounding, as text; empty without any."""
     names = []
     if options.quantization != "none":

@@ -1,4 +1,4 @@
-"""Steps of made-up sequences, with which a start tries what serving will do.
+"""Dummy batches for warm-up and memory measurement at startup.
 
 A step is described by its shares: for each sequence, its context after the step and its rows in it.
 """
@@ -35,7 +35,7 @@ SAMPLING = (
     SamplingParams(logprobs=1),
     MOST_SAMPLING,
 )
-"""One of each kind."""
+"""Parameters of every kind: each kind launches other kernels."""
 
 _ids = count(-2, -1)
 """No two sequences may have the same id, because samplers know them by it."""
@@ -46,13 +46,14 @@ def trial_batch(
     layout: KVLayout,
     params: SamplingParams = NEUTRAL,
     max_reported_rows: int = 0,
+    vocab_size: int = 2,
 ) -> Batch:
     """Returns a batch in which every sequence samples, and at most `max_reported_rows` rows report
-    log-probabilities of prompts. A cache of a few blocks is enough for any context: the sequences
-    share its blocks."""
+    log-probabilities of prompts, whose token ids are below `vocab_size`. A cache of a few blocks is
+    enough for any context: the sequences share its blocks."""
     scheduled = []
     for slot, (context, num_rows) in enumerate(shares):
-        token_ids = [place % 2 for place in range(context)]
+        token_ids = [7919 * place % vocab_size for place in range(context)]
         request = EngineRequest(
             next(_ids),
             token_ids,
@@ -75,8 +76,8 @@ def trial_batch(
 
 
 def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
-    """The most rows and the most samples that a step can have: `num_seqs` sequences with up to
-    `max_context` tokens each, and `num_tokens` rows in all."""
+    """Returns the step with the most rows and samples: `num_seqs` sequences, with up to
+    `max_context` tokens each and `num_tokens` rows in all."""
     num_seqs = min(num_seqs, num_tokens)
     left = min(num_tokens, num_seqs * max_context)
     shares = []
@@ -88,11 +89,10 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
 
 
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
-    """Steps that together launch every variant of the kernels that serving can launch.
+    """Yields steps that together launch every variant of the kernels that serving can launch.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded to
-    a power of two. A decode also comes alone, because the strides of a tensor with one row may be
-    any.
+    a power of two. A decode also comes alone, because a tensor with one row may have any strides.
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]
@@ -103,5 +103,5 @@ def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator
 
 
 def powers_of_two(most: int) -> list[int]:
-    """All powers of two below `most`, and `most` itself."""
+    """Returns all powers of two below `most`, and `most` itself."""
     return [1 << exponent for exponent in range((most - 1).bit_length())] + [most]
