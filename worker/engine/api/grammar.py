@@ -19,11 +19,11 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """The state of one sequence's match. Used by one thread at a time."""
+    """The state of a grammar after one sequence's output. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output matches and no further token can follow."""
+        """Whether the output matches, and no further token may follow."""
         ...
 
     @property

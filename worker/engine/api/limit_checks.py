@@ -7,7 +7,7 @@ from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
 
 
 def check_settings(limits: EngineLimits) -> None:
-    """Raises ConfigurationError naming the setting that leaves no room to compute anything."""
+    """Raises ConfigurationError that names a setting with which no request could run."""
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
@@ -21,7 +21,7 @@ def check_settings(limits: EngineLimits) -> None:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raises ValueError that names the field which an engine of these limits cannot compute."""
+    """Raises ValueError that names a field with which the request exceeds these limits."""
     num_prompt_tokens = len(request.prompt_token_ids)
     num_output_tokens = len(request.output_token_ids)
     num_tokens = num_prompt_tokens + num_output_tokens

@@ -28,7 +28,7 @@ class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""
 
     sequence_id: int
-    """Chosen by the worker and never used twice: each attempt at a request has its own."""
+    """Chosen by the worker. Each attempt at a request has a new id."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -36,8 +36,7 @@ class EngineRequest:
     """Randomness is a function of (seed, position) alone."""
 
     max_tokens: int
-    """Resolved: the most output tokens over all attempts, so that prompt and output fit the model
-    length."""
+    """The most output tokens over all attempts, so that prompt and output fit the model length."""
 
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
@@ -64,30 +63,27 @@ class EngineRequest:
     """A tenant with a larger weight may have more of the slots and of the KV cache than others."""
 
     grammar: Grammar | None = None
-    """Grammar of the output, in the state after `output_token_ids`. From now on only the engine
-    uses it. This is the only field that is not plain data."""
+    """Grammar of the output, in the state after `output_token_ids`. Once the request is added, only
+    the engine uses the grammar. This is the only field that is not plain data."""
 
     pooling: Pooling | None = None
-    """Set if its prompt is to become a vector. Nothing is generated then."""
+    """How to pool the prompt's hidden states into a vector. If set, nothing is generated."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's log-probabilities still have to be reported. They go with the first
+        """Whether the engine still has to report the prompt's log-probabilities, with the first
         token."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     @property
     def looks_back(self) -> bool:
-        """Whether the next token depends on earlier tokens in other ways than through the
-        logits."""
-        return bool(
-            self.params.has_penalties or self.bad_token_sequences or self.grammar is not None
-        )
+        """Whether earlier tokens influence the choice of the next one beyond the logits."""
+        return bool(self.params.has_penalties or self.bad_token_sequences or self.grammar)
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the next token can only be chosen when the engine's thread knows the last one.
-        Penalties count tokens on the device."""
+        """Whether the engine's thread must know the last token before the next one is chosen. Not
+        for penalties, which count tokens on the device."""
         return self.grammar is not None or any(len(bad) > 1 for bad in self.bad_token_sequences)
 
     @property
@@ -98,8 +94,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Natural log-probabilities of P tokens of a prompt that follow each other, and of the N
-    likeliest tokens in the place of each. They are arrays, because there may be very many."""
+    """Natural log-probabilities of P successive tokens of a prompt, and of the N likeliest tokens
+    in the place of each. The fields are arrays, because P may be large."""
 
     logprobs: npt.NDArray[np.float32]  # [P]
     ranks: npt.NDArray[np.int64]  # [P], from 1
@@ -122,30 +118,30 @@ class SequenceOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Set with the first token of all attempts if they are wanted: pieces that together begin with
-    the second token of the prompt."""
+    """Set with the first token of all attempts, if the request wants them. Together, the pieces
+    cover the prompt from its second token on."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """Set with an error if the request itself left no token to choose."""
+    """Set with `error` if the request itself left no token to choose."""
     timing: SequenceTiming | None = None
     """Set with the first token of this attempt, after a preemption, and with the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: the pooled hidden states, not normalised; with the last output of a
-    sequence whose request has `pooling`."""
+    """[embedding_size]: the pooled hidden states, not normalised. Set on the last output if the
+    request has `pooling`."""
     given_back: GivenBack | None = None
-    """Set if the sequence left without an end, and its request is to go back to the queue."""
+    """Set if the sequence left before its end, so that its request goes back to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """A sequence that an engine gives back without an end, and the reason."""
+    """Why an engine gives a sequence back before its end."""
 
     reason: str
     is_blamed: bool = True
-    """Whether that counts as a crash of the request. A request that crashes too often ends."""
+    """Whether this counts as a crash of the request. A request that crashes too often ends."""
     delay_ms: int | None = None
-    """How long no worker should try it again; None: retry at once. Only if it is not blamed."""
+    """How long workers wait before the next attempt; None: no wait. Only if not blamed."""
 
 
 @dataclass(slots=True)
@@ -156,8 +152,8 @@ class SequenceTiming:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache when first scheduled. Only tokens that its
-    tenant had sent before count."""
+    """Prompt tokens that the prefix cache held when the sequence was first scheduled. Only tokens
+    that the tenant had sent before count."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     preempted_at: list[float] = field(default_factory=list)
@@ -176,9 +172,9 @@ class EngineStats:
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """Blocks owned by a sequence; cached blocks without an owner are free to take."""
+    """Blocks with an owner. Cached blocks without an owner do not count."""
     num_saved_blocks: int = 0
-    """Number of blocks that sequences save because they share prefixes."""
+    """Number of further blocks that sequences would need if they shared no prefixes."""
     num_cached_blocks: int = 0
     """Blocks without an owner that still hold a reusable prefix."""
     num_steps: int = 0
@@ -190,7 +186,7 @@ class EngineStats:
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     drafted_tokens: int = 0
-    """Guessed tokens that were computed along with decodes."""
+    """Drafted tokens that were computed along with decodes."""
     accepted_tokens: int = 0
     """Drafted tokens that were right."""
     num_preemptions: int = 0
@@ -210,7 +206,7 @@ class StepOutput:
 
 @dataclass(slots=True)
 class SequenceSnapshot:
-    """The state of one sequence between two steps. `slot` is None if it waits."""
+    """The state of one sequence between two steps. `slot` is None for a waiting one."""
 
     sequence_id: int
     slot: int | None
@@ -233,7 +229,7 @@ class EngineSnapshot:
     step_seconds: float = 0.0
     """Median of the last steps."""
     peak_memory_bytes: int = 0
-    """Read for a snapshot only, because on CUDA this queries the allocator."""
+    """Not part of EngineStats, because on CUDA reading it queries the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +247,7 @@ class EngineLimits:
     """True size of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
     vocab_size: int
     embedding_size: int = 0
-    """Length of a vector. 0 if the engine computes none."""
+    """Length of an embedding; 0 if the engine computes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +257,7 @@ class EngineAbilities:
     logprobs: bool = True
     """Whether it reports log-probabilities, with ranks as in the protocol."""
     grammars: bool = True
-    """Whether the output can be made to match a schema."""
+    """Whether the engine can make the output match a schema."""
     preemption: bool = True
     """Whether a more urgent sequence takes the place of one that runs."""
     preempts_inexact: bool = True
@@ -278,13 +274,13 @@ class EngineAbilities:
     request that is not greedy."""
 
     is_at_risk: bool = True
-    """Whether a running request may be the cause if the engine fails."""
+    """Whether a running request may be the cause of an engine's failure."""
     untold: frozenset[str] = frozenset()
-    """Statistics of `WorkerStats` that the engine cannot report. Their values mean nothing."""
+    """Fields of `WorkerStats` that the engine cannot report. Their values mean nothing."""
 
     @property
     def refused(self) -> list[str]:
-        """The fields of a request that are refused."""
+        """The fields of a request that a worker refuses."""
         logprobs = set() if self.logprobs else {"logprobs"}
         grammars = set() if self.grammars else {"response_format", "tool_choice"}
         return sorted(self.unheeded | logprobs | grammars)
@@ -298,5 +294,5 @@ class EngineAbilities:
         return self.exact_resume and not self.inexact_fields(params)
 
     def inexact_fields(self, params: SamplingParams) -> list[str]:
-        """The fields that keep it from that."""
+        """Returns the fields because of which such a request would not resume exactly."""
         return sorted(filter(params.is_set, self.inexact_with))

@@ -15,12 +15,12 @@ from promptq.worker.engine.api.messages import (
 
 
 class Progress(Protocol):
-    """A callback for each stage of a start, such as loading weights and the check."""
+    """A callback for the stages of a start, such as loading weights."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` is under way, and that the stage before it is over.
+        """Report that `stage` is running, and that the stage before is over.
 
-        `share` is the part of the stage that is done, from 0 to 1; None if that is unknown.
+        `share` is the part of the stage that is done, from 0 to 1; None if unknown.
         """
         ...
 
@@ -56,7 +56,7 @@ class Engine(Protocol):
     def abort(self, sequence_id: int) -> bool:
         """End a sequence without a further output; slot and blocks are free on return.
 
-        Returns False if the engine does not have it (or no longer does).
+        Returns False if the engine does not hold the sequence.
         """
         ...
 
@@ -67,14 +67,14 @@ class Engine(Protocol):
     def recover(self, error: Exception) -> StepOutput:
         """Compute the work of a step that raised `error` again, in parts if necessary.
 
-        Sequences that fail alone end with an error. A sequence that is out of memory even alone
-        waits without blocks, is tried some more times, and then goes back. Raises if the engine
-        itself is broken, or was broken before the work of the step was known.
+        A sequence that fails alone ends with an error. A sequence that lacks memory even alone
+        waits without blocks for a few more tries, and is then given back. Raises if the engine
+        itself is broken, or if `error` came before the step was planned.
         """
         ...
 
     def snapshot(self) -> EngineSnapshot:
-        """The state of all sequences, for people to look at."""
+        """Returns the state of all sequences, for dashboards."""
         ...
 
     def check_integrity(self) -> None:
@@ -100,11 +100,11 @@ class EnginePort(Protocol):
     @property
     def is_accepting(self) -> bool:
         """Whether the engine can run new sequences. While it cannot, a worker claims nothing, and
-        the engine gives back the sequences that are added."""
+        the engine gives back every sequence that is added."""
         ...
 
     def start(self) -> None:
-        """Start running. The running event loop is the one that fetches."""
+        """Start running. Call this in the event loop that calls `fetch`."""
         ...
 
     async def stop(self, patience: float) -> None:
@@ -115,23 +115,22 @@ class EnginePort(Protocol):
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence. One that can never run ends with an error that says why."""
+        """Add a sequence. A sequence that can never run ends with an error that says why."""
         ...
 
     def abort(self, sequence_id: int) -> None:
-        """End a sequence. There is no output for it once the engine has aborted it.
+        """End a sequence. Once the engine has aborted the sequence, there is no output for it.
 
-        This has no effect on a sequence that has ended or was never added.
+        Has no effect on a sequence that has ended or was never added.
         """
         ...
 
     async def snapshot(self) -> EngineSnapshot:
-        """The state of all sequences after the running step."""
+        """Returns the state of all sequences after the running step."""
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Returns all steps since the last call, at least one. An engine whose steps nobody fetches
-        stops.
+        """Returns all steps since the last call, at least one. An engine pauses if nobody fetches.
 
         Raises the exception of an engine that failed, once all steps before that were fetched.
         """
@@ -144,10 +143,10 @@ class EnginePort(Protocol):
 
     @property
     def num_aborting(self) -> int:
-        """Aborts that have not taken effect yet, so that their sequences still hold memory."""
+        """Number of aborted sequences that still hold memory, since no abort is immediate."""
         ...
 
     def seconds_without_progress(self) -> float:
-        """Returns how long one piece of work has taken so far. About 0 while the engine waits for
-        work or for a call of `fetch`."""
+        """Returns how long the current piece of work has taken so far. About 0 while the engine
+        waits for work or for a call of `fetch`."""
         ...

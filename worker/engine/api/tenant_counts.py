@@ -1,10 +1,10 @@
-"""Counts things by tenant."""
+"""Counts by tenant, for example of running requests."""
 
 from __future__ import annotations
 
 
 class TenantCounts(dict[str, int]):
-    """Counts by tenant. A tenant that has none is not in it."""
+    """The count of each tenant. A tenant with a count of 0 has no entry."""
 
     def add(self, tenant: str) -> None:
         self[tenant] = self.get(tenant, 0) + 1

@@ -1,7 +1,7 @@
 """Computes a failed step again, first as a whole and then in parts, to find the guilty sequence.
 
-Nothing of a failed step was committed, and computing a share again writes the same K and V. So it
-can be tried as often as needed: about 2 log2(n) times to find one guilty sequence among n.
+Nothing of a failed step was committed, and computing a share again writes the same K and V. So a
+step can be computed any number of times: about 2 log2(n) times to find one guilty sequence of n.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. On a CPU torch raises a plain RuntimeError that says so in
-    words."""
+    """Whether an allocation failed. On a CPU, only the text of torch's RuntimeError shows that."""
     return isinstance(error, MemoryError) or any(
         words in str(error).lower() for words in _OUT_OF_MEMORY
     )
@@ -37,8 +36,8 @@ class Collected(NamedTuple):
 
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
-    """Returns the results of a launched batch. Raises RuntimeError unless there is one entry for
-    each share, and one in it for each row."""
+    """Returns the results of a launched batch. Raises RuntimeError if the runner did not return one
+    entry for each share, with one result for each row."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
@@ -56,8 +55,8 @@ class StepRecovery:
     """Computes the shares of a step that failed.
 
     `commit` stores the results of a batch. `leave` removes one sequence, with a reason if it failed
-    and with None if it is given back. Both return outputs. `set_back` makes a sequence wait that
-    lacked memory even alone; it returns whether the sequence will be tried again.
+    and with None to give it back. Both return outputs. `set_back` makes a sequence wait that lacked
+    memory even alone, and returns whether the engine will try the sequence again.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class StepRecovery:
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in parts if that fails.
 
-        A share that fails alone is the fault of its sequence, if the runner can still compute
-        anything else. Otherwise the exception is raised. A lack of memory is nobody's fault and may
-        pass.
+        If a share fails alone, its sequence is to blame, provided that the runner can still compute
+        anything else. Otherwise raises the exception. A lack of memory blames no sequence, because
+        it may pass.
         """
         batch = Batch(shares)
         try:
@@ -112,8 +111,8 @@ class StepRecovery:
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
     """Returns the parts to try after shares failed with `error`; none if there is nothing smaller.
 
-    Several sequences are halved. A single one is tried without its draft, and then, if memory was
-    short, with a part of its tokens, whose rest follows in later steps.
+    Several sequences are halved. A single one is tried without its draft. If memory was short, it
+    is then tried with half of its tokens, and later steps compute the rest.
     """
     if len(shares) > 1:
         half = len(shares) // 2
@@ -127,7 +126,7 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """A prompt of one token, in the slot and the last block of a sequence that failed.
+    """Returns a prompt of one token, in the slot and the last block of a sequence that failed.
 
     That block holds the last known token of the sequence, which is not computed yet, so no other
     sequence shares it.

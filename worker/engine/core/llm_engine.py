@@ -1,4 +1,4 @@
-"""A continuous batch: each step schedules, launches, collects, and commits the result."""
+"""Continuous batching: each step schedules, launches, collects, and commits the result."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from promptq.worker.engine.core.scheduler import Scheduler, most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 _AUDIT_INTERVAL_SECONDS = 1.0
-"""An audit takes 0.1 µs for each block, so the end of a lone request should not always pay for
-one."""
+"""An audit takes 0.1 µs for each block, too much for the end of every lone request."""
 _SMALL_STEPS = 256
 """Number of steps that are kept smaller after a step that was out of memory."""
 _MOST_SHORTAGES = 6
@@ -59,10 +58,9 @@ class LLMEngine:
     `max_model_len` is lowered to the capacity of the model and its KV cache. `prefill_chunk` is the
     most tokens of one prompt in a step, by default the whole token budget of a step.
     `speculative_tokens` is the most tokens that are drafted for a sequence in a step, unless a
-    request sets another number. With `async_scheduling`, a step is launched before the tokens of
-    the step before it are collected, for a runner that computes meanwhile; results for sequences
-    that stopped in between are dropped. With `share_prefix_cache`, tenants share cached prefixes;
-    by default each tenant has its own.
+    request sets another number. With `async_scheduling`, the engine launches a step before it
+    collects the tokens of the step before, if the runner computes meanwhile. Results for sequences
+    that stopped in between are dropped. With `share_prefix_cache`, tenants share cached prefixes.
 
     Raises ConfigurationError that names the option which cannot work.
     """
@@ -157,8 +155,8 @@ class LLMEngine:
         """Schedule, compute and commit one step.
 
         Exceptions of the runner reach the caller, and then nothing is committed: no sequence has
-        gained a token, and the same work is scheduled again unless it is aborted. `recover` finds
-        out which sequence caused the failure.
+        gained a token, and the next step schedules the same work again. `recover` finds the
+        sequence that caused the failure.
         """
         self._uncommitted = None
         if not self.has_work:
@@ -238,7 +236,7 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch the step after one that is not collected yet, if it is known already."""
+        """Launch the step after `step`, which is not collected yet, if it can be planned."""
         pacing = self._pacing
         batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:
@@ -274,7 +272,8 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns None for a request without drafts or whose next token needs the earlier ones."""
+        """Returns None for a request without drafts, or if its next token depends on earlier ones
+        (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit

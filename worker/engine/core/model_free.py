@@ -1,7 +1,6 @@
 """An engine without a model: the next token is a known function of seed and position.
 
-It starts at once and without torch, and every reader of its streams can say which token must come
-next.
+It starts at once and without torch, and readers of its streams can check every token.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _MASK = 2**64 - 1
 
 
 def token_at(seed: int, position: int) -> int:
-    """The token at output index `position` (0 is the first after the prompt): a letter or a space.
+    """Returns the token at output index `position`, from 0: a letter or a space.
 
-    It depends neither on the prompt nor on the attempt, so a resumed request continues the same
-    stream. The bits are mixed as in SplitMix64.
+    The token depends neither on the prompt nor on the attempt, so a resumed request continues the
+    same stream. The bits are mixed as in SplitMix64.
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0x94D049BB133111EB) & _MASK
@@ -64,7 +63,7 @@ class ModelFreeRunner:
         return launched.sampled
 
     def prompt_logprobs(self, launched: ModelFreeStep) -> list[PromptLogprobs]:
-        return []  # its abilities leave them out, so no request asks for them
+        return []  # `abilities` excludes them
 
     def peak_memory_bytes(self) -> int:
         return 0

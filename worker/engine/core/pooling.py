@@ -1,4 +1,4 @@
-"""The final hidden states of a sequence that is to become a vector, as they come chunk by chunk."""
+"""Pools the final hidden states of a sequence into a vector, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """The mean of rows. It has the same bits however a step cuts the rows into chunks."""
+    """The mean of rows, equal to the last bit however steps cut the rows into chunks."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None

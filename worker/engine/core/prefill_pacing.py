@@ -1,5 +1,4 @@
-"""Decides how many prompt tokens go into a step, so that the decodes beside them keep their
-pace."""
+"""Limits the prompt tokens of a step, so that the decodes beside them keep their pace."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ delayed step says little."""
 _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent one."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A token costs at least this part of its share of a step: while chunks of one size were seen, and
-once their sizes differed."""
+"""A token is assumed to cost at least its share of a step's time, divided by this number: the first
+while all chunks had one size, the second once their sizes differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """A step with prompt tokens: how many, how long it took, and how long beyond its decodes."""
+    """The prompt tokens of a step, its duration, and its duration beyond that of its decodes."""
 
     num_tokens: int
     seconds: float
@@ -43,10 +42,10 @@ class _PromptStep:
 class Pacing:
     """Learns what decodes and prompts cost here, and derives the sizes of chunks.
 
-    A step with prompt tokens takes as long as its decodes, and a fixed time, and a time for each
+    A step with prompt tokens takes the time of its decodes, a fixed time, and a time for each
     token. The fixed time is long where steps of decodes are replayed as a graph and others are not.
-    Then a small chunk saves nothing: a prompt would wait for the fixed time again and again. So the
-    tokens of a chunk may always take as long as the fixed time does.
+    Then small chunks save nothing: a prompt would pay the fixed time again and again. So the tokens
+    of a chunk may always take as long as the fixed time does.
     """
 
     def __init__(self) -> None:
@@ -68,8 +67,8 @@ class Pacing:
 
     @property
     def prompt_tokens(self) -> int:
-        """Most tokens of all prompts in a step beside decodes. 0 in the first such step, which so
-        measures the time of decodes alone: the others are compared with it."""
+        """Most tokens of all prompts in a step beside decodes. 0 in the first such step, so that it
+        measures the time of decodes alone."""
         if self._prompts and not self._decode_seconds:
             return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))
@@ -114,6 +113,6 @@ class Pacing:
             slope = median(
                 (step.beyond - self._fixed_seconds) / step.num_tokens for step in self._prompts
             )
-        # Never nothing: a lucky measurement must not allow chunks without bound.
+        # Never 0: a lucky measurement must not allow chunks of any size.
         least = largest.seconds / largest.num_tokens / (_BOLDNESS if slopes else _CAUTION)
         self._token_seconds = max(slope, least)

@@ -1,5 +1,4 @@
-"""The engine's interface to a runner, which turns a batch into tokens: a model or a known
-function."""
+"""The engine's interface to a runner, which computes batches with or without a model."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the model can continue, prompt and output together."""
+        """The longest sequence that the model computes, prompt and output together."""
         ...
 
     @property

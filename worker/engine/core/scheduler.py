@@ -36,8 +36,8 @@ class _Room(NamedTuple):
 
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Returns the running sequences that may be preempted for a waiting one, which needs this number of
-blocks; the first to preempt comes first."""
+"""Returns the running sequences that may be preempted for a waiting one that needs this number of
+blocks. The first to preempt comes first."""
 
 
 class Scheduler:
@@ -194,7 +194,7 @@ class Scheduler:
         prefilling = []
         for sequence in list(self.running):
             if sequence.slot is None:
-                continue  # it has made room for one before it
+                continue  # preempted for a sequence before it
             if sequence.num_uncomputed_tokens > 1:
                 prefilling.append(sequence)
                 continue
@@ -211,8 +211,8 @@ class Scheduler:
                 plan.give(sequence)
 
     def _in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Running sequences in the order in which their prompts are computed: by priority, and the
-        first one of each tenant before the second of any."""
+        """Returns running sequences in the order in which their prompts are computed: by priority,
+        and the first one of each tenant before the second of any."""
         if len(self._tenants_running) < 2:
             return sequences
         numbers: Counter[tuple[int, str]] = Counter()
@@ -225,8 +225,8 @@ class Scheduler:
         return sorted(sequences, key=turn)
 
     def _next_to_make_room(self) -> Sequence:
-        """The running sequence that is preempted when memory is short: of the least urgent ones,
-        the last of the tenant that has most. It is never the first of all unless that is alone."""
+        """Returns the running sequence to preempt when memory is short: of the least urgent ones,
+        the last of the tenant that has most. Never the most urgent one, unless it runs alone."""
         last = self.running[-1]
         if len(self._tenants_running) < 2:
             return last
@@ -278,7 +278,7 @@ class Scheduler:
 
     def _newcomers(self) -> list[Sequence]:
         """Returns the first waiting sequence of each tenant that runs nothing, unless a more urgent
-        one waits. Empty if nothing runs: the queue's order decides then."""
+        one waits. Empty if nothing runs, because then the queue's order decides."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
@@ -370,8 +370,7 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Whether a sequence surely cannot be admitted and waits for no prefix. Does not search for
-        its prefix."""
+        """Whether a sequence surely lacks room still. Cheap: does not look up its prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id
@@ -444,8 +443,8 @@ class _Plan:
     def give(self, sequence: Sequence, start: int | None = None) -> None:
         """Give a sequence a share of the tokens that are left, if any are.
 
-        `start` is the number of its tokens that will be computed by then, if a step before this one
-        is still under way. If all known ones will be, the share is for the unknown next one.
+        `start` is the number of its tokens that a step which still runs will have computed. If
+        these are all known tokens, the share is for the unknown next one.
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
@@ -481,11 +480,11 @@ class _Plan:
         """Whether another sequence of this step is about to compute the next block of this prefix.
 
         `sequence` should then wait a step and share the block. Only sequences that make progress in
-        this step count, so that no sequence waits for one that does not.
+        this step count, so that no sequence waits for a stalled one.
         """
         index = len(prefix)
         if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
-            return False  # it computes this block in any case
+            return False  # `sequence` computes this block in any case
         block_hash = sequence.block_hashes[index]
         return any(
             index < len(other.block_hashes) and other.block_hashes[index] == block_hash

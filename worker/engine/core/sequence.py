@@ -32,7 +32,7 @@ class Sequence:
 
     request: EngineRequest
     token_ids: list[int]  # prompt, then output; engine appends
-    max_num_tokens: int  # prompt and output; it ends there
+    max_num_tokens: int  # prompt and output together
     timing: SequenceTiming
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # engine, after each step
@@ -41,11 +41,11 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # engine; in order
-    num_reported_rows: int = 0  # engine; the first rows, whose log-probabilities these are
-    num_rows_to_report: int = 0  # of the prompt, the last one not counted; 0 if they are not wanted
+    num_reported_rows: int = 0  # engine; the number of first rows that have reported
+    num_rows_to_report: int = 0  # all of the prompt but the last; 0 if the request wants none
     drafter: Drafter | None = None  # engine, if tokens may be drafted
-    pool: Pool = field(default_factory=Pool)  # engine, if it becomes a vector
-    num_shortages: int = 0  # engine; how often memory was short for it alone, since its last token
+    pool: Pool = field(default_factory=Pool)  # engine, if the request is for a vector
+    num_shortages: int = 0  # engine; how often it lacked memory alone, since its last token
     num_reported_preemptions: int = 0  # engine; preemptions that an output has reported
 
     @classmethod
@@ -84,9 +84,9 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Number of first tokens that need not be computed if the KV cache has them. Hidden states
-        and logits are not cached, so some tokens are always computed: the last one, rows to report,
-        and all tokens for the mean of all hidden states."""
+        """Number of first tokens that need no computing if the KV cache has them. Hidden states and
+        logits are not cached. So the last token and rows to report are always computed, and for the
+        mean of all hidden states all tokens are."""
         if self.request.pooling == "mean":
             return 0
         all_reported = self.num_reported_rows >= self.num_rows_to_report
@@ -100,8 +100,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """The share of a sequence in one step: its tokens `start` to `start + num_tokens`, and a
-    draft."""
+    """A sequence's share of one step: its tokens `start` to `start + num_tokens`, and a draft."""
 
     sequence: Sequence
     start: int
@@ -109,9 +108,9 @@ class ScheduledSequence:
     samples: bool
     """Whether these tokens reach the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Guesses at the next tokens. The step also samples after each of them."""
+    """Drafted next tokens. The step also samples after each of them."""
     states: npt.NDArray[np.float32] | None = None
-    """[num_pooled, hidden size]: set by the runner when it collects the step."""
+    """[num_pooled, hidden size]: set when the runner collects the step."""
 
     @property
     def num_rows(self) -> int:
@@ -130,8 +129,8 @@ class ScheduledSequence:
 
     @property
     def reported_rows(self) -> range:
-        """The rows, by their place in the sequence, from which to report the log-probability of the
-        prompt's next token."""
+        """The places in the sequence whose rows report the log-probability of the prompt's next
+        token."""
         sequence, start = self.sequence, self.start
         if start >= sequence.num_rows_to_report:
             return range(0)
@@ -162,7 +161,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, without drafted ones."""
+        """Number of tokens, without drafted ones."""
         return sum(item.num_tokens for item in self.scheduled)
 
     @property

@@ -12,7 +12,7 @@ class Shares:
     """Each tenant's part of the slots or of the KV cache, whichever is larger, divided by its
     weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
 
-    `running` has the running requests, each with its number of blocks.
+    `running` yields the running requests, each with its number of blocks.
     """
 
     def __init__(

@@ -15,9 +15,9 @@ import torch
 
 
 def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """The values on the device, in an array's own type, or as int64 for a sequence.
+    """Returns the values on the device: an array in its type, a sequence as int64.
 
-    On a CPU the tensor shares an array's memory, so the array must not be changed.
+    On a CPU the tensor shares the array's memory, so the array must not change afterwards.
     """
     tensor = torch.from_numpy(np.asarray(values, dtype=getattr(values, "dtype", np.int64)))
     if device.type != "cuda":
@@ -28,7 +28,7 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 def to_device_at_once(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Copies several arrays of any types to the device in one copy. The tensors are views of it."""
+    """Moves several arrays of any types to the device in one copy. Returns views of that copy."""
     if device.type != "cuda":
         return [to_device(array, device) for array in arrays]
     # Triton compiles kernels again for addresses that are not multiples of 16.
@@ -47,7 +47,7 @@ def to_device_at_once(
 
 
 class HostCopies:
-    """Copies of tensors to the host, which start after the work that is queued now."""
+    """Copies of tensors to the host, queued behind the work that is queued now."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._copied: torch.cuda.Event | None = None

@@ -37,7 +37,7 @@ class MemoryPeak:
         self._allocated = torch.cuda.memory_allocated(device)
 
     def bytes(self) -> int:
-        """The most bytes so far, beyond those that were taken at the beginning.
+        """Returns the most bytes held so far, minus those held at the beginning.
 
         Reserved memory has gaps, which the same work will have again. So the larger one of
         reserved and allocated memory counts.
@@ -49,8 +49,8 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns how many bytes fewer are free on the device while the result of `make` lives. This
-    includes the driver's memory."""
+    """Returns the number of bytes on the device, with the driver's, that the result of `make`
+    holds."""
     give_back(device)
     before = free_bytes(device)
     result = make()
@@ -62,7 +62,8 @@ def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The free memory of the device. For the CPU: of the machine, or of the container if less.
+    """Returns the free bytes of the device. For the CPU: of the machine, or of the container if
+    less.
 
     A container counts its page cache as used, for example weights that were just read. Its part
     `inactive_file`, which the kernel reclaims first, counts as free here.

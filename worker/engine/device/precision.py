@@ -17,18 +17,18 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
 """The share of free memory that fp32 copies of the weights may take."""
 _PART = 2**22
-"""Count of a weight's numbers that are widened at a time."""
+"""Number of a weight's elements that are widened at a time."""
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch has vector code for bf16 products here. If not, it multiplies one by one."""
+    """Whether torch has vector code for bf16 products here. If not, torch multiplies one by one."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[bool]:
-    """Switch TF32 off, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
+    """Switch off TF32, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
 
     Yields whether products are exact now. They are not if the environment forces TF32, as
     NVIDIA_TF32_OVERRIDE=1 does, so we test a product instead of reading torch's flag.
@@ -44,7 +44,7 @@ def exact_products(device: torch.device) -> Iterator[bool]:
 def _without_tf32() -> Iterator[None]:
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set through torch's newer attribute, and the two do not mix
+    except RuntimeError:  # set through torch's newer attribute, and the two do not mix
         matmul: Any = torch.backends.cuda.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
         try:

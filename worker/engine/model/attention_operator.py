@@ -1,7 +1,7 @@
 """The seam's attention: of one layer, and as one operator for the graphs of torch.compile.
 
 A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it.
-A number in a tensor, an input of the graph like a weight, tells the operator which layer it is.
+The operator finds its layer by a number in a tensor, which is an input of the graph like a weight.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _numbers = count()
 
 
 def number_of(layer: SeamLayer) -> torch.Tensor:
-    """Returns the number by which the operator finds the layer while it lives; on the CPU."""
+    """Returns the number, on the CPU, by which the operator finds the layer while it exists."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")

@@ -52,9 +52,9 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
 def first_that_serves(
     family: str, backends: Sequence[AttentionBackend], specs: list[LayerSpec]
 ) -> AttentionBackend:
-    """The first backend that serves every layer of a model.
+    """Returns the first backend that serves every layer of a model.
 
-    Raises UnsupportedModelError if none does, with the reason of each.
+    Raises UnsupportedModelError with the reason of each backend if none does.
     """
     reasons = []
     for backend in backends:
@@ -65,7 +65,7 @@ def first_that_serves(
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name. `auto` means the first CUDA device if there is one, or else the CPU.
+    """Returns the device of this name. `auto` is the first CUDA device, or without one the CPU.
 
     Raises ConfigurationError if the device cannot be used.
     """
@@ -85,7 +85,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:
-    """Why there is no native code for the device and dtype of the model; empty if there is."""
+    """Returns why there is no native code for the model's device and dtype; empty if there is."""
     device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"
@@ -127,8 +127,8 @@ def own_decoders(
 def decoder_of_saved_weights(
     device: torch.device, options: LoadOptions
 ) -> type[LlamaDecoder] | None:
-    """Returns the decoder that can use weights of few bits in their saved format. None: they are
-    widened, because the code that serves or checks the model needs them wide."""
+    """Returns the decoder that can use quantized weights in their saved format. None: the weights
+    are widened, because the code that serves or checks the model needs them wide."""
     if device.type == "cpu" and options.dtype == "float16":  # native code does not compute in it
         return None
     decoders, _ = own_decoders(device, options, "")

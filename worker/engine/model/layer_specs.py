@@ -21,8 +21,8 @@ from promptq.worker.engine.model.packed_model import set_attention
 RECORD = "promptq_record"
 
 WINDOWS = {"sliding_window": Pattern("sliding", 5), "attention_chunk_size": Pattern("chunked", 6)}
-"""The library's names for windows, and the sizes they are shrunk to while a model is recorded.
-The sizes differ, so that a mask shows which window made it."""
+"""The library's names for windows, and their shrunk sizes while a model is recorded. The sizes
+differ, so that a mask shows which window made it."""
 
 THRESHOLDS = {"floor_scale": 4}
 """Positions from which modules treat queries differently (Llama 4). They are shrunk too."""
@@ -91,7 +91,7 @@ def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
 def record_layers(
     loaded: LoadedModel, token_ids: list[int], true_patterns: dict[Pattern, Pattern]
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """Returns the attention modules in order of call, and the spec of each, with current windows.
+    """Returns the attention modules in order of call, and the spec of each with shrunk windows.
 
     Raises UnsupportedModelError if a layer does not make exactly one call, or needs an unknown
     argument.

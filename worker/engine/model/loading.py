@@ -58,12 +58,13 @@ class ModelFiles(Protocol):
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
-    """Raises ModelNotFoundError if there is no model at that place, UnsupportedModelError if it is
-    not read, and ConfigurationError if a package is missing."""
+    """Returns the files of a model in any format. Raises ModelNotFoundError if there is no model at
+    that place, UnsupportedModelError if it cannot be read, and ConfigurationError if a package is
+    missing."""
     source = check_source(name_or_dir)
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)
-    # Its package is optional.
+    # The package for GGUF files is optional.
     from promptq.worker.engine.checkpoints.gguf.model_file import GGUFFile
 
     return GGUFFile(source)
@@ -77,11 +78,11 @@ class LoadOptions:
     dtype: DType = "auto"
     trust_remote_code: bool = False
     kv_cache_memory: int | None = None
-    """Bytes; None: enough for `max_num_seqs` sequences, within the memory that is free and that no
-    step needs."""
+    """Bytes. None: enough for `max_num_seqs` sequences, within the free memory that steps do not
+    need."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    """The most rows of a step, for which memory is kept on CUDA."""
+    """The most rows of a step. On CUDA, memory for such a step is kept free."""
     max_model_len: int | None = None
     block_size: int = 16
     attention: str = "auto"
@@ -98,7 +99,7 @@ class LoadOptions:
     quantize_embeddings: bool = True
     """Whether to round the embedding and the output layer too, to int8."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """The format to which K and V are rounded; `auto`: they are not."""
+    """The format to which K and V are rounded; `auto`: no rounding."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True
@@ -136,10 +137,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal LM; a directory or a file needs no network.
 
-    If it is of the Llama kind, weights of few bits that `decoder` takes keep their saved format.
-    Others are widened.
-    Raises ModelNotFoundError if there is no model at that place, and UnsupportedModelError if the
-    model does not load correctly.
+    If the model is of the Llama kind, quantized weights that `decoder` takes keep their saved
+    format. All others are widened. Raises ModelNotFoundError if there is no model at that place,
+    and UnsupportedModelError if the model does not load correctly.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -154,12 +154,12 @@ def load_model(
             warnings.simplefilter("ignore")  # the library's advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
-            if kept:  # their place is taken by wide tensors without memory, while on the host
+            if kept:  # load on the host: wide tensors without memory stand in for them
                 placed = {}
             if saved is not None and device.type != "cpu":
                 is_widened = len(kept) < len(saved.quantized)
                 require_memory(source, _bytes_of(saved, kept), device, is_widened=is_widened)
-            # With output_loading_info there are two results, which the library's type omits.
+            # output_loading_info adds a second result, which the library's type omits.
             loaded: Any
             if saved is None:
                 loaded = AutoModelForCausalLM.from_pretrained(
@@ -214,8 +214,8 @@ def load_model(
 def _widen_others(
     saved: SavedWeights, files: ModelFiles, decoder: type[LlamaDecoder] | None
 ) -> dict[str, FewBits]:
-    """Widen the weights of few bits that `decoder` cannot use, and return those that it uses. The
-    library renames and joins weights of some families while it loads them."""
+    """Widen the quantized weights that `decoder` cannot use, and return the others. Keeps none if
+    the library renames or joins weights while it loads this family."""
     kept = {}
     if saved.quantized and decoder is not None and decoder.is_available():
         makes: Any = AutoModelForCausalLM
@@ -225,7 +225,7 @@ def _widen_others(
             name for name, each in model.named_modules() if type(each) in (nn.Linear, nn.Embedding)
         }
         if is_of_llama_kind(model) and saved.quantized.keys() <= plain:
-            is_exact = saved.dtype == torch.float32  # which is slow with weights in fp8
+            is_exact = saved.dtype == torch.float32  # slow with weights in fp8
             kept = {
                 name: weight
                 for name, weight in saved.quantized.items()
@@ -259,7 +259,7 @@ def fits_beside_others(
 ) -> bool:
     """Whether a model can surely be loaded while others stay in memory."""
     if kv_cache_memory is None and counts_memory(device):
-        return False  # each takes most of what is free
+        return False  # without a limit, each model takes most of the free memory
     files = open_files(dir_or_file, trust_remote_code)
     needed = _MOST_COPIES * files.num_bytes(_DTYPES.get(dtype))
     return needed + (kv_cache_memory or 0) <= free_bytes(device)
@@ -268,12 +268,12 @@ def fits_beside_others(
 def _check_memory(
     files: ModelFiles, dtype: DType, device: torch.device, decoder: type[LlamaDecoder] | None
 ) -> None:
-    """Refuse weights that do not fit, or the system would end the process."""
-    # Weights that are quantized are read on the host first.
+    """Refuse weights that do not fit, because the system would otherwise end the process."""
+    # Quantized weights are read on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
     if files.is_quantized and decoder is not None:
-        # After reading, the true size is checked.
+        # The true size is checked after reading.
         require_memory(files.source, files.num_saved_bytes, device)
         return
     needed = files.num_bytes(_DTYPES.get(dtype))

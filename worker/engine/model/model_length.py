@@ -11,8 +11,8 @@ from promptq.worker.engine.model.loading import LoadedModel
 def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
     """Returns the longest sequence that is computed correctly: `wanted`, or the model's limit.
 
-    None if nothing limits it. Raises ConfigurationError if the model has fewer positions than
-    `wanted`. Raises UnsupportedModelError if, at that length, its rotary embedding would make the
+    Returns None without a limit. Raises ConfigurationError if the model has fewer positions than
+    `wanted`. Raises UnsupportedModelError if, at that length, the rotary embedding would make the
     positions of one sequence depend on the others in the batch.
     """
     limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
@@ -39,7 +39,7 @@ def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings: one set, or one for each type of layer."""
+    """Returns the rotary settings: one set, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]

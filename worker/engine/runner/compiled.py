@@ -23,14 +23,14 @@ from promptq.worker.engine.runner.trial_steps import trial_batch
 T = TypeVar("T")
 
 TRIAL_ROWS = 61
-"""A prime number, because the compiler takes equal sizes for the same variable, even if rows and
-the width of a head are equal only by chance."""
+"""A prime number, because the compiler treats equal sizes as one variable, for example the number of
+rows and the width of a head."""
 TOLERANCE = 1e-3
-"""The largest difference in fp32 for half of the rows (see `off_by`). Fused operations round less
+"""The largest median difference of the rows in fp32 (see `off_by`). Fused operations round less
 often."""
 GRAPHS = 32
-"""The most graphs of the layers of a model. The limit of the compiler, 8, would be enough for four
-kinds of layers."""
+"""The most graphs of the layers of a model. The compiler's limit, 8, is enough for four kinds of
+layers."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class CompiledModel:
         self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"
     ) -> None:
         """Compile, and compare the result with the uncompiled layers. `backend` is an option of
-        torch.compile; "eager" only finds the graphs."""
+        torch.compile; "eager" only traces the graphs."""
         self._model = model
         self._layers = model.decoder_layers()
         self._backend = backend
@@ -102,7 +102,7 @@ class CompiledModel:
 
     def _compile(self) -> None:
         if not self._layers:
-            raise ValueError("it has no list of decoder layers")
+            raise ValueError("the model has no list of decoder layers")
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, GRAPHS)
         self.is_compiled = True

@@ -1,14 +1,14 @@
 """Runs steps as CUDA graphs: one launch instead of about a thousand.
 
-A graph works on fixed addresses and for a fixed number of rows. So the inputs of a step are copied
-into buffers that stay, and padded to the next size for which a graph was captured. Padding rows are
-written nowhere and see nothing (see AttentionBackend.takes_padding); their results are dropped.
+A graph has fixed addresses and a fixed number of rows. So the inputs of a step are copied into
+permanent buffers, and padded to the next size for which a graph was captured. Padding rows write
+and read no K and V (see AttentionBackend.takes_padding), and their results are dropped.
 
 There are graphs for steps of decodes alone, and graphs for steps with chunks of prompts (mixed
 steps), which have one more kernel a layer. Which rows are decodes and which belong to chunks is
 read from work lists on the device.
 
-A graph ends with the choice of tokens, by numbers and parameters that are read from the device too.
+A graph ends with the choice of tokens, and reads the random numbers and parameters from the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from promptq.worker.engine.sampling.sampling_kernels import DRAWS, Chosen
 MAX_GRAPH_SIZE = 256
 """Larger batches of decodes keep the device busy for longer than their launches take."""
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""The numbers of rows of mixed steps, for the same reason."""
+"""The numbers of rows of mixed steps. Larger ones need no graph, for the same reason."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
 """Chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
@@ -49,8 +49,8 @@ class Model(Protocol):
 
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
-    """The kinds of steps to capture graphs for. Decodes: a few small ones, then multiples of
-    eight."""
+    """Returns the kinds of steps to capture graphs for. Decodes: a few small ones, then multiples
+    of eight."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     small = [size for size in (1, 2, 4) if size < largest]
     decodes = [*small, *range(8, largest, 8), largest]
@@ -66,10 +66,9 @@ def graph_bytes(
     """Returns an estimate of the bytes that the graphs of these kinds take.
 
     Captures the two largest and drops them again. The first holds the results of the largest step,
-    in which the smaller steps find room. So each further graph counts like the second one, whose
+    whose memory the smaller steps share. So each further graph counts like the second one, whose
     memory is mostly the driver's.
     """
-
     largest, *others = sorted(kinds, reverse=True)
     capture([largest])  # libraries' memory of a first capture stays, and is not a graph's
     first = bytes_held(device, lambda: capture([largest]))
@@ -87,10 +86,10 @@ def new_stream() -> torch.cuda.Stream:
 class GraphedModel:
     """A model on CUDA whose steps are padded to one of some kinds and replayed as graphs.
 
-    Its backend must take padding. Steps that are larger than all kinds run without a graph. So does
-    every step of a model that cannot be captured, for example one whose forward waits for the
-    device. The device is this thread's current one (see `on_device`). Without `choose` the graphs
-    end with the logits. Captures may share a `stream`, for which libraries keep memory.
+    The model's backend must take padding. Steps that are larger than all kinds run without a graph.
+    So does every step of a model that cannot be captured, for example because its forward waits for
+    the device. The device is this thread's current one (see `on_device`). Without `choose` the
+    graphs end with the logits. Captures may share a `stream`, for which libraries keep memory.
     """
 
     def __init__(
@@ -117,15 +116,14 @@ class GraphedModel:
         self._prepare(kinds, device)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel. The result is valid until the next call, which writes to the same
-        place."""
+        """See PackedModel. The next call overwrites the result."""
         return self.run(step, rows)[0]
 
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PackedModel. Graphs return no states, so the step must not be padded, and runs
-        without a graph."""
+        """See PackedModel. Runs without a graph, because graphs return no states. The step must not
+        be padded."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
@@ -153,7 +151,7 @@ class GraphedModel:
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
-        """Capture the largest first, so that the smaller graphs fit into its memory."""
+        """Capture the largest kind first, so that the smaller graphs fit into its memory."""
         capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):
             try:
@@ -165,8 +163,8 @@ class GraphedModel:
 
 
 class _Capture:
-    """Captures the steps of one model, one after the other: on one stream, into one pool of
-    memory, and with one place to which all graphs write their logits."""
+    """Captures the steps of one model: on one stream, in one pool of memory, and with one tensor to
+    which all graphs write their logits."""
 
     def __init__(
         self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None
@@ -180,8 +178,8 @@ class _Capture:
     def of(self, step: PackedStep) -> Callable[[], Results]:
         """Returns a function that replays the step. Raises RuntimeError if it cannot be captured.
 
-        A capture that fails leaves the allocator in a state that has to be mended. So a trial run
-        before it detects a step that waits for the device.
+        A failed capture leaves the allocator in a broken state. So a trial run first detects a step
+        that waits for the device.
         """
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
@@ -199,7 +197,7 @@ class _Capture:
                 results = self._run(step, target)
         except RuntimeError:
             torch.cuda.set_stream(caller)
-            with suppress(RuntimeError):  # it was ended after all
+            with suppress(RuntimeError):  # the capture had ended after all
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
 

@@ -171,8 +171,8 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether the logits of a token are the same to the last bit with any rows beside it. Known
-        once the model has run."""
+        """Whether a token's logits are equal to the last bit with any rows beside it. Known once
+        the model has run."""
 
     @classmethod
     def load(
@@ -184,7 +184,7 @@ class ModelRunner:
     ) -> ModelRunner:
         """Load a model, check that it is served correctly, and allocate its cache.
 
-        `progress` is called with each stage. `known` is the verdict of an earlier load of the same
+        Calls `progress` with each stage. `known` is the verdict of an earlier load of the same
         files with the same options. Raises ModelNotFoundError, UnsupportedModelError or
         ConfigurationError, with one sentence that names the fault.
         """
@@ -253,7 +253,7 @@ class ModelRunner:
         cache = KVCache(
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
         )
-        length = min(length, num_blocks * options.block_size)  # or tables would have any size
+        length = min(length, num_blocks * options.block_size)  # bounds the size of block tables
         progress("compiling" if options.compile and checked.why_no_own_code else "packing")
         expected: Expectation | None = None
         if checked.decoder is not None and checked.decoder.unpacked and not checked.is_known:
@@ -264,7 +264,7 @@ class ModelRunner:
                 rounding = rounding_options(options)
                 check_packed(loaded, runner._model, cache, expected, rounding)
             release(loaded.model.modules())
-        give_back(device)  # what captures took besides the graphs
+        give_back(device)  # memory that captures took besides the graphs
         progress("warm-up")
         with _refusing_shortage("--kv-cache-memory", "what the KV cache leaves free"):
             runner._warm_up()
@@ -290,7 +290,7 @@ class ModelRunner:
         needed = peak.bytes()
         if options.cuda_graphs and checked.backend.takes_padding:
             needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
-        leave_seam(checked.modules)  # or they would keep this cache
+        leave_seam(checked.modules)  # otherwise they keep this cache in memory
         return needed
 
     def _capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
@@ -448,7 +448,7 @@ class ModelRunner:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """The engine's abilities. Known once the model has run."""
+        """See Runner. Known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
         return EngineAbilities(exact_resume=is_exact, unheeded=unheeded)
@@ -460,7 +460,7 @@ class ModelRunner:
 
     @property
     def why_no_graphs(self) -> str:
-        """Why steps are not replayed as CUDA graphs, though they should be; or empty."""
+        """Why steps are not replayed as CUDA graphs against the options; empty otherwise."""
         return self._model.why_no_graphs if isinstance(self._model, GraphedModel) else ""
 
     @property

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
-    """Whether weights were saved in few bits, or the options round weights or the KV cache."""
+    """Whether the files are quantized, or the options round weights or the KV cache."""
     return bool(loaded.format or rounding_options(options))
 
 

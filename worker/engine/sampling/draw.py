@@ -8,11 +8,12 @@ BLOCK = 256
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """A token id [R] for each row of `weights` [R, vocab_size], not normalised, not negative.
+    """Returns token ids [R], one drawn from each row of `weights` [R, vocab_size], which are not
+    normalised and not negative.
 
     The draw falls where the cumulative weight first exceeds `uniforms` [R] (float64, in [0, 1))
-    times the total; a token of weight 0 is never drawn. First the block is found, then the token
-    in it, so that only block sums are accumulated over the vocabulary.
+    times the total; a token of weight 0 is never drawn. The search is for the block first, then for
+    the token in it, so that only block sums are accumulated over the vocabulary.
     """
     vocab_size = weights.shape[1]
     cumulative = _block_sums(weights).cumsum(dim=1)
@@ -44,8 +45,8 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: the first place where the cumulative sum exceeds the target. If rounding has lifted
-    the target to the total, it is the last place that adds anything."""
+    """Returns [R, 1]: the first place where the cumulative sum exceeds the target. If rounding has
+    lifted the target to the total, returns the last place that adds anything."""
     above = (cumulative <= target).sum(dim=1, keepdim=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
     return torch.minimum(above, last)

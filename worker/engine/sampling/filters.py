@@ -17,8 +17,8 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Asked` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""Number of likeliest tokens that are examined first for top_p. If they are not enough, eight times
-this number is examined next."""
+"""Number of likeliest tokens that top_p examines first. If they are not enough, eight times this
+number follows."""
 
 _LOWEST = -60.0
 """A token this far below the likeliest is never drawn. This keeps sums of exponentials finite."""
@@ -92,27 +92,28 @@ def _top_p(
     top_p: torch.Tensor,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """[R, 1]: the logit of the last token that is needed to reach `top_p` of what passes
-    `threshold`, in the descending order that `likeliest` [R, candidates] begins."""
+    """Returns [R, 1]: the logit of the last token that is needed to reach `top_p` of the weights
+    that pass `threshold`. `likeliest` [R, candidates] are the highest logits in descending
+    order."""
     wanted = top_p * totals(weights_above(scaled, threshold, scratch))
-    result, found = _last_needed(likeliest, threshold, wanted)
+    result, is_reached = _last_needed(likeliest, threshold, wanted)
     candidates, vocab_size = likeliest.shape[1], scaled.shape[1]
-    pending = (~found & (top_p < 1.0)).squeeze(1).nonzero().squeeze(1)
+    pending = (~is_reached & (top_p < 1.0)).squeeze(1).nonzero().squeeze(1)
     while len(pending) and candidates < vocab_size:
         candidates = min(8 * candidates, vocab_size)
         likeliest = scaled[pending].topk(candidates, dim=1).values
-        result[pending], found = _last_needed(likeliest, threshold[pending], wanted[pending])
-        pending = pending[~found.squeeze(1)]
-    # Where rounding keeps the sum below that, all tokens that pass are needed.
+        result[pending], is_reached = _last_needed(likeliest, threshold[pending], wanted[pending])
+        pending = pending[~is_reached.squeeze(1)]
+    # Where rounding keeps the sum below `wanted`, all tokens that pass are needed.
     return torch.where(top_p < 1.0, result, threshold)
 
 
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logit at which the sum of weights reaches `wanted`, and whether it does."""
+    """Returns the logit at which the sum of weights reaches `wanted`, and whether the sum does."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
-    found = needed < likeliest.shape[1]
+    is_reached = needed < likeliest.shape[1]
     last = likeliest.gather(1, needed.clamp_max(likeliest.shape[1] - 1))
-    return torch.where(found, torch.maximum(last, threshold), threshold), found
+    return torch.where(is_reached, torch.maximum(last, threshold), threshold), is_reached

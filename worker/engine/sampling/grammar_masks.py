@@ -16,7 +16,7 @@ from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
-"""[256, 8]: what each byte of a mask adds to the logits of its eight tokens."""
+"""[256, 8]: the numbers that each byte of a mask adds to the logits of its eight tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PendingMasks:
 
 
 class Masks:
-    """Starts to compute the masks of a step. Only one step at a time, because buffers are reused.
+    """Starts computing the masks of a step. Only one step at a time, because it reuses buffers.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
     gets the bits, which are a 32nd of the traffic.
@@ -59,8 +59,8 @@ class Masks:
         self._bias = np.empty((0, 0, 8), dtype=np.float32)
 
     def start(self, sequences: list[Sequence]) -> PendingMasks | None:
-        """Start computing the masks for the next token of each; None if no sequence has a
-        grammar."""
+        """Start computing the masks of each sequence's next token. Returns None if no sequence has
+        a grammar."""
         rows = [
             (row, sequence.request.grammar)
             for row, sequence in enumerate(sequences)
@@ -79,7 +79,7 @@ class Masks:
         if len(self._words) < count or self._words.shape[1] != masker.num_words:
             if self._unpacks_here:
                 self._bias = np.empty((count, 4 * masker.num_words, 8), dtype=np.float32)
-            # Set last, because its size stands for the size of both.
+            # Set last, because the size of `_words` stands for the size of both buffers.
             self._words = np.empty((count, masker.num_words), dtype=np.int32)
         words = self._words[:count]
         errors = masker.fill(grammars, words)
@@ -91,7 +91,7 @@ class Masks:
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """[G, 32 * words], float32: what masks [G, words] add to logits."""
+    """Returns [G, 32 * words], float32: the numbers that masks [G, words] add to logits."""
     bits = (words.unsqueeze(2) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
     bias = torch.zeros(bits.shape, dtype=torch.float32, device=words.device)
     return bias.masked_fill_(bits == 0, BANNED).flatten(1)

@@ -53,8 +53,8 @@ class Penalties:
         """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences.
 
         Where `num_ahead` [R] is 1, the host does not know the last token of the sequence yet.
-        `last_tokens` [R] has the last token of each row on the device; it may only be left out
-        where the host knows all of them.
+        `last_tokens` [R] has the last token of each row on the device. It may be None only if the
+        host knows all last tokens.
         """
         if not self:
             return
@@ -94,7 +94,7 @@ class Penalties:
         self._lengths = lengths  # set last, in case there was no memory for the tokens
 
     def _count_output(self) -> tuple[list[int], _Occurrences]:
-        """The lengths of the sequences now, and the tokens of their outputs."""
+        """Returns the current lengths of the sequences, and the tokens of their outputs."""
         outputs = [
             np.array(sequence.token_ids[sequence.num_prompt_tokens :], dtype=np.int64)
             for sequence in self._sequences

@@ -13,7 +13,7 @@ _SECOND = np.array([0x94D049BB133111EB], dtype=np.uint64)
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each pair; neighbouring seeds and positions have nothing in common.
+    """Returns one number in [0, 1) for each pair, unrelated for neighbouring seeds and positions.
 
     SplitMix64 (Steele, Lea and Flood, 2014) of the position, in a stream that SplitMix64 of the
     seed chooses.

@@ -1,6 +1,6 @@
 """Chooses tokens from logits, for a whole batch at once and by the parameters of each request.
 
-The order is: raw log-probabilities (reported, not used), tokens that grammars allow, banned tokens,
+The order is: raw log-probabilities (for reports only), tokens that grammars allow, banned tokens,
 logit bias, penalties, temperature, filters, one draw. Parameters that no request sets cost nothing.
 """
 
@@ -24,8 +24,8 @@ from promptq.worker.engine.sampling.randomness import uniforms
 from promptq.worker.engine.sampling.sampling_kernels import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
-"""Number of rows from which log-probabilities of prompts are computed at once. The work on a row
-takes a few times the memory of its logits."""
+"""Number of prompt rows whose log-probabilities are computed at once. The work on a row takes a few
+times the memory of its logits."""
 _NO_CHOICE = (
     "the model's logits, or what the request allows, leave no token to choose; where the request"
     " limits nothing, the logits overflow in the model's dtype: try bfloat16 or float32"
@@ -38,11 +38,10 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # [R]
     copies: HostCopies
-    """Copies of `token_ids`, of whether each is sound, and of the columns that `logprobs`
-    reports."""
+    """Copies of `token_ids`, of whether each is sound, and of the columns of ChosenLogprobs."""
     logprobs: RawLogprobs
     errors: dict[int, str] = field(default_factory=dict)
-    """The rows for which no token can be chosen, and why."""
+    """The rows for which no token can be chosen, each with the reason."""
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the device, and return one token for each row."""
@@ -57,10 +56,8 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row.
-
-    The parameters of a set of sequences are worked out when the set changes, not in every step.
-    """
+    """Chooses a token for each row. Prepares the parameters of a set of sequences only when the set
+    changes."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
         """`native` is for a CPU with loaded native code (see kernels_on)."""
@@ -73,7 +70,7 @@ class Sampler:
     def draws(
         self, sequences: list[Sequence], num_ahead: list[int] | None = None
     ) -> npt.NDArray[np.float64]:
-        """[len(DRAWS), R]: the random numbers and parameters with which `sample` chooses."""
+        """Returns [len(DRAWS), R]: the random numbers and parameters that `sample` uses."""
         rows = self._rows_of(sequences)
         positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
         if num_ahead is not None:
@@ -123,7 +120,7 @@ class Sampler:
         return SamplerOutput(token_ids, copies, rows.logprobs, errors)
 
     def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
-        """The columns of ChosenLogprobs for the token ids `chosen` [R] from `logits`
+        """Returns the columns of ChosenLogprobs for the token ids `chosen` [R] from `logits`
         [R, vocab_size], which are not changed."""
         num_top = min(num_top, self._vocab_size)
         pieces = []

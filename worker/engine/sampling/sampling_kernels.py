@@ -2,8 +2,8 @@
 torch.
 
 All compute the same, except for the rounding of fp32: exponentials and their sums can differ in
-the last bit. So a seed draws the same token in all, unless its number falls within about 1e-6 of
-the border between two tokens. On the same kind of machine the token is always the same.
+the last bit. So a seed draws the same token in all, unless its random number falls within about
+1e-6 of the border between two tokens. On machines of one kind the token is always the same.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 DRAWS = ("uniform", "temperature", *FILTERS)
 """Inputs that decide a row's token besides its logits: a random number in [0, 1) and parameters.
-The temperature is 0 if the likeliest token is chosen."""
+A temperature of 0 chooses the likeliest token."""
 
 _COLDEST = 1e-30
 """Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
 
 
 class Distributions:
-    """Parameters with which the tokens of some rows are drawn. Tensors are built only for kernels
-    that use them: Triton reads all from the draws of the step."""
+    """Parameters for drawing the tokens of some rows. Tensors are built only for kernels that use
+    them: Triton reads all from the draws of the step."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         # Greedy rows are computed together with the others, which costs less than leaving them out,
@@ -48,8 +48,7 @@ class Distributions:
         self._device = device
         self.any_is_sampled = any(each.temperature > 0.0 for each in params)
         self.draws = np.zeros((len(DRAWS), len(params)))
-        """[len(DRAWS), R], in that order. The random numbers, which change in each step, are
-        missing."""
+        """[len(DRAWS), R], in that order. Each step replaces the random numbers, 0 here."""
         self.draws[1] = [each.temperature and max(each.temperature, _COLDEST) for each in params]
         self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
 

@@ -1,7 +1,7 @@
 """Chooses a token for each row in Triton: no row is sorted, and the host waits for nothing.
 
-The parameters are read from the device, so a launch in a CUDA graph serves any of them. A row does
-only the work that its own parameters need.
+The kernel reads the parameters from the device, so a launch in a CUDA graph serves any of them. A
+row does only the work that its parameters need.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LOWEST = tl.constexpr(-60.0)
 
 
 def choose_tokens(logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [R] from `logits` [R, vocab_size], and whether each is sound.
+    """Returns token ids [R] from `logits` [R, vocab_size], and whether each is sound.
 
-    `draws` [len(DRAWS), R], float64, say how (see kernels.py). A row's token does not depend on the
-    other rows.
+    `draws` [len(DRAWS), R] are float64 (see sampling_kernels.py). A row's token does not depend on
+    the other rows.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -73,7 +73,7 @@ def _draw_kernel(
         total = _total(row_logits, vocab_size, highest, rate, lowest, TILE)
         target = uniform * total
 
-        # First the tile is found in which the sum passes the target, then the token in it.
+        # Find the tile in which the sum passes the target, then the token in it.
         before = tl.zeros((), dtype=tl.float64)
         before_tile = tl.zeros((), dtype=tl.float64)
         tile = tl.zeros((), dtype=tl.int32)
@@ -90,7 +90,7 @@ def _draw_kernel(
         sums = before_tile + tl.cumsum(weights.to(tl.float64), axis=0)
         first = tl.min(tl.where((sums > target) & (weights > 0.0), place, TILE), axis=0)
         last_place = tl.max(tl.where(weights > 0.0, place, 0), axis=0)
-        # Rounding may lift the target to the total: then it is the last one that weighs anything.
+        # If rounding lifted the target to the total, take the last token that weighs anything.
         token = tile + tl.minimum(first, last_place)
         tl.store(token_ids + row, token.to(tl.int64))
 
