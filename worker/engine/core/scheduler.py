@@ -347,7 +347,7 @@ class Scheduler:
             if sequence.request.priority >= newcomer.request.priority:
                 by_tenant.setdefault(sequence.request.tenant, []).append(sequence)
         while by_tenant:
-            most = max(by_tenant.values(), key=lambda them: shares.of_tenant(them[-1].request))
+            most = max(by_tenant.values(), key=lambda each: shares.of_tenant(each[-1].request))
             request, num_blocks = most[-1].request, len(most[-1].block_table)
             if shares.may_make_room(request, num_blocks, newcomer.request, num_needed):
                 shares.remove(request, num_blocks)

@@ -1,4 +1,4 @@
-"""The files of a model in any format."""
+"""Loads a causal language model from files of any format."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
@@ -26,35 +26,17 @@ from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits, move_quantized, quantize_model
 
+if TYPE_CHECKING:
+    from promptq.worker.engine.checkpoints.gguf.model_file import GGUFFile
+
+    ModelFiles = ModelFolder | GGUFFile
+
 Quantization = Literal["none", "int8", "int4"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
 """Copies of a weight in memory while it is arranged for promptq's code."""
-
-
-class ModelFiles(Protocol):
-    """Configuration and weights of a model."""
-
-    source: str
-    config: PreTrainedConfig
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def generation_config(self) -> GenerationConfig | None: ...
-
-    @property
-    def is_quantized(self) -> bool: ...
-
-    @property
-    def num_saved_bytes(self) -> int: ...
-
-    def num_bytes(self, dtype: torch.dtype | None) -> int: ...
-
-    def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None: ...
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
