@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
-from promptq.worker.engine.api.tenant_counts import TenantCounts
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import MAX_ROWS
 from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
-from promptq.worker.engine.core.shares import Shares
+from promptq.worker.engine.core.shares import Shares, TenantCounts
 
 _MAX_LOGITS = 2**25
 """The most logits of a step from which log-probabilities of prompts are reported: 128 MiB in

@@ -1,4 +1,4 @@
-"""Computes each tenant's share of an engine, and which sequence makes room for another tenant."""
+"""Counts tenants' sequences, and computes each tenant's share of an engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from collections import Counter
 from collections.abc import Iterable
 
 from promptq.worker.engine.api.messages import EngineRequest
+
+
+class TenantCounts(dict[str, int]):
+    """The number of sequences of each tenant. A tenant without any has no entry."""
+
+    def add(self, tenant: str) -> None:
+        self[tenant] = self.get(tenant, 0) + 1
+
+    def remove(self, tenant: str) -> None:
+        self[tenant] -= 1
+        if not self[tenant]:
+            del self[tenant]
 
 
 class Shares:
