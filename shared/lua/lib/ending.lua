@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting
+-- uses: keys, numbers, server, requests, pending
 -- Every request ends here: it gets its last event and a result made of its log, and its holds are dropped.
 
 local STATE_AFTER = {
@@ -135,7 +135,7 @@ end
 function ending.finish_bare(id, reason, error_type, message)
   local fields = requests.read(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
   local count, ended = requests.log_top(id)
-  waiting.leave(id, fields)
+  pending.leave(id, fields)
   if ended or requests.is_final(fields.state) then
     requests.drop_holds(id, fields.tenant)
     return false

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, tenants, waiting, requests, ending
+-- uses: keys, numbers, server, tenants, pending, requests, ending
 -- How long work takes. Whatever needs to know that asks here. Work is counted in output tokens, since prompts
 -- cost the same share of a worker's time later as they did in the samples.
 
@@ -135,7 +135,7 @@ function work.ms_until_left(count, tenant)
   if not each then return 1000 end
   if tenant then
     local all = tenants.weight_of(tenant)
-    for _, key in ipairs(waiting.queues()) do
+    for _, key in ipairs(pending.queues()) do
       local other = string.sub(key, #keys.pending + 2)
       if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + tenants.weight_of(other) end
     end

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, requests, waiting, ending, tenants, fair_share, running_limits
+-- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits
 -- Give a worker the requests it has room for, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
@@ -72,7 +72,7 @@ local function look_at_last_call()
       if last_nonce == nonce then
         given_before[#given_before + 1] = id
       else
-        waiting.put_back(id, fields.score, 'its claim was lost')
+        pending.put_back(id, fields.score, 'its claim was lost')
       end
     end
   end
@@ -214,7 +214,7 @@ local function claim(queue, fields, cost, has_log, turn)
     'claimed_at', server.now_text)
   if ending.wants_webhook(fields.payload) then redis.call('HSET', keys.request(id), 'webhook', 1) end
   if fields.state == 'waiting' then
-    waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
+    pending.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
   end
   if fair_share.is_shared then
     local level = fair_share.priority_at(queue)
@@ -233,7 +233,7 @@ local function claim(queue, fields, cost, has_log, turn)
   return reply_of(id, fields, cost, has_log, fair_share.is_shared and turn or nil, queue.tenant)
 end
 
-waiting.promote_delayed()
+pending.promote_delayed()
 local output = measured_output()
 local claims, taken_tokens, passed_over = {}, 0, {}
 local examined, walking = 0, true -- nothing leaves a queue before the walk is over

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, waiting, requests, work
+-- uses: keys, numbers, server, pending, requests, work
 -- Measure how much work there is, and what a worker does in a second. Changes nothing.
 -- ARGV  1 how far ahead delayed requests count (ms)   2 how many deadlines to tell, the nearest first
 -- Reply {waiting, held by workers, the most that ran at once in the last minute, delayed and due soon, age of
@@ -24,7 +24,7 @@ local function oldest_age(queues)
   return math.floor(server.now - oldest)
 end
 
-local queues, num_waiting, front = waiting.queues(), 0, nil
+local queues, num_waiting, front = pending.queues(), 0, nil
 for _, key in ipairs(queues) do
   num_waiting = num_waiting + redis.call('ZCARD', key)
   local score = tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting, ending, crashes
+-- uses: keys, numbers, server, requests, pending, ending, crashes
 -- Handle leases that ran out, deadlines that passed, delays that are over, and dead letters that were kept
 -- long enough.
 -- ARGV  1 max crashes: a request becomes a dead letter after so many lost leases, if it ran alone at the
@@ -8,7 +8,7 @@
 local max_crashes, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 local dead_ttl = server.number('dead_ttl_ms', 1209600000) -- two weeks
 server.write_needs_no_memory()
-local returned, ended, dead, purged = waiting.promote_delayed(), 0, 0, 0
+local returned, ended, dead, purged = pending.promote_delayed(), 0, 0, 0
 
 for _, id in ipairs(server.due(keys.leases, server.now_text, limit)) do
   local fields = requests.read(id, 'state', 'payload', 'cancelled', 'score', 'tenant')

@@ -1,4 +1,4 @@
--- uses: server, requests, tenants, waiting, ending, crashes
+-- uses: server, requests, tenants, pending, ending, crashes
 -- Give held requests back, with their progress, at their old place in the queue.
 -- ARGV  for each request: id, fence, prompt tokens ('' if unknown)
 --       then, only if the worker's engine failed with them: max crashes (see reap). Each request gets a
@@ -24,7 +24,7 @@ local function give_back(id, fence, prompt_tokens, delay_ms)
     return 'cancelled'
   end
   if max_crashes then return crashes.count(id, fields.score, max_crashes) end
-  waiting.put_back(id, fields.score, not delay_ms and 'given back', delay_ms)
+  pending.put_back(id, fields.score, not delay_ms and 'given back', delay_ms)
   return 'waiting'
 end
 
