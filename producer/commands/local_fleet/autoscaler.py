@@ -1,4 +1,4 @@
-"""Starts and ends workers of one queue on this machine, by its load."""
+"""Autoscaling on this machine: starts and ends workers of one queue by its load."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from promptq.producer.admin.autoscaling import Scaling
+from promptq.producer.admin.autoscaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.producer.admin.queue_stats import QueueStats
-from promptq.producer.admin.scaling import Scaling
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.shared.runtime.printable import printable
 
 _READ_SECONDS = 5.0

@@ -21,10 +21,10 @@ from promptq.shared.runtime.printable import printable
 
 if TYPE_CHECKING:
     from promptq.producer.admin.api_keys import ApiKey
+    from promptq.producer.admin.autoscaling import Scaling
     from promptq.producer.admin.dead_letters import DeadLetter
     from promptq.producer.admin.queue_stats import QueueStats
     from promptq.producer.admin.queue_views import QueueView
-    from promptq.producer.admin.scaling import Scaling
     from promptq.producer.webhooks.deliveries import DeadWebhook
 
 

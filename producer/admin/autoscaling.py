@@ -1,4 +1,4 @@
-"""Computes the number of workers that a queue should have, and the reason."""
+"""Autoscaling: computes the number of workers that a queue should have, and the reason."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import StrEnum
 from pydantic import BaseModel, Field
 from redis.exceptions import ResponseError
 
+from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.admin.queue_views import views_of_queues
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
