@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from enum import StrEnum
+from typing import Self
 
 from pydantic import BaseModel, Field
 from redis.exceptions import ResponseError
@@ -27,30 +28,24 @@ _HALF_DONE = 0.5
 
 
 class Reason(StrEnum):
-    """The reason for a number of workers."""
+    """The reason for a number of workers, and its words."""
 
-    IDLE = "idle"
-    SOME_WORK = "some_work"
-    RECENT = "recent"
-    UNMEASURED = "unmeasured"
-    ARRIVALS = "arrivals"
-    BACKLOG = "backlog"
-    RUNNING = "running"
-    DEADLINES = "deadlines"
-    OLDEST = "oldest"
+    IDLE = "idle", "nothing waits, runs or is due soon"
+    SOME_WORK = "some_work", "one is enough"
+    RECENT = "recent", "something ran in the last minute"
+    UNMEASURED = "unmeasured", "what a worker can do is not known yet"
+    ARRIVALS = "arrivals", "so much comes in"
+    BACKLOG = "backlog", "so much waits"
+    RUNNING = "running", "so much runs"
+    DEADLINES = "deadlines", "fewer would miss deadlines"
+    OLDEST = "oldest", "a request has waited for too long"
 
+    words: str
 
-_WORDS = {
-    Reason.IDLE: "nothing waits, runs or is due soon",
-    Reason.SOME_WORK: "one is enough",
-    Reason.RECENT: "something ran in the last minute",
-    Reason.UNMEASURED: "what a worker can do is not known yet",
-    Reason.ARRIVALS: "so much comes in",
-    Reason.BACKLOG: "so much waits",
-    Reason.RUNNING: "so much runs",
-    Reason.DEADLINES: "fewer would miss deadlines",
-    Reason.OLDEST: "a request has waited for too long",
-}
+    def __new__(cls, value: str, words: str) -> Self:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.words = value, words
+        return reason
 
 
 class Scaling(BaseModel):
@@ -111,7 +106,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         queue=queue,
         desired=wanted[reason],
         reason=reason,
-        because=_WORDS[reason],
+        because=reason.words,
         workers=work.num_workers,
         waiting=work.num_waiting,
         running=work.num_active,

@@ -1,4 +1,4 @@
-"""Default times of autoscaling, in a file that loads nothing: each start of a command reads them."""
+"""Default times of autoscaling, in a file that loads nothing: commands read them at each start."""
 
 TARGET_SECONDS = 30.0
 """How long a request should wait at most."""

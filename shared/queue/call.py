@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
 from redis.exceptions import NoPermissionError, ResponseError
@@ -25,21 +24,12 @@ T_co = TypeVar("T_co", covariant=True)
 Argument = str | bytes | int | memoryview
 
 _LUA = resources.files("promptq.shared") / "lua"
-
-
-def _files_in(folder: str) -> dict[str, Traversable]:
-    """The Lua files of a folder, by their names without the suffix."""
-    files = (_LUA / folder).iterdir()
-    return {path.name.removesuffix(".lua"): path for path in files if path.name.endswith(".lua")}
-
-
-_PATHS = _files_in("scripts")
-_PARTS = _files_in("lib")
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 """The words of Redis 7.0, and those of later releases and of Valkey."""
 
-SCRIPT_NAMES = tuple(sorted(_PATHS))
+_FILES = (path.name for path in (_LUA / "scripts").iterdir())
+SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
 
 
 @cache
@@ -47,23 +37,23 @@ def script_text(name: str) -> str:
     """The source of one script, after the parts that it uses. Each part is a table in its own
     scope."""
     parts: dict[str, str] = {}
-    text = _text_behind(_PATHS[name], parts)
+    text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
 
 
-def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
+def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
     """The text of a file. The parts that its first line names are added to `parts`, each after the
     parts that it names itself.
 
     Raises ValueError if parts use each other in a circle.
     """
-    text = path.read_text()
+    text = (_LUA / f"{file}.lua").read_text()
     first_line = text.partition("\n")[0]
     for name in first_line.removeprefix(_USES).split(", ") if first_line.startswith(_USES) else ():
         if name in users:
             raise ValueError(f"parts use each other in a circle: {' -> '.join((*users, name))}")
         if name not in parts:
-            part = _text_behind(_PARTS[name], parts, (*users, name))
+            part = _text_behind(f"lib/{name}", parts, (*users, name))
             parts[name] = f"local {name} = {{}} do\n{part}end\n"
     return text
 
@@ -187,9 +177,14 @@ def ids_of(values: Iterable[bytes]) -> list[str]:
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
+def fields_of(reply: Any) -> dict[bytes, bytes]:
+    """The fields of a hash or of an entry of a stream, from RESP2 or RESP3."""
+    return reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+
+
 def text_map(reply: Any) -> dict[str, str]:
-    """A hash as text, in RESP2 or RESP3. Bytes that are not text are replaced."""
-    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    """The fields as text. Bytes that are not text are replaced."""
     return {
-        name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in pairs
+        name.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+        for name, value in fields_of(reply).items()
     }

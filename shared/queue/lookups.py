@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys, is_request_id
+from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys, is_name, is_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.call import Call, ids_of, text_map, text_of
-
-_LOGGED_CHARACTERS = 100
+from promptq.shared.queue.call import Call, fields_of, ids_of, text_map, text_of
 
 
 def server_time_ms() -> Call[int]:
@@ -64,18 +61,10 @@ def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
     """Events of the replay log that end after `position` tokens, and the last event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
-        return [_event_in(fields) for _, fields in reply]
+        return [fields_of(entry).get(b"event", b"") for _, entry in reply]
 
     # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
     return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
-
-
-def _event_in(fields: Any) -> bytes:
-    """The event of a log's entry; empty if it has none."""
-    if not isinstance(fields, dict):  # RESP2
-        fields = dict(zip(fields[::2], fields[1::2], strict=True))
-    event: bytes = fields.get(b"event", b"")
-    return event
 
 
 def contains(keys: Keys, request_id: str) -> Call[bool]:
@@ -150,8 +139,8 @@ def forget_queue(queue: str) -> Call[int]:
 def queue_names() -> Call[list[str]]:
     """The names, in order. What no queue may be called is left out, as a stranger wrote it."""
 
-    def parse(found: list[bytes]) -> list[str]:
-        return sorted(filter(_is_name, ids_of(found)))
+    def parse(reply: list[bytes]) -> list[str]:
+        return sorted(filter(is_name, ids_of(reply)))
 
     return Call("", ["SMEMBERS", QUEUES], parse, list)
 
@@ -168,14 +157,6 @@ def forget_alias(alias: str) -> Call[int]:
     return Call("", ["HDEL", ALIASES, alias], int)
 
 
-def _is_name(name: str) -> bool:
-    try:
-        Keys(name)
-    except ConfigurationError:
-        return False
-    return True
-
-
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
     """The entries that a command reads of a key; none, with a line in the log, if it is no list."""
     return Call("", [command, key, *args], list, list)
@@ -183,4 +164,4 @@ def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
 
 def shown(raw: bytes) -> str:
     """A stranger's entry as a log may have it."""
-    return repr(raw)[:_LOGGED_CHARACTERS]
+    return repr(raw)[:100]

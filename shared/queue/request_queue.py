@@ -97,7 +97,7 @@ class _Queue:
         self.redis = client_of(client, self.keys)
         """The client for the queue's keys."""
         register = self.redis.register_script
-        where = scripts.in_database(self.keys.database)
+        where = f"KEYS.database = {self.keys.database}\n" if self.keys.database else ""
         self._scripts = {name: register(where + script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:

@@ -32,11 +32,6 @@ def _row_status(reply: bytes) -> RowStatus:
     return _ROW_STATUSES.get(reply) or RowStatus(text_of(reply).split(" ", 1)[0])
 
 
-def in_database(database: int) -> str:
-    """The line before the text of a script that runs in this database."""
-    return f"KEYS.database = {database}\n" if database else ""
-
-
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
     """Add all requests or none. Returns the ids, and an older id if the idempotency key is known.
 
@@ -274,9 +269,8 @@ def wake_workers(keys: Keys) -> Call[int]:
 
 def tell_to_drain(channel: str, worker_id: str | None) -> Call[int]:
     """Tell all workers, or one, to finish what runs and to exit."""
-    return Call(
-        "", ["PUBLISH", channel, "drain" if worker_id is None else f"drain:{worker_id}"], int
-    )
+    message = "drain" if worker_id is None else f"drain:{worker_id}"
+    return Call("", ["PUBLISH", channel, message], int)
 
 
 def heartbeat(

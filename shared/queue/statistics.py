@@ -115,24 +115,12 @@ class Work:
         return self.tokens_of_answer / self.tokens_of_worker if self.tokens_of_worker else None
 
 
-_WORK_COUNTS = (
-    *("num_waiting", "num_active", "num_running", "num_delayed"),
-    *("oldest_ms", "num_workers", "num_slots"),
-)
-
-
 def measure_work(keys: Keys) -> Call[Work]:
     """The work of a queue."""
 
     def parse(reply: list[Any]) -> Work:
-        return Work(
-            **{name: int(it) for name, it in zip(_WORK_COUNTS, reply, strict=False)},
-            tokens_of_answer=float(reply[7]),
-            tokens_of_worker=float(reply[8]),
-            tokens_asked_for=float(reply[9]),
-            is_paused=bool(reply[10]),
-            front=float(reply[11]) if reply[11] else None,
-            deadlines_ms=[int(it) for it in reply[12:]],
-        )
+        numbers: list[Any] = [*map(int, reply[:7]), *map(float, reply[7:10])]
+        front = float(reply[11]) if reply[11] else None
+        return Work(*numbers, bool(reply[10]), front, [*map(int, reply[12:])])
 
     return Call("measure_work", [SOON_MS, _MOST_DEADLINES], parse, keys=keys)

@@ -103,7 +103,7 @@ class Autoscaler:
         self._wanted = [*recent, (now, needed)]
         wanted = max(number for _, number in self._wanted)
         if needed > len(own) and now >= self._paused_until:
-            self._add(needed - len(own), scaling, num_others)
+            self._add(needed, len(own), scaling, num_others)
         elif wanted < len(own):
             self._show_change(wanted, len(own), scaling, num_others)
             held = {
@@ -114,11 +114,10 @@ class Autoscaler:
             for name in sorted(own, key=lambda each: held.get(each, -1))[: len(own) - wanted]:
                 self._supervisor.remove(name)
 
-    def _add(self, num_missing: int, scaling: Scaling, num_others: int) -> None:
-        """Start workers. Those that still drain count too: they hold places, such as GPUs."""
-        num_staying = len(self._supervisor.staying(self._command))
-        processes = self._supervisor.processes(self._command)
-        num_added = min(num_missing, self._range.most - len(processes))
+    def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
+        """Start workers. Workers that still drain count too: they hold places, such as GPUs."""
+        num_processes = len(self._supervisor.processes(self._command))
+        num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:
             return
         self._show_change(num_staying + num_added, num_staying, scaling, num_others)

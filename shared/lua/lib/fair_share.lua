@@ -152,10 +152,7 @@ end
 -- How many requests wait, ended ones that still stand there included.
 function fair_share.num_waiting()
   local sum = 0
-  for _, queue in ipairs(queues) do
-    local count = redis.pcall('ZCARD', queue.key)
-    if type(count) == 'number' then sum = sum + count end
-  end
+  for _, queue in ipairs(queues) do sum = sum + server.size(queue.key) end
   return sum
 end
 

@@ -3,8 +3,8 @@
 -- cost the same share of a worker's time later as they did in the samples.
 
 local STREAM = keys.prefix .. 'statistics'
-work.SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
-local SAMPLE_MS = work.SAMPLE_MS
+local SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
+work.SAMPLE_MS = SAMPLE_MS
 local WINDOW_MS, RECENT_MS = 30000, 60000
 local WEIGHT_OF_NEW = 0.3
 local MAX_OUTPUT, MAX_PLACES, MAX_WAIT_MS = 2 ^ 31, 2 ^ 20, 86400000
@@ -43,11 +43,8 @@ end
 -- Output tokens that one worker makes in a second while requests wait; 0 if that was not measured yet. Workers
 -- of an earlier release may have written the newest entries, without it.
 function work.tokens_of_worker()
-  local entries = redis.pcall('XREVRANGE', STREAM, '+', '-', 'COUNT', 20)
-  for _, entry in ipairs(entries.err and {} or entries) do
-    for nth = 1, #entry[2], 2 do
-      if entry[2][nth] == 'worker_tokens_per_second' then return measured(entry[2][nth + 1]) end
-    end
+  for _, sample in ipairs(samples_since(0)) do
+    if sample.worker_tokens_per_second then return measured(sample.worker_tokens_per_second) end
   end
   return 0
 end
@@ -67,18 +64,22 @@ function work.tokens_of_worker_after(sample, claiming, still_waiting)
   return were_full and before + WEIGHT_OF_NEW * (now - before) or before
 end
 
--- The workers that claim: those that live, and neither drain nor miss their inference server. Gives how many
--- they are, and how many requests they take at once.
-function work.claiming()
+-- Returns how many workers live, and how many requests they run. Of the workers that claim (those that drain or
+-- miss their inference server do not), returns how many they are, and how many requests they take at once.
+function work.count_workers()
   local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
-  local num, places = 0, 0
-  for _, worker in ipairs(alive.err and {} or alive) do
-    local told = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs')
-    if not told.err and (told[1] or 'running') == 'running' then
-      num, places = num + 1, places + math.min(MAX_PLACES, math.max(0, numbers.whole(told[2], 0)))
+  if alive.err then alive = {} end
+  local counts = {alive = #alive, running = 0, claiming = 0, places = 0}
+  for _, worker in ipairs(alive) do
+    local stats = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs', 'num_running')
+    if stats.err then stats = {'unknown'} end
+    counts.running = counts.running + numbers.whole(stats[3], 0)
+    if (stats[1] or 'running') == 'running' then
+      counts.claiming = counts.claiming + 1
+      counts.places = counts.places + math.min(MAX_PLACES, math.max(0, numbers.whole(stats[2], 0)))
     end
   end
-  return num, places
+  return counts
 end
 
 -- The most requests that ran at once, by the samples of the last minute.
