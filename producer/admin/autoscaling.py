@@ -28,7 +28,7 @@ _HALF_DONE = 0.5
 
 
 class Reason(StrEnum):
-    """The reason for a number of workers, and its words."""
+    """The reason for a number of workers."""
 
     IDLE = "idle", "nothing waits, runs or is due soon"
     SOME_WORK = "some_work", "one is enough"

@@ -69,7 +69,7 @@ class TokenLogprob(_Wire):
     token: str | None = None
 
 
-class _TellsPrompt(_Wire):
+class _WithPrompt(_Wire):
     """The prompt's fields in the first event and the result of a request with `prompt_logprobs` or
     `tokenize`.
 
@@ -157,7 +157,7 @@ class ErrorInfo(_Wire):
     """The kind of error within its type, if programs distinguish several."""
 
 
-class TokenEvent(_TellsPrompt):
+class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it.
 
     A stranger's log may count as far as the ids of a stream go, and its request must end too.
@@ -204,7 +204,7 @@ class TokenEvent(_TellsPrompt):
         )
 
 
-class Result(_TellsPrompt):
+class Result(_WithPrompt):
     """A finished request: its events as one."""
 
     text: str

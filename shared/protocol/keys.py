@@ -20,7 +20,7 @@ PREFIX = "promptq:"
 QUEUES = f"{PREFIX}queues"
 """The names of the queues that workers have served: a set, which belongs to no queue."""
 ALIASES = f"{PREFIX}aliases"
-"""Names of models by further names that programs use, such as `gpt-4o`: a hash, likewise."""
+"""Names of models by their aliases, such as `gpt-4o`: a hash, which belongs to no queue."""
 
 _NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -140,10 +140,6 @@ class Keys:
                 f"tenant: {tenant[:80]!r} is not {NAME_IN_WORDS}", field="tenant"
             )
         return f"{self.pending}:{tenant}" if tenant else self.pending
-
-    def tenants(self, priority: int = 0) -> str:
-        """The counters of the service that tenants received at a priority."""
-        return self.prefix + (f"tenants:{priority}" if priority else "tenants")
 
     def batches_of(self, tenant: str) -> str:
         """The key of a tenant's batches by creation time (ms); '' is the tenant without a name."""

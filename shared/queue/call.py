@@ -1,4 +1,4 @@
-"""Calls to the server of a queue, and how its replies are read. There is no I/O here.
+"""Builds calls to the server of a queue, and reads its replies. There is no I/O here.
 
 A `Call` is one command or script. An `Operation` makes calls, one round trip after the other, until
 it has a result. The queues send calls, and the clients carry out operations.
@@ -70,10 +70,10 @@ class Call(Generic[T_co]):
     of_refusal: Callable[[], T_co] | None = None
     """Returns the value if the server refuses the command. Without it, that is an error."""
     keys: Keys | None = None
-    """The queue for which a script runs; None: that of whoever sends the call."""
+    """The queue for which a script runs; None: the sender's."""
 
     def key(self, sender: Keys) -> str:
-        """A key that it is about. On a Cluster, that says which node has to carry it out."""
+        """Returns a key that the call uses: on a Cluster, its node has to carry out the call."""
         first = self.args[1] if not self.script and len(self.args) > 1 else None
         if isinstance(first, str) and first.startswith(PREFIX):
             return first
@@ -88,10 +88,10 @@ class Call(Generic[T_co]):
         return " ".join(arg if isinstance(arg, str) else repr(arg) for arg in shown)
 
     def read(self, reply: Any) -> T_co:
-        """The value of a reply. A reply that is an error is raised.
+        """Returns the value of a reply, or raises a reply that is an error.
 
-        Raises SpoiltRecordError for a reply that is not as the protocol says, and NoPermissionError
-        also if a command inside a script is not permitted, which servers report in other words.
+        Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError also
+        if a command inside a script is not permitted, which servers report in other words.
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()
@@ -115,7 +115,7 @@ class Call(Generic[T_co]):
 def named(**values: Argument) -> list[Argument]:
     """The arguments of a script by name, as `arguments.lua` reads them.
 
-    Empty ones are left out: to the scripts they mean the same.
+    Leaves out empty values, which mean the same to the scripts.
     """
     args: list[Argument] = ["promptq:named"]
     for pair in values.items():
@@ -127,29 +127,29 @@ def named(**values: Argument) -> list[Argument]:
 PAUSE = object()
 
 Operation = Generator[Any, Any, T]
-"""Yields a call, and is sent its value. Or it yields a list of calls, to be sent in one round trip,
-and is sent the list of their values. Errors are raised at the `yield`. Within long work it yields
-PAUSE, so that other tasks get their turns."""
+"""A generator that yields a call and receives its value, or yields a list of calls for one round
+trip and receives the list of their values. Errors are raised at the `yield`. Within long work it
+yields PAUSE, so that other tasks get their turns."""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """Run an operation to its end and return its value. `answer` answers what a step yields."""
+    """Run an operation to its end and return its value. `answer` gets whatever a step yields."""
     try:
         step = next(operation)
         while True:
             try:
-                given = await (asyncio.sleep(0) if step is PAUSE else answer(step))
+                reply = await (asyncio.sleep(0) if step is PAUSE else answer(step))
             except BaseException as error:
                 step = operation.throw(error)
             else:
-                step = operation.send(given)
+                step = operation.send(reply)
     except StopIteration as stop:
         value: T = stop.value
         return value
 
 
 def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
-    """As `carry_out_async`, with answers that need not be awaited."""
+    """Run an operation like `carry_out_async`, with answers that need no `await`."""
 
     async def answer_at_once(step: Any) -> Any:
         return answer(step)

@@ -66,11 +66,8 @@ class Nodes:
 
         The addresses in the URL come last, because these nodes may be long gone.
         """
-        known = random.sample(self._reported, len(self._reported))
-        yield from known
-        yield from (
-            each for each in random.sample(self.first, len(self.first)) if each not in known
-        )
+        reported, first = (random.sample(each, len(each)) for each in (self._reported, self.first))
+        yield from dict.fromkeys([*reported, *first])
 
     def owner(self, slot: int, reply: list[Any], host: str) -> Address:
         """Returns the node that has the slot, by the reply to CLUSTER SLOTS of the node at `host`.
@@ -137,7 +134,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_less(client: Any) -> None:
-    """On a Cluster, have calls fail soon: for processes that end, perhaps as all nodes are away."""
+    """On a Cluster, make calls fail soon: for a process that ends, perhaps because all nodes are
+    away."""
     if isinstance(client.connection_pool, (_Pool, _AsyncPool)):
         kind = type(client.connection_pool.connection_kwargs["retry"])
         client.set_retry(kind(_BACKOFF, _RETRIES_AT_THE_END, (redis.ConnectionError,)))
@@ -307,7 +305,7 @@ class _AsyncFollowing(_FollowsSlot):
 
 
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Returns an error: nothing was sent yet, and another node may soon take its place."""
+    """Returns an error that is retried: nothing was sent, and another node may take over soon."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 

@@ -204,9 +204,9 @@ def _locked(folder: Path) -> Iterator[int]:
                 f"--data: another server keeps its data in {folder}; stop it, or name another"
                 " folder"
             ) from None
-        for own in _left_by_servers(folder):
-            _check_owner(own)
-            own.chmod(_PRIVATE_FOLDER if own.is_dir() else _PRIVATE_FILE)
+        for path in _left_by_servers(folder):
+            _check_owner(path)
+            path.chmod(_PRIVATE_FOLDER if path.is_dir() else _PRIVATE_FILE)
         yield file.fileno()
 
 

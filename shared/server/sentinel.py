@@ -21,13 +21,13 @@ SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _PORT = 26379
 
 
-def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
+def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
     """Returns a client of the server that the sentinels name as a service's master at any time.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the options of any other. The sentinels' own credentials, if they have any, are the options
-    `sentinel_username` and `sentinel_password`. `given` are the options of connections and pools.
-    Raises ValueError.
+    `sentinel_username` and `sentinel_password`. `pool_options` are those of connections
+    and pools. Raises ValueError.
     """
     parts = urlsplit(url)
     service, _, database = parts.path.strip("/").partition("/")
@@ -38,26 +38,26 @@ def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
     plain, addresses = several_hosts(parts, f"/{database}", "sentinel", _PORT)
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    pool = pool_kind.from_url(plain, **given)  # it keeps those that are not for connections
-    options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
-    own = {
+    pool = pool_kind.from_url(plain, **pool_options)  # it keeps those that are not for connections
+    options = {**pool_options, **pool.connection_kwargs, "max_connections": pool.max_connections}
+    sentinel_options = {
         name: options.pop(f"sentinel_{name}")
         for name in ("username", "password")
         if f"sentinel_{name}" in options
     }
     del options["host"]
-    secured = {name: value for name, value in options.items() if name.startswith("ssl")}
-    kept = ("socket_", "maint_", "max_connections")
-    own |= {name: options[name] for name in options if name.startswith(kept)} | secured
-    options["ssl"] = own["ssl"] = plain.startswith("rediss")
+    kept = ("socket_", "maint_", "max_connections", "ssl")
+    sentinel_options |= {name: options[name] for name in options if name.startswith(kept)}
+    options["ssl"] = sentinel_options["ssl"] = plain.startswith("rediss")
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one follows
+    sentinel_options["retry"] = retry_kind(NoBackoff(), 0)  # if one is gone, the next follows
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
     else:
         options["connection_class"] = _TLSConnection if options["ssl"] else _Connection
-    return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+    sentinels = sentinel_kind(addresses, sentinel_kwargs=sentinel_options)
+    return sentinels.master_for(service, kind, **options)
 
 
 class _Sentinel(redis.sentinel.Sentinel):

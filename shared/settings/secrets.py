@@ -9,11 +9,8 @@ from contextlib import suppress
 from promptq.shared.settings.common import ENV_PREFIX
 
 _SECRETS = (
-    "REDIS_URL",
-    "JOBS_REDIS_URL",
-    "UPSTREAM_KEY",
-    "WEBHOOK_MASTER_SECRET",
-    "WEBHOOK_SECRET",
+    *("REDIS_URL", "JOBS_REDIS_URL", "UPSTREAM_KEY"),
+    *("WEBHOOK_MASTER_SECRET", "WEBHOOK_SECRET"),
 )
 
 

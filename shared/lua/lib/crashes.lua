@@ -1,7 +1,7 @@
 -- uses: keys, numbers, server, requests, pending, ending
--- What the crash of a worker means for the requests that it held.
+-- Consequences of a worker's crash for the requests that it held.
 
-local SHARED_CRASHES = 2    -- after so many a request is a suspect and runs alone
+local SHARED_CRASHES = 2    -- after this number of crashes a request is a suspect and runs alone
 local MAX_BACKOFF_MS = 60000
 
 -- How long a request waits after `num` crashes (ms). After the first it does not wait.

@@ -6,8 +6,8 @@ local STATE_AFTER = {
   error = 'failed',
 }
 local OUTPUTS = keys.prefix .. 'outputs'
-local MAX_OUTPUTS = 128 -- the p90 of output is measured over so many finished requests
--- A request with a webhook is kept at least so long, because all attempts to deliver it take a day.
+local MAX_OUTPUTS = 128 -- the p90 of output is measured over this number of finished requests
+-- A request with a webhook is kept at least for this time, because all attempts to deliver it take a day.
 local WEBHOOK_MS = 26 * 3600000
 
 local finished_outputs = {} -- newest last

@@ -55,9 +55,9 @@ end
 -- The priority of the request where a walk stands.
 function fair_share.priority_at(queue)
   if not queue.priority then
-    local told = numbers.whole((requests.read(queue.id, 'priority') or {}).priority)
-    local payload = not told and (requests.read(queue.id, 'payload') or {}).payload
-    queue.priority = told or numbers.in_json(payload or '', 'priority') or 0
+    local stored = numbers.whole((requests.read(queue.id, 'priority') or {}).priority)
+    local payload = not stored and (requests.read(queue.id, 'payload') or {}).payload
+    queue.priority = stored or numbers.in_json(payload or '', 'priority') or 0
   end
   return queue.priority
 end

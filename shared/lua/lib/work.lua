@@ -1,6 +1,6 @@
 -- uses: keys, numbers, server, tenants, pending, requests, ending
--- How long work takes. Whatever needs to know that asks here. Work is counted in output tokens, since prompts
--- cost the same share of a worker's time later as they did in the samples.
+-- How much work there is and how long it takes: for autoscaling, model swapping and the limits of `enqueue`. Work
+-- is counted in output tokens, since prompts cost the same share of a worker's time later as in the samples.
 
 local STREAM = keys.prefix .. 'statistics'
 local SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
@@ -49,9 +49,9 @@ function work.tokens_of_worker()
   return 0
 end
 
--- The same after a sample that is about to be written. `claiming` is how many workers claim at its end. If
--- requests waited and ran from its beginning to its end, workers made as much as they can. At other times they
--- could have made more, and only a higher rate counts.
+-- `tokens_of_worker` after a sample that is about to be written. `claiming` is how many workers claim at its end.
+-- If requests waited and ran from its beginning to its end, workers generated as much as they can. At other times
+-- they could have generated more, and only a higher rate counts.
 function work.tokens_of_worker_after(sample, claiming, still_waiting)
   local before, claimed = work.tokens_of_worker(), measured(sample.claiming or sample.workers)
   local num_workers = math.max(claimed, claiming) -- those that came meanwhile may have added tokens
@@ -94,8 +94,8 @@ end
 -- Requests that are still to be done. Those that workers hold are half done, on average.
 local function left_of(waiting, active) return measured(waiting) + measured(active) / 2 end
 
--- How many output tokens came to be asked for in a second: what was made, and by how much the backlog grew.
--- The most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
+-- Output tokens that clients request in a second: those that were generated, and the growth of the backlog. The
+-- most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
 function work.tokens_asked_for(num_waiting, num_active)
   local most, samples, each = 0, recent_samples(), work.tokens_of_answer()
   for last, newest in ipairs(samples) do

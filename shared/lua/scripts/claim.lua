@@ -54,7 +54,7 @@ server.write_needs_no_memory()
 -- Compare this call with the last one that gave something. If the worker has not seen the last one's reply,
 -- the reply was lost. Its requests go back; that is no crash, because the worker lives. If the last one is
 -- this call, sent twice, it gives the same once more, whichever reply the worker reads. If the last one has
--- a higher number, this call is late, and nobody waits for it any more.
+-- a higher number, this call is late, and nobody waits for its reply.
 local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(args.number) or 0
 local is_late, given_before = false, {}
 local function look_at_last_call()
@@ -89,21 +89,21 @@ if #given_before == 0 and server.config('paused') == '1' then return {'paused'} 
 -- there too, unless the worker's role may only read that key. From there it is also read if a stranger gave
 -- the key `model` another type.
 local model_key, config_key = keys.prefix .. 'model', keys.prefix .. 'config'
-local function tell_model(...)
+local function write_model(...)
   redis.pcall('HSET', model_key, ...)
   if not redis.acl_check_cmd or redis.acl_check_cmd('HSET', config_key, ...) then
     redis.call('HSET', config_key, ...)
   end
 end
 if fingerprint ~= '' then
-  local told = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
-  local name, known, style = told[1], told[2], args.output_style or ''
+  local stored = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
+  local name, known, style = stored[1], stored[2], args.output_style or ''
   if not known then
     name, known = server.config('model', model), server.config('fingerprint', fingerprint)
-    tell_model('model', name, 'fingerprint', known)
+    write_model('model', name, 'fingerprint', known)
   end
   if known ~= fingerprint then return {'model', name, known} end
-  if style ~= '' and style ~= told[3] then tell_model('tool_call_style', style) end
+  if style ~= '' and style ~= stored[3] then write_model('tool_call_style', style) end
 end
 
 local preemptible = {}

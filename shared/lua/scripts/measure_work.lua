@@ -1,6 +1,7 @@
 -- uses: keys, numbers, server, pending, requests, work
--- Measure how much work there is, and what a worker does in a second. Changes nothing.
--- ARGV  1 how far ahead delayed requests count (ms)   2 how many deadlines to tell, the nearest first
+-- Measure how much work there is, and what a worker does in a second, for autoscaling and model swapping.
+-- Changes nothing.
+-- ARGV  1 how far ahead delayed requests count (ms)   2 how many deadlines to return, the nearest first
 -- Reply {waiting, held by workers, the most that ran at once in the last minute, delayed and due soon, age of
 --        the oldest that waits (ms), workers that claim, how many requests these take at once, output tokens of
 --        an answer, output tokens that one worker makes in a second while requests wait (0: not measured),
