@@ -113,7 +113,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         due_soon=work.num_delayed,
         waiting_seconds=seconds(work.num_waiting),
         running_seconds=seconds(work.num_active * _HALF_DONE),
-        arriving_seconds=seconds(work.tokens_asked_for / work.tokens_of_answer),
+        arriving_seconds=seconds(work.tokens_requested / work.tokens_of_answer),
         oldest_seconds=work.oldest_ms / 1000,
         deadlines_at_risk=_at_risk(work, each),
         tokens_per_second=work.tokens_of_worker or None,
@@ -127,7 +127,7 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
         wanted[Reason.SOME_WORK] = 1
-    elif work.tokens_asked_for > 0:
+    elif work.tokens_requested > 0:
         wanted[Reason.RECENT] = min(1, work.num_workers)
     is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
     # Requests that find a free place do not wait. Workers hold some for which they have no place
@@ -147,8 +147,8 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
         left = num_waiting + work.num_active * _HALF_DONE
         wanted[Reason.BACKLOG] = math.ceil(min(left * each / target_seconds, left))
     if not work.is_paused:
-        busy = work.tokens_asked_for / (work.tokens_of_worker * _MOST_BUSY)
-        num_requests = max(1.0, work.tokens_asked_for * WINDOW_SECONDS / work.tokens_of_answer)
+        busy = work.tokens_requested / (work.tokens_of_worker * _MOST_BUSY)
+        num_requests = max(1.0, work.tokens_requested * WINDOW_SECONDS / work.tokens_of_answer)
         arrivals = math.ceil(round(min(busy, num_requests), 6))
         has_work = Reason.SOME_WORK in wanted
         wanted[Reason.ARRIVALS] = arrivals if has_work else min(arrivals, work.num_workers)

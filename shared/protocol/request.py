@@ -94,8 +94,7 @@ _LONGEST_SHOWN = 80
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 Pooling = Literal["last", "mean"]
-"""The final hidden states of a prompt that become its vector: of the last token, or the mean of
-all."""
+"""The final hidden state that becomes a prompt's vector: the last token's, or the mean of all."""
 
 TokenId = Annotated[int, Field(ge=0)]
 

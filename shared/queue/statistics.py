@@ -104,7 +104,7 @@ class Work:
     """The mean length of the last answers."""
     tokens_of_worker: float = 0.0
     """Tokens that one worker generates in a second while requests wait; 0: not measured yet."""
-    tokens_asked_for: float = 0.0
+    tokens_requested: float = 0.0
     """Tokens that clients request in a second: the most of any half minute of the last minute."""
     is_paused: bool = False
     front: float | None = None
@@ -122,8 +122,8 @@ def measure_work(keys: Keys) -> Call[Work]:
     """Measures the load of a queue."""
 
     def parse(reply: list[Any]) -> Work:
-        numbers: list[Any] = [*map(int, reply[:7]), *map(float, reply[7:10])]
-        front = float(reply[11]) if reply[11] else None
-        return Work(*numbers, bool(reply[10]), front, [*map(int, reply[12:])])
+        values: list[Any] = [*map(int, reply[:7]), *map(float, reply[7:10]), bool(reply[10])]
+        values += [float(reply[11]) if reply[11] else None, [*map(int, reply[12:])]]
+        return Work(*values)
 
     return Call("measure_work", [SOON_MS, _MOST_DEADLINES], parse, keys=keys)

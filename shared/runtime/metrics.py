@@ -48,7 +48,7 @@ _REQUEST_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _ATTEMPTS = (1, 2, 3, 5, 10)
 
 
-_FAMILIES = {
+_FAMILIES: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
     "histogram": HistogramMetricFamily,

@@ -96,7 +96,7 @@ local function left_of(waiting, active) return measured(waiting) + measured(acti
 
 -- Output tokens that clients request in a second: those that were generated, and the growth of the backlog. The
 -- most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
-function work.tokens_asked_for(num_waiting, num_active)
+function work.tokens_requested(num_waiting, num_active)
   local most, samples, each = 0, recent_samples(), work.tokens_of_answer()
   for last, newest in ipairs(samples) do
     local until_ms, left = server.now, left_of(num_waiting, num_active)

@@ -36,7 +36,7 @@ local num_active = server.size(keys.leases)
 local reply = {
   num_waiting, num_active, work.most_running(), #soon, oldest_age(queues), workers.claiming,
   workers.places, numbers.precise(work.tokens_of_answer()), numbers.precise(work.tokens_of_worker()),
-  numbers.precise(work.tokens_asked_for(num_waiting, num_active)), server.config('paused') == '1' and 1 or 0,
+  numbers.precise(work.tokens_requested(num_waiting, num_active)), server.config('paused') == '1' and 1 or 0,
   front < math.huge and numbers.precise(front) or '',
 }
 local nearest = redis.pcall('ZRANGE', keys.deadlines, server.now_text, '+inf', 'BYSCORE', 'LIMIT', 0,
