@@ -1,1 +1,1 @@
-"""What producers and workers agree on: keys, payloads, scripts, settings."""
+"""The agreement of producers and workers: keys, payloads, scripts, settings."""

@@ -2,21 +2,21 @@
 
 PromptqError
 ├── ConfigurationError            a setting or an option that cannot work
-├── RedisSideError                the way to the server, or the server
+├── RedisSideError                the server, or the connection to it
 │   ├── RedisUnavailableError     nothing answers at the address
 │   │   ├── RedisBusyError        it loads its data, has no master, or runs a script without end
-│   │   └── RedisProtocolError    the answer is of another protocol than the address says
+│   │   └── RedisProtocolError    it fails at TLS, or does not speak Redis' protocol
 │   ├── RedisFullError            its memory is full, so it accepts no request
 │   ├── RedisAuthError            it answers, but not to these credentials
 │   └── RedisTooOldError          it answers, but lacks features that the scripts need
 ├── SpoiltRecordError             a record breaks the protocol; names its key
-├── ModelError                    the model side
+├── ModelError                    the model of a worker or a queue
 │   ├── ModelNotFoundError        no loadable causal language model there
 │   ├── UnsupportedModelError     a family that the engine would serve wrongly
 │   ├── ModelMismatchError        the queue already serves another model
 │   └── ModelNotServedError       no queue of the server serves this model
 ├── QueueError
-│   ├── QueueFullError            a limit of the queue is reached; says when to come back
+│   ├── QueueFullError            a limit of the queue is reached; says when there will be room
 │   └── QueueClosedError          used after close(), or a wait was aborted by it
 └── RequestError                  one request
     ├── InvalidRequestError       a field is wrong; names it
@@ -38,7 +38,7 @@ class ConfigurationError(PromptqError):
 
 
 class RedisSideError(PromptqError):
-    """Base of errors on the way to, or at, the Redis server."""
+    """Base of errors of the Redis server and of the connection to it."""
 
 
 class RedisUnavailableError(RedisSideError):

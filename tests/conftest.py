@@ -67,7 +67,7 @@ def redis_url(embedded_url: str) -> Iterator[str]:
 @pytest.fixture
 def fresh_log() -> None:
     """No spoilt record was logged before, so none is left out of the log for that."""
-    spoilt._told_in.cache_clear()
+    spoilt._logged_in.cache_clear()
 
 
 @pytest.fixture(params=SERVERS)

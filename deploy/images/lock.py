@@ -27,7 +27,7 @@ def main() -> None:
         hashes = sorted(wheel["hashes"]["sha256"] for wheel in package["wheels"])
         pinned = [
             f"{package['name']}=={package['version']}",
-            *(f"--hash=sha256:{it}" for it in hashes),
+            *(f"--hash=sha256:{digest}" for digest in hashes),
         ]
         lines[package["name"].startswith(ONLY_CUDA)].append(" ".join(pinned) + "\n")
     (FOLDER / NAME).write_text("".join(lines[False]))

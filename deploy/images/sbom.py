@@ -14,20 +14,20 @@ from urllib.parse import quote
 
 
 def component(name: str, version: str, purl: str, license_expression: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "library", "name": name, "version": version}
+    fields: dict[str, Any] = {"type": "library", "name": name, "version": version}
     if license_expression:
-        found["licenses"] = [{"expression": license_expression}]
-    return {**found, "bom-ref": purl, "purl": purl}
+        fields["licenses"] = [{"expression": license_expression}]
+    return {**fields, "bom-ref": purl, "purl": purl}
 
 
 def python_packages() -> list[dict[str, Any]]:
-    found = {}
-    for each in distributions():
-        name = re.sub(r"[-_.]+", "-", each.name).lower()
-        purl = f"pkg:pypi/{name}@{quote(each.version)}"
-        license_expression = each.metadata.get("License-Expression", "")
-        found[purl] = component(name, each.version, purl, license_expression)
-    return [found[purl] for purl in sorted(found)]
+    components = {}
+    for package in distributions():
+        name = re.sub(r"[-_.]+", "-", package.name).lower()
+        purl = f"pkg:pypi/{name}@{quote(package.version)}"
+        license_expression = package.metadata.get("License-Expression", "")
+        components[purl] = component(name, package.version, purl, license_expression)
+    return [components[purl] for purl in sorted(components)]
 
 
 def debian_packages() -> list[dict[str, Any]]:
@@ -36,13 +36,13 @@ def debian_packages() -> list[dict[str, Any]]:
     form = "${binary:Package} ${Version} ${Architecture}\n"
     query = ["dpkg-query", "--show", "--showformat", form]
     done = subprocess.run(query, capture_output=True, text=True, check=True)  # noqa: S603
-    found = []
+    components = []
     for line in done.stdout.splitlines():
         name, version, architecture = line.split()
         name = name.partition(":")[0]
         purl = f"pkg:deb/debian/{quote(name)}@{quote(version)}?arch={architecture}"
-        found.append(component(name, version, purl))
-    return found
+        components.append(component(name, version, purl))
+    return components
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from promptq.producer.admin.autoscaling import Scaling, scaling_of
 from promptq.producer.admin.queue_stats import QueueStats, stats
-from promptq.producer.admin.scaling import Scaling, scaling_of
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import Sample, SlotStats, WorkerStats

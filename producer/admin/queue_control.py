@@ -27,7 +27,7 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
     channels = (keys.drain, keys.control)  # earlier releases listen to the second
-    yield [scripts.tell_to_drain(channel, worker_id) for channel in channels]
+    yield [scripts.drain(channel, worker_id) for channel in channels]
     return [each for each in alive if worker_id is None or each == worker_id]
 
 

@@ -8,7 +8,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
-from promptq.shared.queue.eviction import eviction_warning
+from promptq.shared.queue.maxmemory_policy import maxmemory_warning
 
 
 class QueueStats(BaseModel):
@@ -40,7 +40,7 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         lookups.count(keys),
         *(Call("", ["ZCARD", key], int, int) for key in (keys.delayed, keys.leases, keys.dead)),
         lookups.server_time_ms(),
-        eviction_warning(),
+        maxmemory_warning(),
     ]
     waiting, delayed, active, dead, now_ms = numbers
     worker_ids = yield lookups.live_worker_ids(keys, now_ms)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 from promptq.producer.batch_store.input_file import RefusedLineError
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
-from promptq.shared.protocol.json_lines import one_line
+from promptq.shared.runtime.printable import one_line
 
 _LINE_ID = re.compile(rb'\{"id":"batch_req_[^"]*?_(\d+)"')
 

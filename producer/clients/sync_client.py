@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import redis
 
+from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
@@ -56,17 +57,16 @@ from promptq.shared.protocol.worker_stats import Sample
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
 from promptq.shared.queue.call import Call, Operation, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_redis
 
 if TYPE_CHECKING:  # the modules for a whole queue are loaded when they are first used
     from promptq.producer.admin.api_keys import ApiKey
+    from promptq.producer.admin.autoscaling import Scaling
     from promptq.producer.admin.dead_letters import DeadLetter
     from promptq.producer.admin.overview import Overview, WorkerView
     from promptq.producer.admin.queue_stats import QueueStats
     from promptq.producer.admin.queue_views import ServedModel
-    from promptq.producer.admin.scaling import Scaling
     from promptq.producer.admin.timeline import Timeline
 
 T = TypeVar("T")
@@ -334,13 +334,13 @@ class Client:
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
         """How many workers the queue needs so that no request waits over `target_seconds`."""
-        from promptq.producer.admin.scaling import scaling
+        from promptq.producer.admin.autoscaling import scaling
 
         return self._do(scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[Scaling]:
         """How many workers each queue of the server that can be read should have."""
-        from promptq.producer.admin.scaling import scalings
+        from promptq.producer.admin.autoscaling import scalings
 
         return self._do(scalings(self._keys(), target_seconds))
 

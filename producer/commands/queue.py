@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.commands.client import names_queue, open_client, open_client_of
 from promptq.producer.commands.options import AsJson, Queue, Redis, RequestId, Target
 from promptq.producer.commands.screens.terminal import SafeConsole, console_for_list, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
-from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 
 dead = typer.Typer(
     name="dead",

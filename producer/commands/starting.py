@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from promptq.producer.admin.autoscaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.producer.commands.options import DataDir, Queue, Redis, Target
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.queue.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.quick_imports import quick_imports
 

@@ -9,7 +9,7 @@ import typer
 
 from promptq.producer.commands.options import AsJson, Queue, Redis
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.keys import NAME_IN_WORDS, Keys, is_tenant
+from promptq.shared.protocol.keys import NAME_IN_WORDS, Keys, is_name
 from promptq.shared.runtime.extras import require
 
 if TYPE_CHECKING:
@@ -97,6 +97,6 @@ def _secrets(queue: str | None) -> WebhookSecrets:
 
 
 def _checked(tenant: str | None) -> str:
-    if tenant is not None and not is_tenant(tenant):
+    if tenant is not None and not is_name(tenant):
         raise InvalidRequestError(f"tenant: {tenant[:80]!r} is not {NAME_IN_WORDS}", field="tenant")
     return tenant or ""

@@ -28,7 +28,7 @@ from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.gateway.dashboard import actions, pages
-from promptq.producer.gateway.monitoring import docs, health, metrics, scaling
+from promptq.producer.gateway.monitoring import autoscaling, docs, health, metrics
 from promptq.producer.http import errors
 from promptq.producer.http.bodies import BodyBudget
 from promptq.producer.http.meter import measure_http, trace_http
@@ -36,8 +36,7 @@ from promptq.producer.http.state import BackgroundCancels, Gateway, KeyUses, Ref
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.keys import ALL_QUEUES, Keys
 from promptq.shared.queue import scripts
-from promptq.shared.queue.eviction import eviction_warning
-from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
+from promptq.shared.queue.maxmemory_policy import LOOK_SECONDS, MaxmemoryLog, maxmemory_warning
 from promptq.shared.runtime.tasks import end, kept_up
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
@@ -45,7 +44,7 @@ from promptq.shared.server.connection import make_async_redis
 _ROUTERS = (
     health.router,
     metrics.router,
-    scaling.router,
+    autoscaling.router,
     completions.router,
     embeddings.router,
     streams.router,
@@ -153,10 +152,10 @@ async def _look_at_server(gateway: Gateway) -> None:
     except RedisError as error:
         explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
         log_why_unavailable(explained)
-    log = EvictionLog()
+    log = MaxmemoryLog()
     while True:
         with suppress(RedisError):  # calls log why it is away
-            log.note(await gateway.queue.run(eviction_warning()))
+            log.note(await gateway.queue.run(maxmemory_warning()))
         await asyncio.sleep(LOOK_SECONDS)
 
 

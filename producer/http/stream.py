@@ -25,8 +25,8 @@ from promptq.producer.http.errors import ClientLeftError
 from promptq.producer.http.state import Gateway
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.json_lines import one_line
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.printable import one_line
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 

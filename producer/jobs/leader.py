@@ -24,8 +24,7 @@ from promptq.producer.jobs.rq_jobs import (
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.eviction import eviction_warning
-from promptq.shared.queue.eviction_log import EvictionLog
+from promptq.shared.queue.maxmemory_policy import MaxmemoryLog, maxmemory_warning
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, note
 from promptq.shared.runtime.logs import get_logger
@@ -50,11 +49,11 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
         dispatcher = Dispatcher(own, batch_queue(settings.queue, jobs), settings)
         deliveries = Deliveries(own, settings)
         upkeep_jobs, due = upkeep_queue(settings.queue, jobs), dict.fromkeys(_UPKEEP, 0.0)
-        queue, eviction_log = RequestQueue(own, settings.queue), EvictionLog()
+        queue, maxmemory_log = RequestQueue(own, settings.queue), MaxmemoryLog()
 
-        def look_for_eviction() -> None:
-            if eviction_log.is_due:
-                eviction_log.note(queue.run(eviction_warning()))
+        def look_at_maxmemory_policy() -> None:
+            if maxmemory_log.is_due:
+                maxmemory_log.note(queue.run(maxmemory_warning()))
 
         def enqueue_what_is_due() -> None:
             now = time.monotonic()
@@ -64,7 +63,7 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
                 due[seconds, job] = now + seconds
 
         steps = (
-            look_for_eviction,
+            look_at_maxmemory_policy,
             lambda: take_over(jobs, own, Keys(settings.queue)),
             deliveries.go_on,
             dispatcher.hand_out_batches,

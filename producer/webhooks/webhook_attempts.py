@@ -15,7 +15,7 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.safe_http import AddressRefusedError, post
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.shared.errors import InvalidRequestError, PromptqError
-from promptq.shared.protocol.keys import is_tenant
+from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import Request
 
 BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
@@ -57,7 +57,7 @@ def webhook_id_of(queue: str, request_id: str) -> str:
 
 def tenant_of(name: str | None) -> str:
     """The tenant in a request's hash; '' for anything that is not a name."""
-    return name if name and is_tenant(name) else ""
+    return name if name and is_name(name) else ""
 
 
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:

@@ -6,6 +6,7 @@ The JSON form of each is public. Field names follow the OpenAI API and vLLM.
 from __future__ import annotations
 
 import base64
+import json
 import json.encoder
 import sys
 from array import array
@@ -27,10 +28,6 @@ def _numbers(values: list[int]) -> str:
     return f"[{','.join(map(str, values))}]"
 
 
-def _numbers_or_null(values: list[int] | None) -> str:
-    return "null" if values is None else _numbers(values)
-
-
 def _array(items: Sequence[BaseModel | None] | None) -> str:
     if items is None:
         return "null"
@@ -44,6 +41,10 @@ class _Wire(BaseModel):
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    def to_json(self) -> str:
+        """Returns the public JSON form, without fields that are not set."""
+        return self.model_dump_json(exclude_none=True)
 
 
 class TopLogprob(_Wire):
@@ -68,7 +69,7 @@ class TokenLogprob(_Wire):
     token: str | None = None
 
 
-class _TellsPrompt(_Wire):
+class _WithPrompt(_Wire):
     """The prompt's fields in the first event and the result of a request with `prompt_logprobs` or
     `tokenize`.
 
@@ -103,16 +104,6 @@ class Usage(_Wire):
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
-
-    def to_json(self) -> str:
-        """The JSON form, written by hand as in `token_event_json`."""
-        reasoning = ""
-        if self.reasoning_tokens is not None:
-            reasoning = f',"reasoning_tokens":{self.reasoning_tokens}'
-        return (
-            f'{{"prompt_tokens":{self.prompt_tokens},"completion_tokens":{self.completion_tokens}'
-            f',"cached_tokens":{self.cached_tokens}{reasoning}}}'
-        )
 
     @classmethod
     def of_samples(cls, usages: list[Usage]) -> Usage:
@@ -153,16 +144,8 @@ class Stats(_Wire):
     is no gap and no repeat even then."""
 
     def to_json(self) -> str:
-        """The JSON form, written by hand as in `token_event_json`."""
-        preempted_at, resumed_at = map(_numbers_or_null, (self.preempted_at, self.resumed_at))
-        return (
-            f'{{"queue_ms":{self.queue_ms},"prompt_ms":{self.prompt_ms}'
-            f',"generation_ms":{self.generation_ms}'
-            f',"tokens_per_second":{self.tokens_per_second},"attempts":{self.attempts}'
-            f',"preemptions":{self.preemptions},"recomputed_tokens":{self.recomputed_tokens}'
-            f',"preempted_at":{preempted_at},"resumed_at":{resumed_at}'
-            f',"resumed_inexactly":{"true" if self.resumed_inexactly else "false"}}}'
-        )
+        """Returns the public JSON form, with all fields."""
+        return json.dumps(self.model_dump(), separators=(",", ":"))
 
 
 class ErrorInfo(_Wire):
@@ -173,12 +156,8 @@ class ErrorInfo(_Wire):
     code: str | None = None
     """The kind of error within its type, if programs distinguish several."""
 
-    def to_json(self) -> str:
-        """The JSON form, with `code` only if it is set."""
-        return self.model_dump_json(exclude_none=True)
 
-
-class TokenEvent(_TellsPrompt):
+class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it.
 
     A stranger's log may count as far as the ids of a stream go, and its request must end too.
@@ -221,12 +200,11 @@ class TokenEvent(_TellsPrompt):
             reason,
             self.prompt_json
             + "".join(f',"{name}":{part.to_json()}' for name, part in parts if part is not None)
-            + embedding_json(self.embedding)
-            + stop_reason_json(self.stop_reason),
+            + texts_json(embedding=self.embedding, stop_reason=self.stop_reason),
         )
 
 
-class Result(_TellsPrompt):
+class Result(_WithPrompt):
     """A finished request: its events as one."""
 
     text: str
@@ -260,7 +238,7 @@ class Result(_TellsPrompt):
             self.usage.to_json(),
             "null" if self.stats is None else self.stats.to_json(),
             "null" if self.error is None else self.error.to_json(),
-            self.prompt_json + embedding_json(self.embedding) + stop_reason_json(self.stop_reason),
+            self.prompt_json + texts_json(embedding=self.embedding, stop_reason=self.stop_reason),
         )
 
     @classmethod
@@ -342,11 +320,6 @@ def result_json(
     )
 
 
-def embedding_json(embedding: str | None) -> str:
-    """The field `embedding` as JSON, to follow others. It is only there if there is a vector."""
-    return "" if embedding is None else f',"embedding":{_quoted(embedding)}'
-
-
-def stop_reason_json(stop_reason: str | None) -> str:
-    """The field `stop_reason` as JSON, to follow others. It is only there if it is set."""
-    return "" if stop_reason is None else f',"stop_reason":{_quoted(stop_reason)}'
+def texts_json(**texts: str | None) -> str:
+    """Returns the texts that are set as JSON fields, to follow others."""
+    return "".join(f',"{name}":{_quoted(text)}' for name, text in texts.items() if text is not None)

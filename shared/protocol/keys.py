@@ -20,9 +20,9 @@ PREFIX = "promptq:"
 QUEUES = f"{PREFIX}queues"
 """The names of the queues that workers have served: a set, which belongs to no queue."""
 ALIASES = f"{PREFIX}aliases"
-"""Names of models by further names that programs use, such as `gpt-4o`: a hash, likewise."""
+"""Names of models by their aliases, such as `gpt-4o`: a hash, which belongs to no queue."""
 
-_QUEUE_NAME = re.compile(NAME)
+_NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 ALL_QUEUES = "*"
@@ -34,9 +34,9 @@ def is_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-def is_tenant(text: str) -> bool:
-    """Whether a tenant may have this name."""
-    return _QUEUE_NAME.fullmatch(text) is not None
+def is_name(text: str) -> bool:
+    """Whether a queue, a tenant or an API key may have this name."""
+    return _NAME.fullmatch(text) is not None
 
 
 def check_request_id(request_id: str) -> str:
@@ -117,7 +117,7 @@ class Keys:
     """Stored responses without a result, by the time (ms) at which somebody last looked at them."""
 
     def __post_init__(self) -> None:
-        if not _QUEUE_NAME.fullmatch(self.queue):
+        if not is_name(self.queue):
             raise ConfigurationError(f"queue: {self.queue[:80]!r} is not {NAME_IN_WORDS}")
 
     @property
@@ -135,16 +135,11 @@ class Keys:
 
         Raises InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`.
         """
-        if tenant and not _QUEUE_NAME.fullmatch(tenant):
+        if tenant and not is_name(tenant):
             raise InvalidRequestError(
-                f"tenant: {tenant[:80]!r} is not 1 to 64 letters, digits, '_', '.' or '-'",
-                field="tenant",
+                f"tenant: {tenant[:80]!r} is not {NAME_IN_WORDS}", field="tenant"
             )
         return f"{self.pending}:{tenant}" if tenant else self.pending
-
-    def tenants(self, priority: int = 0) -> str:
-        """The counters of the service that tenants received at a priority."""
-        return self.prefix + (f"tenants:{priority}" if priority else "tenants")
 
     def batches_of(self, tenant: str) -> str:
         """The key of a tenant's batches by creation time (ms); '' is the tenant without a name."""

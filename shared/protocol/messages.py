@@ -33,25 +33,25 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     clean = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        own = {name: value for name, value in message.items() if value is not None}
-        role = own.get("role")
+        fields = {name: value for name, value in message.items() if value is not None}
+        role = fields.get("role")
         if not isinstance(role, str):
             raise ValueError(f"{where}.role: must be a text such as 'user', got {_shown(role)}")
-        own["role"] = _ROLES.get(role, role)
-        own["content"] = _text(f"{where}.content", own.get("content"))
-        for name in _REASONING & own.keys():
-            if not isinstance(own[name], str):
-                raise ValueError(f"{where}.{name}: must be text, got {_shown(own[name])}")
-        calls = own.pop("tool_calls", [])
+        fields["role"] = _ROLES.get(role, role)
+        fields["content"] = _text(f"{where}.content", fields.get("content"))
+        for name in _REASONING & fields.keys():
+            if not isinstance(fields[name], str):
+                raise ValueError(f"{where}.{name}: must be text, got {_shown(fields[name])}")
+        calls = fields.pop("tool_calls", [])
         if not isinstance(calls, list):
             raise ValueError(f"{where}.tool_calls: must be a list, got {_shown(calls)}")
         places = [f"{where}.tool_calls[{number}].function" for number in range(len(calls))]
-        former = own.pop("function_call", None)
+        former = fields.pop("function_call", None)
         if former is not None and not calls:
             calls = [{"type": "function", "function": former}]
             places = [f"{where}.function_call"]
         if calls:
-            own["tool_calls"] = called = []
+            fields["tool_calls"] = clean_calls = []
             for place, call in zip(places, calls, strict=True):
                 function = _function(place, call)
                 num_values += _num_values(function["arguments"])
@@ -61,8 +61,8 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                         f" {MAX_ARGUMENT_VALUES} JSON values"
                     )
                 function["arguments"] = _object(f"{place}.arguments", function["arguments"])
-                called.append({**call, "function": function})
-        clean.append(own)
+                clean_calls.append({**call, "function": function})
+        clean.append(fields)
     return clean
 
 

@@ -17,8 +17,6 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
 """The most choices, which limits the cost of preparing a request."""
 
-_LONGEST_KIND = 80
-
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -109,7 +107,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """
     for tool in tools:
         if tool.get("type", "function") != "function":
-            kind = str(tool["type"])[:_LONGEST_KIND]
+            kind = str(tool["type"])[:80]
             raise ValueError(f"tools: a tool of type {kind!r} is not served, only functions are")
         if "type" in tool:
             _function_of(tool)

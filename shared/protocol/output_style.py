@@ -86,18 +86,18 @@ class OutputStyle:
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
         """Returns None if the text is not a style. Fields that are not known are ignored."""
         try:
-            fields = json.loads(text)
+            marks = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        style = cls._read(fields)
-        if style is None or (other := cls._read(fields.get("without_tools"))) is None:
+        style = cls._read(marks)
+        if style is None or (other := cls._read(marks.get("without_tools"))) is None:
             return style
         return replace(style, without_tools=other)
 
     @classmethod
-    def _read(cls, given: Any) -> OutputStyle | None:
-        if not isinstance(given, dict) or not {"arguments_key", "before", "after"} <= given.keys():
+    def _read(cls, marks: Any) -> OutputStyle | None:
+        if not isinstance(marks, dict) or not {"arguments_key", "before", "after"} <= marks.keys():
             return None
         names = [field.name for field in fields(cls) if field.name != "without_tools"]
-        known = {name: given[name] for name in names if name in given}
+        known = {name: marks[name] for name in names if name in marks}
         return cls(**known) if all(isinstance(mark, str) for mark in known.values()) else None

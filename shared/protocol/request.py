@@ -37,7 +37,6 @@ MAX_MS = 2**52
 """The longest deadline or delay (140,000 years): its sum with the clock is still an exact score."""
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
 """Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. Each takes about 75
@@ -89,25 +88,13 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
 _PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
 
-_LONGEST_NAME = 64
-"""Characters of an unknown field's name that an error shows. No field has a longer name."""
-
-_MOST_COMPARED = 100
-"""The most unknown fields that are compared with a missing one, to find a misspelt name."""
-
-_ALIKE = 0.8
-"""The likeness (0 to 1) from which an unknown name counts as a misspelling of a field's name."""
-
 _LONGEST_SHOWN = 80
 """Characters of a wrong value that an error shows."""
-
-_LONGEST_MESSAGE = 500
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 Pooling = Literal["last", "mean"]
-"""The final hidden states of a prompt that become its vector: of the last token, or the mean of
-all."""
+"""The final hidden state that becomes a prompt's vector: the last token's, or the mean of all."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -128,11 +115,6 @@ class FinishReason(StrEnum):
     EXPIRED = "expired"
     ERROR = "error"
 
-    @property
-    def state(self) -> RequestState:
-        """The state that a request with this finish reason ends in."""
-        return _STATE_AFTER[self]
-
 
 class RequestState(StrEnum):
     """The state of a request. It waits or is active until its state `is_final`."""
@@ -148,15 +130,6 @@ class RequestState(StrEnum):
     @property
     def is_final(self) -> bool:
         return self not in (RequestState.WAITING, RequestState.ACTIVE)
-
-
-_STATE_AFTER = {
-    FinishReason.STOP: RequestState.COMPLETED,
-    FinishReason.LENGTH: RequestState.COMPLETED,
-    FinishReason.CANCELLED: RequestState.CANCELLED,
-    FinishReason.EXPIRED: RequestState.EXPIRED,
-    FinishReason.ERROR: RequestState.FAILED,
-}
 
 
 class SamplingParams(BaseModel):
@@ -323,7 +296,7 @@ class Request(SamplingParams):
     model: str | None = None
     prompt: str | TokenIds | None = None
     messages: Objects | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    tools: Objects | None = Field(None, max_length=MAX_TOOLS)
+    tools: Objects | None = Field(None, max_length=1024)
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
@@ -450,7 +423,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     for other in others:  # in a union, the member that was read furthest is the one meant
         if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
             first = other
-    message = first["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE]
+    message = first["msg"].removeprefix("Value error, ")[:500]
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"payload: is not JSON: {message}", field="payload")
     if not first["loc"]:
@@ -461,7 +434,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     field = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
         unknown = (name for name in first["input"] if name not in Request.model_fields)
-        misspelt = get_close_matches(field, islice(unknown, _MOST_COMPARED), n=1)
+        misspelt = get_close_matches(field, islice(unknown, 100), n=1)
         if misspelt:
             return _unknown_field(misspelt[0])
         return InvalidRequestError(f"{field}: is missing", field=field)
@@ -493,10 +466,10 @@ def _shown(value: Any) -> str:
 
 
 def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
-    field = name[:_LONGEST_NAME]
+    field = name[:64]  # no field has a longer name
     if within:
         return InvalidRequestError(f"{within}: has no field {field!r}", field=within)
-    meant = get_close_matches(field, Request.model_fields, n=1, cutoff=_ALIKE)
+    meant = get_close_matches(field, Request.model_fields, n=1, cutoff=0.8)
     hint = f"; do you mean {meant[0]}?" if meant else ""
     return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
 

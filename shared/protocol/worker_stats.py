@@ -108,7 +108,7 @@ class Sample(_Observation):
 class WorkerStats(_Observation):
     """A worker's heartbeat, flat as in its hash. Counts are totals since the worker started."""
 
-    def told(self, name: str) -> Any:
+    def reported(self, name: str) -> Any:
         """Returns the value of a statistic; None if the worker's engine does not report it."""
         return None if name in self.untold.split() else getattr(self, name)
 

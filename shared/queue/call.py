@@ -1,4 +1,4 @@
-"""Calls to the server of a queue, and how its replies are read. There is no I/O here.
+"""Builds calls to the server of a queue, and reads its replies. There is no I/O here.
 
 A `Call` is one command or script. An `Operation` makes calls, one round trip after the other, until
 it has a result. The queues send calls, and the clients carry out operations.
@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
 from redis.exceptions import NoPermissionError, ResponseError
@@ -25,21 +24,12 @@ T_co = TypeVar("T_co", covariant=True)
 Argument = str | bytes | int | memoryview
 
 _LUA = resources.files("promptq.shared") / "lua"
-
-
-def _files_in(folder: str) -> dict[str, Traversable]:
-    """The Lua files of a folder, by their names without the suffix."""
-    files = (_LUA / folder).iterdir()
-    return {path.name.removesuffix(".lua"): path for path in files if path.name.endswith(".lua")}
-
-
-_PATHS = _files_in("scripts")
-_PARTS = _files_in("lib")
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 """The words of Redis 7.0, and those of later releases and of Valkey."""
 
-SCRIPT_NAMES = tuple(sorted(_PATHS))
+_FILES = (path.name for path in (_LUA / "scripts").iterdir())
+SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
 
 
 @cache
@@ -47,23 +37,23 @@ def script_text(name: str) -> str:
     """The source of one script, after the parts that it uses. Each part is a table in its own
     scope."""
     parts: dict[str, str] = {}
-    text = _text_behind(_PATHS[name], parts)
+    text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
 
 
-def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
+def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
     """The text of a file. The parts that its first line names are added to `parts`, each after the
     parts that it names itself.
 
     Raises ValueError if parts use each other in a circle.
     """
-    text = path.read_text()
+    text = (_LUA / f"{file}.lua").read_text()
     first_line = text.partition("\n")[0]
     for name in first_line.removeprefix(_USES).split(", ") if first_line.startswith(_USES) else ():
         if name in users:
             raise ValueError(f"parts use each other in a circle: {' -> '.join((*users, name))}")
         if name not in parts:
-            part = _text_behind(_PARTS[name], parts, (*users, name))
+            part = _text_behind(f"lib/{name}", parts, (*users, name))
             parts[name] = f"local {name} = {{}} do\n{part}end\n"
     return text
 
@@ -80,10 +70,10 @@ class Call(Generic[T_co]):
     of_refusal: Callable[[], T_co] | None = None
     """Returns the value if the server refuses the command. Without it, that is an error."""
     keys: Keys | None = None
-    """The queue for which a script runs; None: that of whoever sends the call."""
+    """The queue for which a script runs; None: the sender's."""
 
     def key(self, sender: Keys) -> str:
-        """A key that it is about. On a Cluster, that says which node has to carry it out."""
+        """Returns a key that the call uses: on a Cluster, its node has to carry out the call."""
         first = self.args[1] if not self.script and len(self.args) > 1 else None
         if isinstance(first, str) and first.startswith(PREFIX):
             return first
@@ -98,10 +88,10 @@ class Call(Generic[T_co]):
         return " ".join(arg if isinstance(arg, str) else repr(arg) for arg in shown)
 
     def read(self, reply: Any) -> T_co:
-        """The value of a reply. A reply that is an error is raised.
+        """Returns the value of a reply, or raises a reply that is an error.
 
-        Raises SpoiltRecordError for a reply that is not as the protocol says, and NoPermissionError
-        also if a command inside a script is not permitted, which servers report in other words.
+        Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError also
+        if a command inside a script is not permitted, which servers report in other words.
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()
@@ -125,7 +115,7 @@ class Call(Generic[T_co]):
 def named(**values: Argument) -> list[Argument]:
     """The arguments of a script by name, as `arguments.lua` reads them.
 
-    Empty ones are left out: to the scripts they mean the same.
+    Leaves out empty values, which mean the same to the scripts.
     """
     args: list[Argument] = ["promptq:named"]
     for pair in values.items():
@@ -137,29 +127,29 @@ def named(**values: Argument) -> list[Argument]:
 PAUSE = object()
 
 Operation = Generator[Any, Any, T]
-"""Yields a call, and is sent its value. Or it yields a list of calls, to be sent in one round trip,
-and is sent the list of their values. Errors are raised at the `yield`. Within long work it yields
-PAUSE, so that other tasks get their turns."""
+"""A generator that yields a call and receives its value, or yields a list of calls for one round
+trip and receives the list of their values. Errors are raised at the `yield`. Within long work it
+yields PAUSE, so that other tasks get their turns."""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """Run an operation to its end and return its value. `answer` answers what a step yields."""
+    """Run an operation to its end and return its value. `answer` gets whatever a step yields."""
     try:
         step = next(operation)
         while True:
             try:
-                given = await (asyncio.sleep(0) if step is PAUSE else answer(step))
+                reply = await (asyncio.sleep(0) if step is PAUSE else answer(step))
             except BaseException as error:
                 step = operation.throw(error)
             else:
-                step = operation.send(given)
+                step = operation.send(reply)
     except StopIteration as stop:
         value: T = stop.value
         return value
 
 
 def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
-    """As `carry_out_async`, with answers that need not be awaited."""
+    """Run an operation like `carry_out_async`, with answers that need no `await`."""
 
     async def answer_at_once(step: Any) -> Any:
         return answer(step)
@@ -187,9 +177,14 @@ def ids_of(values: Iterable[bytes]) -> list[str]:
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
+def fields_of(reply: Any) -> dict[bytes, bytes]:
+    """The fields of a hash or of an entry of a stream, from RESP2 or RESP3."""
+    return reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+
+
 def text_map(reply: Any) -> dict[str, str]:
-    """A hash as text, in RESP2 or RESP3. Bytes that are not text are replaced."""
-    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    """The fields as text. Bytes that are not text are replaced."""
     return {
-        name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in pairs
+        name.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+        for name, value in fields_of(reply).items()
     }

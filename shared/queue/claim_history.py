@@ -17,11 +17,11 @@ from promptq.shared.protocol.claims import ClaimContext, Claims
 
 
 class ClaimHistory:
-    """What one queue object knows of its claims. Thread-safe."""
+    """The claims of one queue object. Thread-safe."""
 
     def __init__(self) -> None:
         self.is_unanswered = False
-        """Whether the last call failed, so that the server may have given unknown requests."""
+        """Whether the last call failed, so that the server may have handed out unknown requests."""
         self._session = secrets.token_hex(8)
         self._answered = ""
         self._skip = 0
@@ -31,7 +31,7 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Goes around one claim. Give the claim's reply to the turn."""
+        """Surrounds one claim, whose reply the caller assigns to `turn.claims`."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -53,7 +53,7 @@ class ClaimHistory:
 
 
 class ClaimTurn:
-    """One claim: what it says of earlier claims, and what it gave."""
+    """One claim: its facts about earlier claims, and its result."""
 
     def __init__(self, context: ClaimContext) -> None:
         self.context = context

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys, is_request_id
+from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys, is_name, is_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.call import Call, ids_of, text_map, text_of
-
-_LOGGED_CHARACTERS = 100
+from promptq.shared.queue.call import Call, fields_of, ids_of, text_map, text_of
 
 
 def server_time_ms() -> Call[int]:
@@ -26,11 +23,11 @@ def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
 
 
 def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, str]]:
-    """Those of the named fields of a request's hash that are there, as text."""
+    """The named fields that a request's hash has, as text."""
 
     def parse(reply: list[bytes | None]) -> dict[str, str]:
-        found = zip(names, reply, strict=True)
-        return {name: text_of(value) for name, value in found if value is not None}
+        pairs = zip(names, reply, strict=True)
+        return {name: text_of(value) for name, value in pairs if value is not None}
 
     return Call("", ["HMGET", keys.request(request_id), *names], parse, dict)
 
@@ -54,7 +51,7 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def state_of(field: str | bytes) -> RequestState:
-    """The state that a field names. What a stranger wrote there, the scripts ignore too."""
+    """The state in a field. Another value counts as waiting, as it does in the scripts."""
     with suppress(ValueError):
         return RequestState(text_of(field))
     return RequestState.WAITING
@@ -64,18 +61,10 @@ def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
     """Events of the replay log that end after `position` tokens, and the last event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
-        return [_event_in(fields) for _, fields in reply]
+        return [fields_of(entry).get(b"event", b"") for _, entry in reply]
 
     # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
     return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
-
-
-def _event_in(fields: Any) -> bytes:
-    """The event of a log's entry; empty if it has none."""
-    if not isinstance(fields, dict):  # RESP2
-        fields = dict(zip(fields[::2], fields[1::2], strict=True))
-    event: bytes = fields.get(b"event", b"")
-    return event
 
 
 def contains(keys: Keys, request_id: str) -> Call[bool]:
@@ -84,7 +73,7 @@ def contains(keys: Keys, request_id: str) -> Call[bool]:
 
 
 def count(keys: Keys) -> Call[int]:
-    """How many requests of all tenants wait, not counting delayed ones."""
+    """The number of waiting requests of all tenants, without delayed ones."""
     return Call("list_waiting", [0, ""], lambda reply: int(reply[0]), keys=keys)
 
 
@@ -99,7 +88,7 @@ def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids of dead letters, the latest first. What no request may be called is left out."""
+    """Ids of dead letters, the latest first, without ids that no request may have."""
 
     def parse(reply: list[bytes]) -> list[str]:
         return [request_id for request_id in ids_of(reply) if is_request_id(request_id)]
@@ -108,28 +97,28 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
-    """Workers whose heartbeat is not overdue. What a stranger wrote is left out: ids that are not
-    text, and a key of another type."""
+    """Ids of workers whose heartbeat is not overdue. Leaves out ids that are not text; a key of
+    another type has no ids."""
 
     def parse(ids: list[bytes]) -> list[str]:
-        found = []
+        texts = []
         for worker_id in ids:
             with suppress(UnicodeDecodeError):
-                found.append(worker_id.decode())
-        return found
+                texts.append(worker_id.decode())
+        return texts
 
     return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], parse, list)
 
 
-def is_later(told: bytes | None, now_ms: int) -> bool:
-    """Whether a time of the server that a field holds is still to come; False if it holds none."""
+def is_later(time_ms: bytes | None, now_ms: int) -> bool:
+    """Whether the server time in a field is in the future; False if the field has no time."""
     with suppress(ValueError):
-        return told is not None and int(told) > now_ms
+        return time_ms is not None and int(time_ms) > now_ms
     return False
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
-    """What a worker last reported; None if it is gone, or if something else wrote the key."""
+    """A worker's last report; None if it is gone, or if something else wrote the key."""
 
     def parse(reply: Any) -> WorkerStats | None:
         fields = text_map(reply)
@@ -139,7 +128,7 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
 
 
 def note_queue(queue: str) -> Call[int]:
-    """Have gateways and clients find the queue."""
+    """Add the queue to the names by which gateways and clients find queues."""
     return Call("", ["SADD", QUEUES, queue], int)
 
 
@@ -148,10 +137,10 @@ def forget_queue(queue: str) -> Call[int]:
 
 
 def queue_names() -> Call[list[str]]:
-    """The names, in order. What no queue may be called is left out, as a stranger wrote it."""
+    """The names of queues, in order, without names that no queue may have."""
 
-    def parse(found: list[bytes]) -> list[str]:
-        return sorted(filter(_is_name, ids_of(found)))
+    def parse(reply: list[bytes]) -> list[str]:
+        return sorted(filter(is_name, ids_of(reply)))
 
     return Call("", ["SMEMBERS", QUEUES], parse, list)
 
@@ -168,19 +157,11 @@ def forget_alias(alias: str) -> Call[int]:
     return Call("", ["HDEL", ALIASES, alias], int)
 
 
-def _is_name(name: str) -> bool:
-    try:
-        Keys(name)
-    except ConfigurationError:
-        return False
-    return True
-
-
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
     """The entries that a command reads of a key; none, with a line in the log, if it is no list."""
     return Call("", [command, key, *args], list, list)
 
 
 def shown(raw: bytes) -> str:
-    """A stranger's entry as a log may have it."""
-    return repr(raw)[:_LOGGED_CHARACTERS]
+    """A stranger's entry, short and escaped, for a log."""
+    return repr(raw)[:100]

@@ -70,7 +70,7 @@ def new_request_id() -> str:
 
 
 class _Queue:
-    """What both queues have in common: names, identity and how calls are built."""
+    """Base of both queues: names, identity and how calls are built."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class _Queue:
         self.redis = client_of(client, self.keys)
         """The client for the queue's keys."""
         register = self.redis.register_script
-        where = scripts.in_database(self.keys.database)
+        where = f"KEYS.database = {self.keys.database}\n" if self.keys.database else ""
         self._scripts = {name: register(where + script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
-        """What `run` does. Yields functions that ask the server, and is sent its replies."""
+        """Carries out `run`. Yields functions that call the server, and receives its replies."""
         self._check_open()
         if isinstance(calls, Call):
             return calls.read((yield from self._reply(calls)))
@@ -113,8 +113,8 @@ class _Queue:
         replies: list[Any] = [None] * len(calls)
         for client, its_places in places.items():
             its_calls = [calls[at] for at in its_places]
-            found = yield from self._replies(client, its_calls, atomic)
-            for at, reply in zip(its_places, found, strict=True):
+            its_replies = yield from self._replies(client, its_calls, atomic)
+            for at, reply in zip(its_places, its_replies, strict=True):
                 replies[at] = reply
         return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
 
@@ -173,7 +173,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """What `take` does once `wake_ups` listens; yields functions that ask the server."""
+        """Carries out `take` once `wake_ups` listens. Yields functions that call the server."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -197,8 +197,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim failed. The next one gives back what the server may have given
-        it."""
+        """Whether the last claim failed. The next claim gives back what the server may have handed
+        out."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
@@ -207,7 +207,7 @@ class _Queue:
 
 
 def requeue(dead_id: str) -> Operation[str]:
-    """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
+    """Run a dead letter again and return the new id. Raises RequestNotFoundError."""
     new_id = new_request_id()
     reply = yield scripts.requeue(dead_id, new_id)
     if reply == "unknown":
@@ -238,7 +238,7 @@ class RequestQueue(_Queue):
     def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
 
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
-        """Send a call, or several in one round trip to each server. Returns what each gives.
+        """Send a call, or several in one round trip to each server. Returns the value of each.
 
         If one of several fails, those after it are carried out too, and the first error is raised.
         A script that the server does not know yet runs after the others. `atomic` is for plain
@@ -256,8 +256,8 @@ class RequestQueue(_Queue):
     def take_batch(self, room: Room) -> Claims:
         """Claim requests for which there is room, in queue order, without waiting.
 
-        `room.num_held` counts all requests that the process holds. If a suspect is among them, ask
-        for none.
+        `room.num_held` counts all requests that the process holds. A process that holds a suspect
+        must claim nothing.
         """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))
@@ -299,7 +299,7 @@ class RequestQueue(_Queue):
     def remove(self, request_id: str) -> bool:
         """Remove a waiting request from the queue, ending it as cancelled.
 
-        Returns False if it does not wait (any more).
+        Returns False if it does not wait, or no longer waits.
         """
         statuses = self.run(scripts.cancel([request_id], "waiting"))
         return statuses[0] is CancelStatus.CANCELLED
@@ -314,7 +314,7 @@ class RequestQueue(_Queue):
         return self.run(lookups.contains(self.keys, request_id))
 
     def count(self) -> int:
-        """How many requests wait."""
+        """Returns the number of waiting requests."""
         return self.run(lookups.count(self.keys))
 
     def is_empty(self) -> bool:
@@ -372,7 +372,7 @@ class AsyncRequestQueue(_Queue):
         return await self.run(self._enqueue(new))
 
     async def take_batch(self, room: Room) -> Claims:
-        """As RequestQueue.take_batch. A cancelled call gives back what it had claimed."""
+        """Claims like RequestQueue.take_batch. A cancelled call gives its claims back."""
         claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)

@@ -32,11 +32,6 @@ def _row_status(reply: bytes) -> RowStatus:
     return _ROW_STATUSES.get(reply) or RowStatus(text_of(reply).split(" ", 1)[0])
 
 
-def in_database(database: int) -> str:
-    """The line before the text of a script that runs in this database."""
-    return f"KEYS.database = {database}\n" if database else ""
-
-
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
     """Add all requests or none. Returns the ids, and an older id if the idempotency key is known.
 
@@ -44,7 +39,7 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     RequestExistsError, QueueFullError.
     """
     columns = zip(*map(_values, new), strict=True)
-    used = {name: it for name, it in zip(_FIELDS, columns, strict=False) if any(it)}
+    used = {name: column for name, column in zip(_FIELDS, columns, strict=False) if any(column)}
     fields = ",".join(used) or "id"  # of no request
     args = named(idempotency_ms=idempotency_ms, fields=fields, nonce=nonce)
     args += ["then", *chain.from_iterable(zip(*used.values(), strict=True))]
@@ -96,7 +91,6 @@ def claim(
     A request without a seed gets one made of `seed_base` and its id. If `seed_base` is empty, it is
     made of the id and the nonce of the call that enqueued the request.
     """
-    preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
     args = named(
         worker=worker_id,
         lease_ms=lease_ms,
@@ -107,7 +101,7 @@ def claim(
         version=PROTOCOL_VERSION,
         model=model.name,
         fingerprint=model.fingerprint,
-        preemptible=preemptible,
+        preemptible=" ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible),
         seed_base=seed_base,
         num_held=room.num_held,
         session=context.session,
@@ -126,7 +120,7 @@ def claim(
                 f"the queue is served by workers of the model {text_of(reply[1])!r:.200}"
                 f" (fingerprint {printable(text_of(reply[2])[:200])}), this worker has"
                 f" {model.name!r:.200} ({model.fingerprint}); a worker with another engine, other"
-                " weights or other formats of them needs a queue of its own (--queue)"
+                " weights or other formats of them needs another queue (--queue)"
             )
         if kind == "paused":
             return Claims()
@@ -262,21 +256,20 @@ def set_paused(keys: Keys, paused: bool) -> Call[int]:
 
 
 def stand_by(keys: Keys, until_ms: int) -> Call[int]:
-    """Tell that until then (Unix milliseconds of the server) a worker loads the queue's model when
-    its turn comes, if it is not loaded."""
+    """Note that until `until_ms` (Unix milliseconds of the server) a worker loads the queue's model
+    when its turn comes."""
     return Call("", ["HSET", keys.model, "standby_until", until_ms], int, int)
 
 
 def wake_workers(keys: Keys) -> Call[int]:
-    """Tell workers that there is something to claim."""
+    """Notify workers that there is something to claim."""
     return Call("", ["PUBLISH", keys.control, "pending"], int)
 
 
-def tell_to_drain(channel: str, worker_id: str | None) -> Call[int]:
-    """Tell all workers, or one, to finish what runs and to exit."""
-    return Call(
-        "", ["PUBLISH", channel, "drain" if worker_id is None else f"drain:{worker_id}"], int
-    )
+def drain(channel: str, worker_id: str | None) -> Call[int]:
+    """Make all workers, or one, finish their running requests and exit."""
+    message = "drain" if worker_id is None else f"drain:{worker_id}"
+    return Call("", ["PUBLISH", channel, message], int)
 
 
 def heartbeat(
@@ -320,13 +313,13 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class RateAnswer:
-    """Whether all was taken, and how each rate stands, by its name."""
+    """Whether all amounts were taken, and the state of each rate by its name."""
 
     wait_ms: int | None
-    """0 if all was taken. Otherwise nothing was; None if an amount is more than its limit."""
+    """0 if all was taken, otherwise nothing was; None if an amount is more than its limit."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
-    """How long it takes until all of a rate is back."""
+    """Time until the whole amount of a minute is available again."""
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
@@ -336,7 +329,7 @@ def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
         args += [rate.name, rate.amount, rate.limit]
 
     def parse(reply: list[int]) -> RateAnswer:
-        wait_ms, *rest = (int(it) for it in reply)
+        wait_ms, *rest = map(int, reply)
         names = [rate.name for rate in rates]
         return RateAnswer(
             wait_ms=None if wait_ms < 0 else wait_ms,

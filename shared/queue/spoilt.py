@@ -35,8 +35,8 @@ def is_wrong_type(reply: object) -> bool:
     """Whether the server says that a key has another type than the command needs."""
     if not isinstance(reply, ResponseError):
         return False
-    told = str(reply)  # redis-py puts words before it in a transaction
-    return told.startswith("WRONGTYPE") or "caused error: WRONGTYPE" in told
+    text = str(reply)  # redis-py puts words before it in a transaction
+    return text.startswith("WRONGTYPE") or "caused error: WRONGTYPE" in text
 
 
 def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
@@ -44,19 +44,19 @@ def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
     if isinstance(why, ValidationError):
         first = why.errors(include_url=False, include_input=False)[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-    told = printable(str(why) or type(why).__name__)[:_SHOWN_CHARACTERS]
-    return SpoiltRecordError(f"{printable(name)[:_SHOWN_CHARACTERS]}: a spoilt record: {told}")
+    fault = printable(str(why) or type(why).__name__)[:_SHOWN_CHARACTERS]
+    return SpoiltRecordError(f"{printable(name)[:_SHOWN_CHARACTERS]}: a spoilt record: {fault}")
 
 
 def note(error: Exception, name: str = "") -> None:
     """Log an error that one record caused: each message once a minute, and at most ten of them.
 
-    An error that nobody foresaw gets the `name` of its record and a traceback.
+    An unforeseen error gets the `name` of its record and a traceback.
     """
-    told = _told_in(int(time.monotonic() / _TURN_SECONDS))
+    logged = _logged_in(int(time.monotonic() / _TURN_SECONDS))
     message = f"{name}: {error}" if name else str(error)
-    if message not in told and len(told) < _MOST_IN_A_TURN:
-        told.add(message)
+    if message not in logged and len(logged) < _MOST_IN_A_TURN:
+        logged.add(message)
         is_foreseen = isinstance(error, PromptqError)
         _log.warning("%s", printable(message), exc_info=None if is_foreseen else error)
 
@@ -81,15 +81,15 @@ def alone(name: str) -> Iterator[None]:
 
 def readable(name: str, items: Iterable[T], read: Callable[[T], U]) -> list[U]:
     """Returns the results of `read` for the items of a record, without those that are spoilt."""
-    found: list[U] = []
+    results: list[U] = []
     for item in items:
         try:
-            found.append(read(item))
+            results.append(read(item))
         except UNREADABLE as error:
             note(spoilt_record(name, error))
-    return found
+    return results
 
 
 @lru_cache(maxsize=1)
-def _told_in(turn: int) -> set[str]:
+def _logged_in(turn: int) -> set[str]:
     return set()

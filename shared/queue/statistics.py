@@ -11,9 +11,9 @@ from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
-"""A delayed request that is due within this time counts, since a worker takes time to start."""
+"""Delayed requests that are due within this time count, since a worker takes time to start."""
 WINDOW_SECONDS = 30.0
-"""Over this time the script counts what was asked for."""
+"""The time over which the script averages the requested tokens."""
 _MOST_DEADLINES = 1000
 
 
@@ -21,8 +21,8 @@ def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
     """When a worker last reported its batch (server time in ms, 0: never), and the batch."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
-        told_at, batch = reply
-        return int(told_at or 0), SLOTS.validate_json(batch or b"[]")
+        reported_at, batch = reply
+        return int(reported_at or 0), SLOTS.validate_json(batch or b"[]")
 
     reading = ["HMGET", keys.slots(worker_id), "told_at", "slots"]
     return Call("", reading, parse, lambda: (0, []))
@@ -30,7 +30,7 @@ def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
 
 @dataclass(slots=True)
 class Contribution:
-    """What a worker adds to the queue's statistics: all since the last time."""
+    """A worker's additions to the queue's statistics since its last call."""
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
@@ -58,8 +58,8 @@ def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sa
     """Samples from `since_ms` on, the oldest first; with `limit` the latest of them."""
 
     def parse(reply: list[Any]) -> list[Sample]:
-        found = readable(keys.statistics, reply, _sample_of)
-        return found if limit is None else found[::-1]
+        samples = readable(keys.statistics, reply, _sample_of)
+        return samples if limit is None else samples[::-1]
 
     if limit is None:
         return Call("", ["XRANGE", keys.statistics, since_ms, "+"], parse, list)
@@ -72,7 +72,7 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """How many wait at each priority; an estimate if more than some hundreds wait."""
+    """The number of waiting requests by priority: estimates if more than some hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))
@@ -82,7 +82,10 @@ def priorities(keys: Keys) -> Call[dict[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What waits and runs in a queue, as the server measured it. Work is in output tokens."""
+    """The load of a queue, measured by the server, for autoscaling and for model swapping.
+
+    Work is in output tokens. The fields are those of the script's reply, in order.
+    """
 
     num_waiting: int = 0
     num_active: int = 0
@@ -90,49 +93,37 @@ class Work:
     num_running: int = 0
     """The most that ran at once in the last minute."""
     num_delayed: int = 0
-    """Those that are due within `SOON_MS`."""
+    """Delayed requests that are due within `SOON_MS`."""
     oldest_ms: int = 0
-    """How long the oldest of those next in line has waited."""
+    """The longest wait of the requests that are next in line."""
     num_workers: int = 0
     """Workers that claim: those that drain are left out."""
     num_slots: int = 0
-    """How many requests these take at once."""
+    """Requests that these workers take at once."""
     tokens_of_answer: float = 256.0
     """The mean length of the last answers."""
     tokens_of_worker: float = 0.0
-    """What one worker makes in a second while requests wait; 0 if that was not measured yet."""
-    tokens_asked_for: float = 0.0
-    """What was asked for in a second, the most of any half minute of the last minute."""
+    """Tokens that one worker generates in a second while requests wait; 0: not measured yet."""
+    tokens_requested: float = 0.0
+    """Tokens that clients request in a second: the most of any half minute of the last minute."""
     is_paused: bool = False
     front: float | None = None
-    """The lowest score of those that wait: its priority and when it came. None if none waits."""
+    """The lowest score of a waiting request, made of priority and arrival; None if none waits."""
     deadlines_ms: list[int] = field(default_factory=list)
     """Time until the deadlines of requests that have one, the nearest first; at most 1,000."""
 
     @property
     def seconds_of_answer(self) -> float | None:
-        """How long one worker takes for an answer; None if that was not measured yet."""
+        """Seconds that one worker takes for an answer; None: not measured yet."""
         return self.tokens_of_answer / self.tokens_of_worker if self.tokens_of_worker else None
 
 
-_WORK_COUNTS = (
-    *("num_waiting", "num_active", "num_running", "num_delayed"),
-    *("oldest_ms", "num_workers", "num_slots"),
-)
-
-
 def measure_work(keys: Keys) -> Call[Work]:
-    """The work of a queue."""
+    """Measures the load of a queue."""
 
     def parse(reply: list[Any]) -> Work:
-        return Work(
-            **{name: int(it) for name, it in zip(_WORK_COUNTS, reply, strict=False)},
-            tokens_of_answer=float(reply[7]),
-            tokens_of_worker=float(reply[8]),
-            tokens_asked_for=float(reply[9]),
-            is_paused=bool(reply[10]),
-            front=float(reply[11]) if reply[11] else None,
-            deadlines_ms=[int(it) for it in reply[12:]],
-        )
+        values: list[Any] = [*map(int, reply[:7]), *map(float, reply[7:10]), bool(reply[10])]
+        values += [float(reply[11]) if reply[11] else None, [*map(int, reply[12:])]]
+        return Work(*values)
 
     return Call("measure_work", [SOON_MS, _MOST_DEADLINES], parse, keys=keys)

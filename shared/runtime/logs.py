@@ -45,10 +45,10 @@ def configure_logs(level: str, form: str) -> None:
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         # Each line is one write, because others write there too.
-        logger_factory=lambda *_: structlog.WriteLogger(cast("TextIO", _STANDARD_ERROR)),
+        logger_factory=lambda *_: structlog.WriteLogger(_STANDARD_ERROR),
         cache_logger_on_first_use=False,
     )
-    handler = _StandardError()
+    handler = logging.StreamHandler(_STANDARD_ERROR)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*common, _name_fields],
@@ -73,7 +73,8 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _CurrentStandardError:
-    """Standard error, looked up for each line: it may be replaced after a logger was bound."""
+    """Standard error, looked up for each line: it may be replaced, and then closed, after a logger
+    was bound."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -82,23 +83,8 @@ class _CurrentStandardError:
         sys.stderr.flush()
 
 
-_STANDARD_ERROR = _CurrentStandardError()
+_STANDARD_ERROR = cast("TextIO", _CurrentStandardError())
 """One for all loggers, because it has their lock."""
-
-
-class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes each line to the current standard error, which may be replaced and then closed.
-
-    A line to a closed stream would raise in the code that logged it.
-    """
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, stream: TextIO) -> None:
-        """Does nothing. The parent sets it once, but it is looked up for each line."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
@@ -106,17 +92,14 @@ def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(**bound))
 
 
-def bind(**fields: Any) -> None:
-    """Add `fields` to every line that this task logs from now on, by any logger.
+bind = structlog.contextvars.bind_contextvars
+"""Adds fields to every line that this task logs from now on, by any logger.
 
-    The code that serves an HTTP request binds its `request_id`, so that uvicorn's line has it too.
-    """
-    structlog.contextvars.bind_contextvars(**fields)
+The code that serves an HTTP request binds its `request_id`, so that uvicorn's line has it too.
+"""
 
-
-def unbind(*names: str) -> None:
-    """Undo a `bind`, when the task continues with other work or inherited it."""
-    structlog.contextvars.unbind_contextvars(*names)
+unbind = structlog.contextvars.unbind_contextvars
+"""Undoes a `bind`, when the task continues with other work or inherited it."""
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -48,6 +48,11 @@ _REQUEST_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _ATTEMPTS = (1, 2, 3, 5, 10)
 
 
+_FAMILIES: dict[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 _OF_WORKERS = ("model_name", "engine")
 
 
@@ -200,33 +205,18 @@ class _Readings(Collector):
     def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
         self._read = read
 
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Any] = {}
         for spec, labels, value in self._read():
-            family = families.get(spec.name)
-            if family is None:
-                family = families[spec.name] = _family(spec)
-            if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
-                buckets, total = value.exposed()
-                family.add_metric(labels, buckets, total)
-            elif isinstance(family, GaugeMetricFamily | CounterMetricFamily):
-                assert not isinstance(value, Histogram)
-                family.add_metric(labels, value)
-        yield from families.values()
+            if spec.name not in families:
+                kind = _FAMILIES[spec.kind]
+                families[spec.name] = kind(spec.full_name, spec.documentation, labels=spec.labels)
+            parts = value.exposed() if isinstance(value, Histogram) else (value,)
+            families[spec.name].add_metric(labels, *parts)
+        return families.values()
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering reads nothing
-
-
-_FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]] = {
-    "gauge": GaugeMetricFamily,
-    "counter": CounterMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
-
-
-def _family(spec: Spec) -> Metric:
-    return _FAMILIES[spec.kind](spec.full_name, spec.documentation, labels=spec.labels)
 
 
 def registry_of(read: Callable[[], Iterable[Reading]]) -> CollectorRegistry:

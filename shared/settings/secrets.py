@@ -8,15 +8,9 @@ from contextlib import suppress
 
 from promptq.shared.settings.common import ENV_PREFIX
 
-_SECRETS = tuple(
-    f"{ENV_PREFIX}{name}"
-    for name in (
-        "REDIS_URL",
-        "JOBS_REDIS_URL",
-        "UPSTREAM_KEY",
-        "WEBHOOK_MASTER_SECRET",
-        "WEBHOOK_SECRET",
-    )
+_SECRETS = (
+    *("REDIS_URL", "JOBS_REDIS_URL", "UPSTREAM_KEY"),
+    *("WEBHOOK_MASTER_SECRET", "WEBHOOK_SECRET"),
 )
 
 
@@ -26,7 +20,7 @@ def forget_secrets() -> None:
     That file shows the memory in which the process got its environment, and removing a variable
     leaves its text there, so the text is overwritten. Processes that start later do not get them.
     """
-    names = [name for name in _SECRETS if name in os.environ]
+    names = [name for secret in _SECRETS if (name := ENV_PREFIX + secret) in os.environ]
     with suppress(ValueError, OSError):  # a C library without `environ`
         entries = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
         index = 0

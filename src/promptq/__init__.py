@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Without `run_batch`, which needs an extra that whoever looks through the names may not have.
+# Without `run_batch`: it needs an extra, and a program may look through all names without it.
 __all__ = ["AsyncClient", "AsyncRequestQueue", "Client", "RequestQueue", "__version__"]
 
 _HOMES = {
@@ -46,8 +46,8 @@ def __getattr__(name: str) -> object:
         from promptq.shared.runtime.extras import require
 
         require("promptq.run_batch", "gateway")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -133,7 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"models": [{**LARGE, "takesTurnsWith": [{"queue": "b"}]}]}, "model"),
     (
         {"models": [{**LARGE, "model": "", "takesTurnsWith": [{"queue": "b", "model": "b"}]}]},
-        "large takes turns with others, so it needs a model of its own",
+        "large takes turns with others, so it needs its own model",
     ),
     (
         {

@@ -214,7 +214,7 @@ def test_a_stream_of_quantized_weights_goes_on_exactly(url: str, tmp_path: Path)
                 events = stream.result()
         refused = one_sentence(run("--redis", as_role("worker", url)))
     assert "-int4-kv-int8), this worker has" in refused
-    assert "needs a queue of its own (--queue)" in refused
+    assert "needs another queue (--queue)" in refused
     assert told(events) == expected
     assert events[0].attempt < events[-1].attempt, "the fault came too late"
 

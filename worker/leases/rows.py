@@ -21,10 +21,9 @@ from promptq.shared.protocol.events import (
     TokenLogprob,
     TopLogprob,
     Usage,
-    embedding_json,
     prompt_json,
     result_json,
-    stop_reason_json,
+    texts_json,
     token_event_json,
 )
 from promptq.shared.protocol.request import Embed, FinishReason, Request
@@ -170,10 +169,11 @@ class PreparedRequest:
             more += f',"usage":{used},"stats":{stats}'
             if failure is not None:
                 more += f',"error":{failure}'
-            last_part = embedding_json(embedding)
+            stop_reason = None
             if finish_reason is FinishReason.STOP:
                 last = self.stop_tokens.get(all_ids[-1]) if all_ids else None
-                last_part += stop_reason_json(self.text.stop_string or last)
+                stop_reason = self.text.stop_string or last
+            last_part = texts_json(embedding=embedding, stop_reason=stop_reason)
             more += last_part
             event_json = token_event_json(
                 index,

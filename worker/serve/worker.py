@@ -17,8 +17,7 @@ from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
-from promptq.shared.queue.eviction import eviction_warning
-from promptq.shared.queue.eviction_log import LOOK_SECONDS, EvictionLog
+from promptq.shared.queue.maxmemory_policy import LOOK_SECONDS, MaxmemoryLog, maxmemory_warning
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
@@ -121,7 +120,7 @@ class Worker:
         self._lease_timer = LeaseTimer(
             self.leases, self._exchange, self._watchdog, self._queue.lease_ms
         )
-        self._eviction_log = EvictionLog()
+        self._maxmemory_log = MaxmemoryLog()
         self._drain_requested = asyncio.Event()
         self._control = ControlChannel(
             self._queue, self.leases.wake_up, self._exchange, self._drain_requested
@@ -171,13 +170,13 @@ class Worker:
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
-        self._spawn(self._every(LOOK_SECONDS, self._look_for_eviction))
+        self._spawn(self._every(LOOK_SECONDS, self._look_at_maxmemory_policy))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._notify_service_manager))
         await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
-        await self._survive_redis(self._look_for_eviction)
+        await self._survive_redis(self._look_at_maxmemory_policy)
         self.intake.start()
         self._has_started = True
 
@@ -259,8 +258,8 @@ class Worker:
                     " add to promptq:queues; make the users anew (promptq acl)"
                 )
 
-    async def _look_for_eviction(self) -> None:
-        self._eviction_log.note(await self._queue.run(eviction_warning()))
+    async def _look_at_maxmemory_policy(self) -> None:
+        self._maxmemory_log.note(await self._queue.run(maxmemory_warning()))
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()

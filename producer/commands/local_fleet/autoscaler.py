@@ -1,4 +1,4 @@
-"""Starts and ends workers of one queue on this machine, by its load."""
+"""Autoscaling on this machine: starts and ends workers of one queue by its load."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from promptq.producer.admin.autoscaling import Scaling
+from promptq.producer.admin.autoscaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.producer.admin.queue_stats import QueueStats
-from promptq.producer.admin.scaling import Scaling
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.scaling_defaults import HOLD_SECONDS, TARGET_SECONDS
 from promptq.shared.runtime.printable import printable
 
 _READ_SECONDS = 5.0
@@ -83,11 +83,11 @@ class Autoscaler:
         threading.Thread(target=self._read_on, daemon=True).start()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading the queue's load."""
         self._is_over.set()
 
     def adjust(self) -> None:
-        """Start or end workers if there is news. It does not wait."""
+        """Start or end workers by the latest reading, without waiting for one."""
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -97,28 +97,28 @@ class Autoscaler:
             worker.state == "running" and names[worker.worker_id] is None and not _is_gone(worker)
             for worker in stats.workers
         )
-        now, own = time.monotonic(), self._supervisor.staying(self._command)
+        now, staying = time.monotonic(), self._supervisor.staying(self._command)
         needed = min(max(scaling.desired - num_others, self._range.least), self._range.most)
         recent = [wish for wish in self._wanted if wish[0] > now - self._hold]
         self._wanted = [*recent, (now, needed)]
         wanted = max(number for _, number in self._wanted)
-        if needed > len(own) and now >= self._paused_until:
-            self._add(needed - len(own), scaling, num_others)
-        elif wanted < len(own):
-            self._show_change(wanted, len(own), scaling, num_others)
+        if needed > len(staying) and now >= self._paused_until:
+            self._add(needed, len(staying), scaling, num_others)
+        elif wanted < len(staying):
+            self._show_change(wanted, len(staying), scaling, num_others)
             held = {
                 names[worker.worker_id]: worker.num_running + worker.num_prefetched
                 for worker in stats.workers
             }
-            # End those that hold the least: that loses the least.
-            for name in sorted(own, key=lambda each: held.get(each, -1))[: len(own) - wanted]:
+            # Ending the workers that hold the least loses the least.
+            by_load = sorted(staying, key=lambda name: held.get(name, -1))
+            for name in by_load[: len(staying) - wanted]:
                 self._supervisor.remove(name)
 
-    def _add(self, num_missing: int, scaling: Scaling, num_others: int) -> None:
-        """Start workers. Those that still drain count too: they hold places, such as GPUs."""
-        num_staying = len(self._supervisor.staying(self._command))
-        processes = self._supervisor.processes(self._command)
-        num_added = min(num_missing, self._range.most - len(processes))
+    def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
+        """Start workers. Workers that still drain count too: they hold places, such as GPUs."""
+        num_processes = len(self._supervisor.processes(self._command))
+        num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:
             return
         self._show_change(num_staying + num_added, num_staying, scaling, num_others)
@@ -127,10 +127,10 @@ class Autoscaler:
         # A worker that cannot start, such as for want of memory, is not tried all the time.
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
-    def _show_change(self, wanted: int, own: int, scaling: Scaling, num_others: int) -> None:
+    def _show_change(self, wanted: int, before: int, scaling: Scaling, num_others: int) -> None:
         elsewhere = f", and {num_others} are elsewhere" if num_others else ""
         why = f"{scaling.desired} wanted, as {scaling.because}{elsewhere}"
-        self._show(f"{self._name}: {wanted} instead of {own} ({why})")
+        self._show(f"{self._name}: {wanted} instead of {before} ({why})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
         """The name of the process that is this worker; None if it is not one of these."""
@@ -140,8 +140,8 @@ class Autoscaler:
         return next((name for name, process in processes.items() if process.has(worker.pid)), None)
 
     def _free_name(self) -> str:
-        taken = self._supervisor.processes(self._command)
-        return next(name for n in count(1) if (name := f"{self._name} {n}") not in taken)
+        used = self._supervisor.processes(self._command)
+        return next(name for n in count(1) if (name := f"{self._name} {n}") not in used)
 
     def _read_on(self) -> None:
         while not self._is_over.is_set():
@@ -157,7 +157,7 @@ class Autoscaler:
 
 
 def _is_gone(worker: WorkerStats) -> bool:
-    """Whether its process has died, although its last heartbeat has not expired."""
+    """Whether the worker's process has died, although its last heartbeat has not expired."""
     if worker.host != socket.gethostname() or worker.pid <= 0:
         return False
     try:

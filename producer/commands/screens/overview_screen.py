@@ -160,7 +160,7 @@ def _workers_table(overview: Overview, width: int) -> RenderableType:
             f"{worker.kv_used_blocks:,} of {worker.kv_blocks:,}" for worker in overview.workers
         ],
         "tokens/s": [f"{worker.recent_tokens_per_second:,.0f}" for worker in overview.workers],
-        "step": [milliseconds(worker.told("step_ms")) for worker in overview.workers],
+        "step": [milliseconds(worker.reported("step_ms")) for worker in overview.workers],
         "preempted": [f"{worker.num_preemptions:,}" for worker in overview.workers],
         "prepared": [f"{worker.mean_prefetched:.1f}" for worker in overview.workers],
         "lay ready": [milliseconds(worker.mean_prefetch_wait_ms) for worker in overview.workers],

@@ -21,10 +21,9 @@ from promptq.producer.commands.screens.render import how_to_start_a_worker, mill
 from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.json_lines import one_line
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
-from promptq.shared.runtime.printable import printable
+from promptq.shared.runtime.printable import one_line, printable
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -21,10 +21,10 @@ from promptq.shared.runtime.printable import printable
 
 if TYPE_CHECKING:
     from promptq.producer.admin.api_keys import ApiKey
+    from promptq.producer.admin.autoscaling import Scaling
     from promptq.producer.admin.dead_letters import DeadLetter
     from promptq.producer.admin.queue_stats import QueueStats
     from promptq.producer.admin.queue_views import QueueView
-    from promptq.producer.admin.scaling import Scaling
     from promptq.producer.webhooks.deliveries import DeadWebhook
 
 
@@ -248,12 +248,12 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
         "requests processed": each(lambda w: f"{w.num_processed:,}"),
         "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
-        "  and from the cache": each(lambda w: number(w.told("cached_tokens"))),
+        "  and from the cache": each(lambda w: number(w.reported("cached_tokens"))),
         "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
         "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
-        "drafted": each(lambda w: number(w.told("drafted_tokens"))),
-        "  and accepted": each(lambda w: number(w.told("accepted_tokens"))),
-        "recomputed tokens": each(lambda w: number(w.told("recomputed_tokens"))),
+        "drafted": each(lambda w: number(w.reported("drafted_tokens"))),
+        "  and accepted": each(lambda w: number(w.reported("accepted_tokens"))),
+        "recomputed tokens": each(lambda w: number(w.reported("recomputed_tokens"))),
         "preemptions": each(lambda w: f"{w.num_preemptions:,}"),
         "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),
         "mean prompt time": each(lambda w: milliseconds(w.mean_prompt_ms)),

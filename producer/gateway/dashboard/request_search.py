@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.keys import is_tenant
+from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.call import Call, ids_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -159,7 +159,7 @@ class _Wanted:
             return [self._keys.pending_of(self._tenant)]
         reading = ["SMEMBERS", self._keys.tenants_waiting]
         tenants: list[str] = await self._queue.run(Call("", reading, ids_of, list))
-        names = sorted(filter(is_tenant, tenants))
+        names = sorted(filter(is_name, tenants))
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
     def _pattern(self) -> str:

@@ -1,1 +1,1 @@
-"""Routes about the gateway itself: probes, metrics, documentation, scaling."""
+"""Routes about the gateway itself: probes, metrics, documentation, autoscaling."""

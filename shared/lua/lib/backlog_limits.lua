@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, waiting, work
+-- uses: keys, numbers, server, pending, work
 -- How many requests, and how many tokens, may wait: in the whole queue, and of each tenant.
 
 local function counted(field) return numbers.whole(redis.call('HGET', keys.backlog, field), 0) end
@@ -13,7 +13,7 @@ end
 
 local function num_waiting_in_all()
   local num = redis.call('ZCARD', keys.delayed)
-  for _, key in ipairs(waiting.queues()) do num = num + redis.call('ZCARD', key) end
+  for _, key in ipairs(pending.queues()) do num = num + redis.call('ZCARD', key) end
   return num
 end
 

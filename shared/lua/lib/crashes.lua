@@ -1,7 +1,7 @@
--- uses: keys, numbers, server, requests, waiting, ending
--- What the crash of a worker means for the requests that it held.
+-- uses: keys, numbers, server, requests, pending, ending
+-- Consequences of a worker's crash for the requests that it held.
 
-local SHARED_CRASHES = 2    -- after so many a request is a suspect and runs alone
+local SHARED_CRASHES = 2    -- after this number of crashes a request is a suspect and runs alone
 local MAX_BACKOFF_MS = 60000
 
 -- How long a request waits after `num` crashes (ms). After the first it does not wait.
@@ -41,13 +41,13 @@ function crashes.count(id, score, max_crashes)
   local num, key = numbers.whole(fields.crashes, 0) + 1, keys.request(id)
   redis.call('HSET', key, 'crashes', num)
   if fields.alone and num >= max_crashes then
-    waiting.note_end_of_attempt(id, 'crashed alone')
+    pending.note_end_of_attempt(id, 'crashed alone')
     bury(id, num)
     return 'dead'
   end
   if num >= math.max(1, math.min(SHARED_CRASHES, max_crashes - 1)) then
     redis.call('HSET', key, 'suspect', 1)
   end
-  waiting.put_back(id, score, fields.alone and 'crashed alone' or 'crashed', backoff(num))
+  pending.put_back(id, score, fields.alone and 'crashed alone' or 'crashed', backoff(num))
   return 'waiting'
 end

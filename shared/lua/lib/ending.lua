@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting
+-- uses: keys, numbers, server, requests, pending
 -- Every request ends here: it gets its last event and a result made of its log, and its holds are dropped.
 
 local STATE_AFTER = {
@@ -6,8 +6,8 @@ local STATE_AFTER = {
   error = 'failed',
 }
 local OUTPUTS = keys.prefix .. 'outputs'
-local MAX_OUTPUTS = 128 -- the p90 of output is measured over so many finished requests
--- A request with a webhook is kept at least so long, because all attempts to deliver it take a day.
+local MAX_OUTPUTS = 128 -- the p90 of output is measured over this number of finished requests
+-- A request with a webhook is kept at least for this time, because all attempts to deliver it take a day.
 local WEBHOOK_MS = 26 * 3600000
 
 local finished_outputs = {} -- newest last
@@ -135,7 +135,7 @@ end
 function ending.finish_bare(id, reason, error_type, message)
   local fields = requests.read(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
   local count, ended = requests.log_top(id)
-  waiting.leave(id, fields)
+  pending.leave(id, fields)
   if ended or requests.is_final(fields.state) then
     requests.drop_holds(id, fields.tenant)
     return false

@@ -55,9 +55,9 @@ end
 -- The priority of the request where a walk stands.
 function fair_share.priority_at(queue)
   if not queue.priority then
-    local told = numbers.whole((requests.read(queue.id, 'priority') or {}).priority)
-    local payload = not told and (requests.read(queue.id, 'payload') or {}).payload
-    queue.priority = told or numbers.in_json(payload or '', 'priority') or 0
+    local stored = numbers.whole((requests.read(queue.id, 'priority') or {}).priority)
+    local payload = not stored and (requests.read(queue.id, 'payload') or {}).payload
+    queue.priority = stored or numbers.in_json(payload or '', 'priority') or 0
   end
   return queue.priority
 end
@@ -152,10 +152,7 @@ end
 -- How many requests wait, ended ones that still stand there included.
 function fair_share.num_waiting()
   local sum = 0
-  for _, queue in ipairs(queues) do
-    local count = redis.pcall('ZCARD', queue.key)
-    if type(count) == 'number' then sum = sum + count end
-  end
+  for _, queue in ipairs(queues) do sum = sum + server.size(queue.key) end
   return sum
 end
 

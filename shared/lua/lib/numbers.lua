@@ -1,9 +1,9 @@
 -- Numbers are text in keys, fields and payloads.
 
--- Lua would print large numbers as 1.2e+15; keys and scores need every digit.
+-- A whole number as text. Lua would print large ones as 1.2e+15; keys and scores need every digit.
 function numbers.exact(number) return string.format('%.0f', number) end
 
--- The same with the fraction.
+-- A number as text with its fraction.
 function numbers.precise(number) return string.format('%.17g', number) end
 
 -- A field as a whole number, or the default if it is missing or a stranger wrote something else.

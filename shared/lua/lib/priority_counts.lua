@@ -1,4 +1,4 @@
--- uses: keys, numbers, requests, waiting
+-- uses: keys, numbers, requests, pending
 -- How many requests wait at each priority, over all tenants. Few requests are counted exactly. Of many, a
 -- call looks at the fronts of the queues and an even sample of the rest, so that its work is bounded.
 
@@ -17,7 +17,7 @@ end
 
 -- Returns how many wait, and {[priority] = how many}.
 function priority_counts.count()
-  local queues, total, counts = waiting.queues(), 0, {}
+  local queues, total, counts = pending.queues(), 0, {}
   local quota = math.max(2, math.floor(MAX_LOOKED_AT / #queues))
   local function count(key, from, to, weight)
     for _, id in ipairs(redis.call('ZRANGE', key, from, to)) do

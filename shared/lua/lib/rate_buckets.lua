@@ -16,10 +16,10 @@ function rate_buckets.full_at(key, name)
   return math.max(server.now, math.min(at, server.now + LONGEST_DEBT_MS))
 end
 
--- The same after `amount` more was taken.
+-- The time at which it is full again after `amount` more was taken.
 function rate_buckets.full_after(at, amount, limit) return at + amount * rate_buckets.MINUTE / limit end
 
--- Store that time with its fraction, because amounts may be small. The key is kept until all buckets of the
+-- Store such a time with its fraction, because amounts may be small. The key is kept until all buckets of the
 -- holder are full. `call` is redis.call, or redis.pcall where an error must not stop the rest of the script.
 function rate_buckets.set_full_at(call, key, name, at)
   call('HSET', key, name, numbers.precise(math.min(at, server.now + LONGEST_DEBT_MS)))

@@ -54,7 +54,7 @@ function requests.estimated_prompt(payload_length) return math.ceil(payload_leng
 
 -- The most tokens that a payload asks for, found as in `numbers.in_json`: none if it generates nothing, and nil
 -- if it does not say.
-function requests.asked_output(payload)
+function requests.requested_output(payload)
   for _, kind in ipairs({'"embed":', '"tokenize":true'}) do
     if string.find(payload, kind, 1, true) then return 0 end
   end
@@ -63,7 +63,7 @@ end
 
 -- The number of tokens that a waiting request counts as.
 function requests.estimated_tokens(payload)
-  local max_tokens = requests.asked_output(payload) or requests.DEFAULT_OUTPUT
+  local max_tokens = requests.requested_output(payload) or requests.DEFAULT_OUTPUT
   return requests.estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
 end
 

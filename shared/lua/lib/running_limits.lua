@@ -2,7 +2,7 @@
 -- How many requests of a tenant workers may hold at once. Claims put their ids into a sorted set of the tenant,
 -- and whatever ends a lease takes them out.
 
-local NUM_CHECKED = 8 -- ids that a claim which meets the limit, or a sweep, compares with the leases
+local NUM_CHECKED = 8 -- ids that a claim at the limit, or a sweep, compares with the leases
 
 local numbers_held, claimed = {}, {} -- by the key of the tenant
 

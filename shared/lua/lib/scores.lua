@@ -2,7 +2,7 @@
 -- The score of a request, which is its place in its queue. Lower scores run first.
 
 -- How much one level of priority changes a score (ms). With aging, a request overtakes only those that came
--- at most so much earlier. With strict priority, a level is larger than any time.
+-- at most this much earlier. With strict priority, a level is larger than any time.
 function scores.priority_level()
   return server.config('strict_priority') == '1' and 2199023255552 or server.number('aging_ms', 60000)
 end

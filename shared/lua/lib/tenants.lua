@@ -5,7 +5,7 @@
 -- so idle time neither earns nor costs it anything.
 
 tenants.PROMPT_WEIGHT, tenants.OUTPUT_WEIGHT = 1, 2 -- service per token (Sheng et al., OSDI 2024)
-tenants.COUNTERS_TTL_MS = 3600000                   -- counters are kept so long after the last service
+tenants.COUNTERS_TTL_MS = 3600000                   -- counters are kept for this time after the last service
 
 function tenants.counters_of(priority)
   priority = math.max(-1000, math.min(1000, math.floor(priority)))
@@ -44,7 +44,7 @@ end)
 
 -- Write a prompt's exact length, and correct what was charged by an estimate. `tenant` is nil for a request
 -- that is not charged.
-function tenants.tell_prompt_tokens(id, prompt_tokens, tenant, priority)
+function tenants.note_prompt_tokens(id, prompt_tokens, tenant, priority)
   local key = keys.request(id)
   if redis.call('HSET', key, 'prompt_tokens', prompt_tokens) == 1 and tenant then
     local estimate = requests.estimated_prompt(redis.call('HSTRLEN', key, 'payload'))

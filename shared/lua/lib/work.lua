@@ -1,10 +1,10 @@
--- uses: keys, numbers, server, tenants, waiting, requests, ending
--- How long work takes. Whatever needs to know that asks here. Work is counted in output tokens, since prompts
--- cost the same share of a worker's time later as they did in the samples.
+-- uses: keys, numbers, server, tenants, pending, requests, ending
+-- How much work there is and how long it takes: for autoscaling, model swapping and the limits of `enqueue`. Work
+-- is counted in output tokens, since prompts cost the same share of a worker's time later as in the samples.
 
 local STREAM = keys.prefix .. 'statistics'
-work.SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
-local SAMPLE_MS = work.SAMPLE_MS
+local SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
+work.SAMPLE_MS = SAMPLE_MS
 local WINDOW_MS, RECENT_MS = 30000, 60000
 local WEIGHT_OF_NEW = 0.3
 local MAX_OUTPUT, MAX_PLACES, MAX_WAIT_MS = 2 ^ 31, 2 ^ 20, 86400000
@@ -43,18 +43,15 @@ end
 -- Output tokens that one worker makes in a second while requests wait; 0 if that was not measured yet. Workers
 -- of an earlier release may have written the newest entries, without it.
 function work.tokens_of_worker()
-  local entries = redis.pcall('XREVRANGE', STREAM, '+', '-', 'COUNT', 20)
-  for _, entry in ipairs(entries.err and {} or entries) do
-    for nth = 1, #entry[2], 2 do
-      if entry[2][nth] == 'worker_tokens_per_second' then return measured(entry[2][nth + 1]) end
-    end
+  for _, sample in ipairs(samples_since(0)) do
+    if sample.worker_tokens_per_second then return measured(sample.worker_tokens_per_second) end
   end
   return 0
 end
 
--- The same after a sample that is about to be written. `claiming` is how many workers claim at its end. If
--- requests waited and ran from its beginning to its end, workers made as much as they can. At other times they
--- could have made more, and only a higher rate counts.
+-- `tokens_of_worker` after a sample that is about to be written. `claiming` is how many workers claim at its end.
+-- If requests waited and ran from its beginning to its end, workers generated as much as they can. At other times
+-- they could have generated more, and only a higher rate counts.
 function work.tokens_of_worker_after(sample, claiming, still_waiting)
   local before, claimed = work.tokens_of_worker(), measured(sample.claiming or sample.workers)
   local num_workers = math.max(claimed, claiming) -- those that came meanwhile may have added tokens
@@ -67,18 +64,22 @@ function work.tokens_of_worker_after(sample, claiming, still_waiting)
   return were_full and before + WEIGHT_OF_NEW * (now - before) or before
 end
 
--- The workers that claim: those that live, and neither drain nor miss their inference server. Gives how many
--- they are, and how many requests they take at once.
-function work.claiming()
+-- Returns how many workers live, and how many requests they run. Of the workers that claim (those that drain or
+-- miss their inference server do not), returns how many they are, and how many requests they take at once.
+function work.count_workers()
   local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
-  local num, places = 0, 0
-  for _, worker in ipairs(alive.err and {} or alive) do
-    local told = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs')
-    if not told.err and (told[1] or 'running') == 'running' then
-      num, places = num + 1, places + math.min(MAX_PLACES, math.max(0, numbers.whole(told[2], 0)))
+  if alive.err then alive = {} end
+  local counts = {alive = #alive, running = 0, claiming = 0, places = 0}
+  for _, worker in ipairs(alive) do
+    local stats = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs', 'num_running')
+    if stats.err then stats = {'unknown'} end
+    counts.running = counts.running + numbers.whole(stats[3], 0)
+    if (stats[1] or 'running') == 'running' then
+      counts.claiming = counts.claiming + 1
+      counts.places = counts.places + math.min(MAX_PLACES, math.max(0, numbers.whole(stats[2], 0)))
     end
   end
-  return num, places
+  return counts
 end
 
 -- The most requests that ran at once, by the samples of the last minute.
@@ -93,9 +94,9 @@ end
 -- Requests that are still to be done. Those that workers hold are half done, on average.
 local function left_of(waiting, active) return measured(waiting) + measured(active) / 2 end
 
--- How many output tokens came to be asked for in a second: what was made, and by how much the backlog grew.
--- The most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
-function work.tokens_asked_for(num_waiting, num_active)
+-- Output tokens that clients request in a second: those that were generated, and the growth of the backlog. The
+-- most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
+function work.tokens_requested(num_waiting, num_active)
   local most, samples, each = 0, recent_samples(), work.tokens_of_answer()
   for last, newest in ipairs(samples) do
     local until_ms, left = server.now, left_of(num_waiting, num_active)
@@ -135,7 +136,7 @@ function work.ms_until_left(count, tenant)
   if not each then return 1000 end
   if tenant then
     local all = tenants.weight_of(tenant)
-    for _, key in ipairs(waiting.queues()) do
+    for _, key in ipairs(pending.queues()) do
       local other = string.sub(key, #keys.pending + 2)
       if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + tenants.weight_of(other) end
     end

@@ -1,5 +1,5 @@
--- uses: keys, server, requests, waiting, ending
--- Cancel requests. A waiting one ends now. A running one is flagged, and its worker is told.
+-- uses: keys, server, requests, pending, ending
+-- Cancel requests. A waiting one ends now. A running one is flagged, and its worker is notified.
 -- ARGV  1 'any'; 'waiting' to leave requests alone that a worker holds; 'flagged' to end only waiting
 --         requests that a plain client has flagged; then ids
 -- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
@@ -9,7 +9,7 @@ local mode = ARGV[1]
 
 local function cancel(id)
   local fields = requests.read(id, 'state', 'payload', 'cancelled', 'tenant') or {}
-  local queue = waiting.queue_of(id, fields.tenant)
+  local queue = pending.queue_of(id, fields.tenant)
   if requests.is_final(fields.state) then
     requests.drop_holds(id, fields.tenant) -- a stranger may have put it into a queue again
     if queue then server.remove_later(queue, id) end

@@ -1,5 +1,5 @@
--- uses: keys, numbers, server, arguments, requests, waiting, ending, tenants, fair_share, running_limits
--- Give a worker the requests it has room for, in queue order.
+-- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits
+-- Give a worker the requests for which it has room, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
 --   2 lease_ms
@@ -54,9 +54,9 @@ server.write_needs_no_memory()
 -- Compare this call with the last one that gave something. If the worker has not seen the last one's reply,
 -- the reply was lost. Its requests go back; that is no crash, because the worker lives. If the last one is
 -- this call, sent twice, it gives the same once more, whichever reply the worker reads. If the last one has
--- a higher number, this call is late, and nobody waits for it any more.
+-- a higher number, this call is late, and nobody waits for its reply.
 local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(args.number) or 0
-local is_late, given_before = false, {}
+local is_late, last_claimed = false, {}
 local function look_at_last_call()
   local last = redis.pcall('GET', claimed_key)
   if type(last) ~= 'string' then return end
@@ -70,9 +70,9 @@ local function look_at_last_call()
     if fields.state == 'active' and fields.fence
         and string.match(fields.fence, '^%d+%-(.*)$') == last_nonce then
       if last_nonce == nonce then
-        given_before[#given_before + 1] = id
+        last_claimed[#last_claimed + 1] = id
       else
-        waiting.put_back(id, fields.score, 'its claim was lost')
+        pending.put_back(id, fields.score, 'its claim was lost')
       end
     end
   end
@@ -83,27 +83,27 @@ if session ~= '' then
 end
 
 if is_late then return {'ok', server.now_text, 0, 0} end
-if #given_before == 0 and server.config('paused') == '1' then return {'paused'} end
+if #last_claimed == 0 and server.config('paused') == '1' then return {'paused'} end
 
 -- The queue's model, as its first worker named it. Earlier releases read it from `config`, so it is written
 -- there too, unless the worker's role may only read that key. From there it is also read if a stranger gave
 -- the key `model` another type.
 local model_key, config_key = keys.prefix .. 'model', keys.prefix .. 'config'
-local function tell_model(...)
+local function write_model(...)
   redis.pcall('HSET', model_key, ...)
   if not redis.acl_check_cmd or redis.acl_check_cmd('HSET', config_key, ...) then
     redis.call('HSET', config_key, ...)
   end
 end
 if fingerprint ~= '' then
-  local told = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
-  local name, known, style = told[1], told[2], args.output_style or ''
+  local stored = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
+  local name, known, style = stored[1], stored[2], args.output_style or ''
   if not known then
     name, known = server.config('model', model), server.config('fingerprint', fingerprint)
-    tell_model('model', name, 'fingerprint', known)
+    write_model('model', name, 'fingerprint', known)
   end
   if known ~= fingerprint then return {'model', name, known} end
-  if style ~= '' and style ~= told[3] then tell_model('tool_call_style', style) end
+  if style ~= '' and style ~= stored[3] then write_model('tool_call_style', style) end
 end
 
 local preemptible = {}
@@ -164,7 +164,7 @@ local function prompt_tokens_of(fields)
 end
 
 local function cost_of(fields, output)
-  local max_tokens = requests.asked_output(fields.payload) or output
+  local max_tokens = requests.requested_output(fields.payload) or output
   return math.max(0, math.min(prompt_tokens_of(fields) + math.min(max_tokens, output), capacity))
 end
 
@@ -189,7 +189,7 @@ local function some_suspect_runs()
   return true
 end
 
-local taken = {} -- a stranger may have put an id into the queues of two tenants
+local claimed_ids = {} -- a stranger may have put an id into the queues of two tenants
 
 -- The reply for one claim. Its lease begins here.
 local function reply_of(id, fields, cost, has_log, turn, tenant)
@@ -214,13 +214,13 @@ local function claim(queue, fields, cost, has_log, turn)
     'claimed_at', server.now_text)
   if ending.wants_webhook(fields.payload) then redis.call('HSET', keys.request(id), 'webhook', 1) end
   if fields.state == 'waiting' then
-    waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
+    pending.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
   end
   if fair_share.is_shared then
     local level = fair_share.priority_at(queue)
     redis.call('HSET', keys.request(id), 'tenant', queue.tenant, 'priority', numbers.exact(level))
     if attempt == 1 then fair_share.charge(queue, level, prompt_tokens_of(fields)) end
-    taken[id] = true
+    claimed_ids[id] = true
   end
   running_limits.count(fair_share.is_shared and queue.tenant or fields.tenant, id)
   is_held_here[queue.tenant] = true
@@ -233,7 +233,7 @@ local function claim(queue, fields, cost, has_log, turn)
   return reply_of(id, fields, cost, has_log, fair_share.is_shared and turn or nil, queue.tenant)
 end
 
-waiting.promote_delayed()
+pending.promote_delayed()
 local output = measured_output()
 local claims, taken_tokens, passed_over = {}, 0, {}
 local examined, walking = 0, true -- nothing leaves a queue before the walk is over
@@ -258,7 +258,7 @@ local function examine(queue, turn)
     requests.drop_holds(id, fields.tenant)
     return
   end
-  if fields.state == 'active' and (taken[id] or redis.call('ZSCORE', keys.leases, id)) then return end
+  if fields.state == 'active' and (claimed_ids[id] or redis.call('ZSCORE', keys.leases, id)) then return end
   if not fields.payload then
     return refuse(id, 'payload: the request has no hash, or its hash has no payload')
   end
@@ -305,7 +305,7 @@ local function examine(queue, turn)
   claims[#claims + 1] = claim(queue, fields, cost, kind == 'stream', turn)
 end
 
-for _, id in ipairs(given_before) do
+for _, id in ipairs(last_claimed) do
   local fields = requests.read(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
     'prompt_tokens', 'suspect', 'tenant')
   local has_log = redis.call('TYPE', keys.tokens(id)).ok == 'stream'
@@ -348,10 +348,10 @@ if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
 end
 if session ~= '' and #claims > 0 then
   local words = {nonce, numbers.exact(number)}
-  for i, given in ipairs(claims) do words[i + 2] = given[1] end
+  for i, claimed in ipairs(claims) do words[i + 2] = claimed[1] end
   redis.call('SET', claimed_key, table.concat(words, ' '), 'PX', lease_ms)
 end
 local reply = {'ok', server.now_text, fair_share.count_waiting(#claims)}
 if args.skip then reply[4] = next_skip end
-for _, given in ipairs(claims) do reply[#reply + 1] = given end
+for _, claimed in ipairs(claims) do reply[#reply + 1] = claimed end
 return reply

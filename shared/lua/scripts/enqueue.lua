@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, requests, scores, waiting, backlog_limits
+-- uses: keys, numbers, server, arguments, requests, scores, pending, backlog_limits
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
 --       out: it identifies a call that is sent again because its reply was lost; then 'then', and for each request
@@ -97,18 +97,18 @@ for _, request in ipairs(fresh) do
   if request.forked_from ~= '' then
     redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)
   end
-  waiting.count_later('tokens', tenant, request.tokens)
+  pending.count_later('tokens', tenant, request.tokens)
   if deadline_ms > 0 then
     redis.call('ZADD', keys.deadlines, numbers.exact(server.now + deadline_ms), id)
   end
   if delay_ms > 0 then
     redis.call('ZADD', keys.delayed, numbers.exact(server.now + delay_ms), id)
-    waiting.count_later('delayed', tenant, 1)
+    pending.count_later('delayed', tenant, 1)
   elseif tenant == '' then
     arrived[#arrived + 1] = score
     arrived[#arrived + 1] = id
   else
-    waiting.put(id, score, tenant)
+    pending.put(id, score, tenant)
   end
   if request.idempotency_key ~= '' then
     redis.call('SET', idempotency_key(request.idempotency_key), id, 'PX', args.idempotency_ms)

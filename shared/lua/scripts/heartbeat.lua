@@ -6,13 +6,13 @@
 
 local workers, worker, ttl = keys.prefix .. 'workers', ARGV[1], tonumber(ARGV[2])
 local key, slots_key = keys.prefix .. 'worker:' .. worker, keys.prefix .. 'slots:' .. worker
-local told, slots = {}, nil
+local fields, slots = {}, nil
 for at = 3, #ARGV, 2 do
   if ARGV[at] == 'slots' then
     slots = ARGV[at + 1]
   else
-    told[#told + 1] = ARGV[at]
-    told[#told + 1] = ARGV[at + 1]
+    fields[#fields + 1] = ARGV[at]
+    fields[#fields + 1] = ARGV[at + 1]
   end
 end
 server.write_needs_no_memory()
@@ -20,7 +20,7 @@ server.reset_if_not('hash', key)
 server.reset_if_not('hash', slots_key)
 server.reset_if_not('zset', workers)
 if ttl > 0 then
-  redis.call('HSET', key, 'heartbeat_at', server.now_text, unpack(told))
+  redis.call('HSET', key, 'heartbeat_at', server.now_text, unpack(fields))
   redis.call('PEXPIRE', key, ttl)
   redis.call('ZADD', workers, numbers.exact(server.now + ttl), worker)
   if slots then

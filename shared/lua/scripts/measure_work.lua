@@ -1,6 +1,7 @@
--- uses: keys, numbers, server, waiting, requests, work
--- Measure how much work there is, and what a worker does in a second. Changes nothing.
--- ARGV  1 how far ahead delayed requests count (ms)   2 how many deadlines to tell, the nearest first
+-- uses: keys, numbers, server, pending, requests, work
+-- Measure how much work there is, and what a worker does in a second, for autoscaling and model swapping.
+-- Changes nothing.
+-- ARGV  1 how far ahead delayed requests count (ms)   2 how many deadlines to return, the nearest first
 -- Reply {waiting, held by workers, the most that ran at once in the last minute, delayed and due soon, age of
 --        the oldest that waits (ms), workers that claim, how many requests these take at once, output tokens of
 --        an answer, output tokens that one worker makes in a second while requests wait (0: not measured),
@@ -24,21 +25,19 @@ local function oldest_age(queues)
   return math.floor(server.now - oldest)
 end
 
-local queues, num_waiting, front = waiting.queues(), 0, nil
+local queues, num_waiting, front = pending.queues(), 0, math.huge
 for _, key in ipairs(queues) do
   num_waiting = num_waiting + redis.call('ZCARD', key)
-  local score = tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
-  front = math.min(score or math.huge, front or math.huge)
+  front = math.min(front, tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]) or math.huge)
 end
-if front == math.huge then front = nil end
-local num_workers, num_slots = work.claiming()
+local workers = work.count_workers()
 local soon = server.due(keys.delayed, numbers.exact(server.now + tonumber(ARGV[1])), MAX_LOOKED_AT)
 local num_active = server.size(keys.leases)
 local reply = {
-  num_waiting, num_active, work.most_running(), #soon, oldest_age(queues), num_workers,
-  num_slots, numbers.precise(work.tokens_of_answer()), numbers.precise(work.tokens_of_worker()),
-  numbers.precise(work.tokens_asked_for(num_waiting, num_active)), server.config('paused') == '1' and 1 or 0,
-  front and numbers.precise(front) or '',
+  num_waiting, num_active, work.most_running(), #soon, oldest_age(queues), workers.claiming,
+  workers.places, numbers.precise(work.tokens_of_answer()), numbers.precise(work.tokens_of_worker()),
+  numbers.precise(work.tokens_requested(num_waiting, num_active)), server.config('paused') == '1' and 1 or 0,
+  front < math.huge and numbers.precise(front) or '',
 }
 local nearest = redis.pcall('ZRANGE', keys.deadlines, server.now_text, '+inf', 'BYSCORE', 'LIMIT', 0,
   tonumber(ARGV[2]), 'WITHSCORES')

@@ -67,18 +67,18 @@ for n = 1, num_held do
   held_status[n] = obstacle(id, fence) or 'ok'
   local request = known[id]
   if prompt_tokens ~= '' and not request.was_finished and request.fence == fence then
-    request.untold = prompt_tokens
+    request.unwritten = prompt_tokens
   end
 end
 
 local function priority_of(id) return (requests.read(id, 'priority') or {}).priority end
 
 -- Write the exact length of the prompt, if it came with this call and is not written yet.
-local function tell(id)
+local function note_prompt(id)
   local request = known[id]
-  if request.untold then
-    tenants.tell_prompt_tokens(id, request.untold, request.tenant, request.tenant and priority_of(id))
-    request.untold = nil
+  if request.unwritten then
+    tenants.note_prompt_tokens(id, request.unwritten, request.tenant, request.tenant and priority_of(id))
+    request.unwritten = nil
   end
 end
 
@@ -120,7 +120,7 @@ for n, status in ipairs(row_status) do
     row_status[n] = 'finished'
   elseif status == 'ok' and reason ~= '' then
     local result = ARGV[at + 6]
-    tell(id)
+    note_prompt(id)
     note_first_token(id, at)
     ending.finish(id, reason, count, event, known[id].tenant, result ~= '' and result or nil)
     charge_row(id, ARGV[at + 2], count)
@@ -137,14 +137,14 @@ for n, status in ipairs(row_status) do
       charge_row(id, ARGV[at + 2], count)
     end
   elseif status == 'cancelled' or status == 'expired' then
-    tell(id)
+    note_prompt(id)
     ending.finish_bare(id, status)
   end
 end
 local expiry, renewed = numbers.exact(server.now + lease_ms), {}
 for n, status in ipairs(held_status) do
   local id = ARGV[held_from + (n - 1) * HELD]
-  tell(id)
+  note_prompt(id)
   if status == 'ok' then
     renewed[#renewed + 1] = expiry
     renewed[#renewed + 1] = id

@@ -1,14 +1,14 @@
--- uses: keys, numbers, server, requests, waiting, ending, crashes
+-- uses: keys, numbers, server, requests, pending, ending, crashes
 -- Handle leases that ran out, deadlines that passed, delays that are over, and dead letters that were kept
 -- long enough.
--- ARGV  1 max crashes: a request becomes a dead letter after so many lost leases, if it ran alone at the
+-- ARGV  1 max crashes: lost leases after which a request becomes a dead letter, if it ran alone at the
 --         last of them   2 limit a call
 -- Reply {requests back to waiting, ended, dead, purged}
 
 local max_crashes, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 local dead_ttl = server.number('dead_ttl_ms', 1209600000) -- two weeks
 server.write_needs_no_memory()
-local returned, ended, dead, purged = waiting.promote_delayed(), 0, 0, 0
+local returned, ended, dead, purged = pending.promote_delayed(), 0, 0, 0
 
 for _, id in ipairs(server.due(keys.leases, server.now_text, limit)) do
   local fields = requests.read(id, 'state', 'payload', 'cancelled', 'score', 'tenant')
@@ -25,7 +25,7 @@ for _, id in ipairs(server.due(keys.leases, server.now_text, limit)) do
     else returned = returned + 1 end
   end
 end
-server.carry_out() -- what has just ended has no deadline any more
+server.carry_out() -- a request that has just ended has no deadline
 for _, id in ipairs(server.due(keys.deadlines, server.now_text, limit)) do
   local is_held = redis.call('ZSCORE', keys.leases, id) -- its worker ends it
   if not is_held and ending.finish_bare(id, 'expired') then ended = ended + 1 end

@@ -1,11 +1,11 @@
--- uses: server, requests, tenants, waiting, ending, crashes
+-- uses: server, requests, tenants, pending, ending, crashes
 -- Give held requests back, with their progress, at their old place in the queue.
 -- ARGV  for each request: id, fence, prompt tokens ('' if unknown)
 --       then, only if the worker's engine failed with them: max crashes (see reap). Each request gets a
 --         crash at once
 --       or else '' and a delay (ms) for each, with spaces between, before which it cannot be claimed again:
 --         its preparation takes long, and the worker has no place for it yet. The attempt does not end
--- Reply a status for each: waiting, fenced (not held any more), finished, cancelled, dead
+-- Reply a status for each: waiting, fenced (no longer held), finished, cancelled, dead
 
 local HELD = 3
 local max_crashes = #ARGV % HELD == 1 and tonumber(ARGV[#ARGV])
@@ -18,13 +18,13 @@ local function give_back(id, fence, prompt_tokens, delay_ms)
   local fields = requests.read(id, 'fence', 'state', 'cancelled', 'score', 'tenant', 'priority') or {}
   if requests.is_final(fields.state) then return 'finished' end
   if fields.fence ~= fence then return 'fenced' end
-  if prompt_tokens ~= '' then tenants.tell_prompt_tokens(id, prompt_tokens, fields.tenant, fields.priority) end
+  if prompt_tokens ~= '' then tenants.note_prompt_tokens(id, prompt_tokens, fields.tenant, fields.priority) end
   if fields.cancelled == '1' then
     ending.finish_bare(id, 'cancelled')
     return 'cancelled'
   end
   if max_crashes then return crashes.count(id, fields.score, max_crashes) end
-  waiting.put_back(id, fields.score, not delay_ms and 'given back', delay_ms)
+  pending.put_back(id, fields.score, not delay_ms and 'given back', delay_ms)
   return 'waiting'
 end
 

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, scores, waiting
+-- uses: keys, numbers, server, requests, scores, pending
 -- Give a waiting request another priority, and the place that it would have had with it from the start.
 -- ARGV  1 id   2 priority
 --       3 the payload as the caller read it   4 that payload with the new priority
@@ -10,7 +10,7 @@ local fields = requests.read(id, 'state', 'payload', 'priority', 'score', 'tenan
 if not fields or not fields.payload then return 'unknown' end
 if requests.is_final(fields.state) then return 'finished' end
 if redis.call('ZSCORE', keys.leases, id) then return 'active' end
-local queue = waiting.queue_of(id, fields.tenant)
+local queue = pending.queue_of(id, fields.tenant)
 if not queue and not server.score_in(keys.delayed, id) then return 'unknown' end
 if fields.payload ~= ARGV[3] then return 'stale' end
 

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, scores, waiting, ending
+-- uses: keys, numbers, server, requests, scores, pending, ending
 -- Run a dead letter again, as a new request. It stays a suspect and runs alone, so it harms no other request.
 -- ARGV  1 id of the dead letter   2 id of the new request
 -- Reply {'ok'}      also if it was done before and the call is sent again because its reply was lost
@@ -20,8 +20,8 @@ redis.call('HSET', keys.request(new), 'payload', fields.payload, 'state', 'waiti
   'tokens', numbers.exact(tokens))
 if fields.tenant then redis.call('HSET', keys.request(new), 'tenant', fields.tenant) end
 if fields.account then redis.call('HSET', keys.request(new), 'account', fields.account) end
-waiting.put(new, score, fields.tenant)
-waiting.count_later('tokens', fields.tenant, tokens)
+pending.put(new, score, fields.tenant)
+pending.count_later('tokens', fields.tenant, tokens)
 redis.call('ZREM', keys.dead, old)
 redis.call('PEXPIRE', keys.request(old), ending.result_ttl())
 server.carry_out()

@@ -60,19 +60,11 @@ end
 -- What the queue holds now.
 local function counted()
   local total, counts = priority_counts.count()
-  local parts, running = {}, 0
+  local parts, now = {}, work.count_workers()
   for priority, num in pairs(counts) do
     parts[#parts + 1] = string.format('"%d":%d', priority, num)
   end
-  local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
-  if alive.err then alive = {} end
-  for _, worker in ipairs(alive) do
-    local told = redis.pcall('HGET', keys.prefix .. 'worker:' .. worker, 'num_running')
-    running = running + (type(told) == 'string' and numbers.whole(told, 0) or 0)
-  end
-  local priorities = '{' .. table.concat(parts, ',') .. '}'
-  local now = {waiting = total, priorities = priorities, running = running, alive = alive}
-  now.claiming = work.claiming()
+  now.waiting, now.priorities = total, '{' .. table.concat(parts, ',') .. '}'
   return now
 end
 
@@ -80,7 +72,7 @@ local function begin(bucket, now)
   redis.call('DEL', open)
   redis.call('HSET', open, 'bucket', bucket, 'waiting', now.waiting, 'priorities', now.priorities,
     'delayed', server.size(keys.delayed), 'active', server.size(keys.leases),
-    'running', now.running, 'workers', #now.alive, 'claiming', now.claiming)
+    'running', now.running, 'workers', now.alive, 'claiming', now.claiming)
 end
 
 local function add_times(kind, times)

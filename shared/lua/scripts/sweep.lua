@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting, ending, running_limits
+-- uses: keys, numbers, server, requests, pending, ending, running_limits
 -- Remove keys that nothing refers to: a flag for a request that never came, a log without its hash, a hash
 -- in no queue. Plain clients leave such keys behind. Each call looks at one page of the server's keys. What
 -- it finds is noted, and removed if it is still so after the time for which results are kept, because a
@@ -18,7 +18,7 @@ local function is_orphan(id)
   local stays = redis.call('PTTL', keys.request(id)) == -1 or redis.call('PTTL', keys.tokens(id)) == -1
   return stays and not requests.is_final(fields.state)
     and not (redis.call('ZSCORE', keys.leases, id) or server.score_in(keys.delayed, id))
-    and not waiting.queue_of(id, fields.tenant)
+    and not pending.queue_of(id, fields.tenant)
 end
 
 -- A former request gets its last event, because a client may wait for it. Other keys are deleted.

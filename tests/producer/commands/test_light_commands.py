@@ -27,7 +27,7 @@ OTHERS = {  # of other commands, or of none
     *("aiohttp", "fastapi", "httpx", "jinja2", "numpy", "prometheus_client", "rq"),
     *("structlog", "tokenizers", "torch", "transformers", "uvicorn"),
     *("promptq.producer.gateway.server", "promptq.producer.commands.local_fleet.autoscaler"),
-    *(f"promptq.producer.admin.{it}" for it in ("queue_views", "scaling", "timeline")),
+    *(f"promptq.producer.admin.{it}" for it in ("autoscaling", "queue_views", "timeline")),
 }
 BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
 

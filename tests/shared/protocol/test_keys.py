@@ -17,8 +17,6 @@ def test_names_are_the_public_ones() -> None:
     assert keys.worker("w1") == "promptq:{jobs}:worker:w1"
     assert keys.pending_of("team.1") == "promptq:{jobs}:pending:team.1"
     assert keys.pending_of("") == keys.pending
-    assert keys.tenants() == "promptq:{jobs}:tenants"
-    assert keys.tenants(-5) == "promptq:{jobs}:tenants:-5"
 
 
 @pytest.mark.parametrize("name", ["", "a}b", "{", "a b", "a:b", "a*", "é", "a" * 65, "a\n"])

@@ -33,7 +33,7 @@ def use_every_channel(queue: RequestQueue) -> None:
     queue.cancel("waits")
     queue.run(scripts.wake_workers(queue.keys))
     for channel in (queue.keys.drain, queue.keys.control):
-        queue.run(scripts.tell_to_drain(channel, None))
+        queue.run(scripts.drain(channel, None))
 
 
 def heard(client: Any, channel: Any) -> list[tuple[str, bytes]]:

@@ -70,10 +70,11 @@ def test_a_script_carries_no_part_that_it_does_not_need() -> None:
 def test_parts_that_use_each_other_in_a_circle_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for folder in ("lib", "scripts"):
+        (tmp_path / folder).mkdir()
     for name, used in (("one", "two"), ("two", "three"), ("three", "two")):
-        (tmp_path / f"{name}.lua").write_text(f"-- uses: {used}\n")
-        monkeypatch.setitem(call._PARTS, name, tmp_path / f"{name}.lua")
-    (tmp_path / "script.lua").write_text("-- uses: one\nreturn 1\n")
-    monkeypatch.setitem(call._PATHS, "script", tmp_path / "script.lua")
+        (tmp_path / "lib" / f"{name}.lua").write_text(f"-- uses: {used}\n")
+    (tmp_path / "scripts" / "script.lua").write_text("-- uses: one\nreturn 1\n")
+    monkeypatch.setattr(call, "_LUA", tmp_path)
     with pytest.raises(ValueError, match="in a circle: one -> two -> three -> two"):
         script_text("script")

@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         "the_backlog_is_what_waits",
         ALL_SCRIPTS,
-        "waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))",
+        "pending.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))",
         "",
     ),
     Mutant(  # as long as a request is given back
@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant(  # what was begun is not counted any more
         "the_backlog_is_what_waits",
         ALL_SCRIPTS,
-        "waiting.count_later('tokens', fields.tenant, numbers.whole(fields.tokens, 0))",
+        "pending.count_later('tokens', fields.tenant, numbers.whole(fields.tokens, 0))",
         "",
     ),
     Mutant(  # of another type
@@ -257,9 +257,9 @@ MUTANTS = (
     Mutant(
         "a_lost_claim_comes_back",
         "claim",
-        "waiting.put_back(id, fields.score, 'its claim was lost')",
+        "pending.put_back(id, fields.score, 'its claim was lost')",
         "redis.call('HINCRBY', keys.request(id), 'crashes', 1)"
-        " waiting.put_back(id, fields.score, 'crashed')",
+        " pending.put_back(id, fields.score, 'crashed')",
         LOST,
     ),
     Mutant(  # nothing is known of it
@@ -315,7 +315,7 @@ MUTANTS = (
         "enqueue",
         "elseif not nonce or (stored or {}).nonce ~= nonce then",
         "elseif not nonce or (stored or {}).nonce ~= nonce then"
-        " for _, it in ipairs(fresh) do waiting.put(it.id, server.now_text, it.tenant) end",
+        " for _, it in ipairs(fresh) do pending.put(it.id, server.now_text, it.tenant) end",
         ALL,
     ),
     Mutant(  # a cancel that does not end what waits
@@ -374,7 +374,7 @@ MUTANTS = (
     Mutant(
         "a_reaper_leaves_nothing_overdue",
         "reap",
-        "waiting.promote_delayed(), 0, 0, 0",
+        "pending.promote_delayed(), 0, 0, 0",
         "0, 0, 0, 0",
     ),
     Mutant(

@@ -360,7 +360,8 @@ def test_a_second_attempt_pays_only_for_what_it_adds(world: World) -> None:
     world.claim()
     world.step()
     world.finish_all()
-    counters = dict(world.client.zrange(world.queue.keys.tenants(), 0, -1, withscores=True))
+    key = f"{world.queue.keys.prefix}tenants"
+    counters = dict(world.client.zrange(key, 0, -1, withscores=True))
     world.put("a", 30, 3)
     world.put("b", 30, 3)
     world.claim()
@@ -369,7 +370,7 @@ def test_a_second_attempt_pays_only_for_what_it_adds(world: World) -> None:
         world.hand_back()
         world.claim()
     world.finish_all()
-    now = dict(world.client.zrange(world.queue.keys.tenants(), 0, -1, withscores=True))
+    now = dict(world.client.zrange(key, 0, -1, withscores=True))
     for tenant in (b"a", b"b"):
         added = now[tenant] - counters.get(tenant, counters[b"*"])
         assert added == 30 * PROMPT_WEIGHT + 3 * OUTPUT_WEIGHT
@@ -383,7 +384,7 @@ def test_tenants_that_come_once_leave_nothing_behind(world: World, others: list[
             world.put(tenant, 2, 2)
         world.claim()
         world.step()
-    assert world.client.zcard(keys.tenants()) < 40
+    assert world.client.zcard(f"{keys.prefix}tenants") < 40
     assert world.client.scard(keys.tenants_waiting) < 40
     while world.waiting.total() or world.running:
         world.claim()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from promptq import Client
-from promptq.producer.admin.scaling import Reason, Scaling
+from promptq.producer.admin.autoscaling import Reason, Scaling
 from promptq.shared.errors import ConfigurationError, QueueFullError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.keys import Keys

@@ -1,19 +1,20 @@
-"""Computes the number of workers that a queue should have, and the reason."""
+"""Autoscaling: computes the number of workers that a queue should have, and the reason."""
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
 from enum import StrEnum
+from typing import Self
 
 from pydantic import BaseModel, Field
 from redis.exceptions import ResponseError
 
+from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.admin.queue_views import views_of_queues
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
@@ -29,28 +30,22 @@ _HALF_DONE = 0.5
 class Reason(StrEnum):
     """The reason for a number of workers."""
 
-    IDLE = "idle"
-    SOME_WORK = "some_work"
-    RECENT = "recent"
-    UNMEASURED = "unmeasured"
-    ARRIVALS = "arrivals"
-    BACKLOG = "backlog"
-    RUNNING = "running"
-    DEADLINES = "deadlines"
-    OLDEST = "oldest"
+    IDLE = "idle", "nothing waits, runs or is due soon"
+    SOME_WORK = "some_work", "one is enough"
+    RECENT = "recent", "something ran in the last minute"
+    UNMEASURED = "unmeasured", "what a worker can do is not known yet"
+    ARRIVALS = "arrivals", "so much comes in"
+    BACKLOG = "backlog", "so much waits"
+    RUNNING = "running", "so much runs"
+    DEADLINES = "deadlines", "fewer would miss deadlines"
+    OLDEST = "oldest", "a request has waited for too long"
 
+    words: str
 
-_WORDS = {
-    Reason.IDLE: "nothing waits, runs or is due soon",
-    Reason.SOME_WORK: "one is enough",
-    Reason.RECENT: "something ran in the last minute",
-    Reason.UNMEASURED: "what a worker can do is not known yet",
-    Reason.ARRIVALS: "so much comes in",
-    Reason.BACKLOG: "so much waits",
-    Reason.RUNNING: "so much runs",
-    Reason.DEADLINES: "fewer would miss deadlines",
-    Reason.OLDEST: "a request has waited for too long",
-}
+    def __new__(cls, value: str, words: str) -> Self:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.words = value, words
+        return reason
 
 
 class Scaling(BaseModel):
@@ -111,14 +106,14 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         queue=queue,
         desired=wanted[reason],
         reason=reason,
-        because=_WORDS[reason],
+        because=reason.words,
         workers=work.num_workers,
         waiting=work.num_waiting,
         running=work.num_active,
         due_soon=work.num_delayed,
         waiting_seconds=seconds(work.num_waiting),
         running_seconds=seconds(work.num_active * _HALF_DONE),
-        arriving_seconds=seconds(work.tokens_asked_for / work.tokens_of_answer),
+        arriving_seconds=seconds(work.tokens_requested / work.tokens_of_answer),
         oldest_seconds=work.oldest_ms / 1000,
         deadlines_at_risk=_at_risk(work, each),
         tokens_per_second=work.tokens_of_worker or None,
@@ -132,7 +127,7 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
         wanted[Reason.SOME_WORK] = 1
-    elif work.tokens_asked_for > 0:
+    elif work.tokens_requested > 0:
         wanted[Reason.RECENT] = min(1, work.num_workers)
     is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
     # Requests that find a free place do not wait. Workers hold some for which they have no place
@@ -152,8 +147,8 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
         left = num_waiting + work.num_active * _HALF_DONE
         wanted[Reason.BACKLOG] = math.ceil(min(left * each / target_seconds, left))
     if not work.is_paused:
-        busy = work.tokens_asked_for / (work.tokens_of_worker * _MOST_BUSY)
-        num_requests = max(1.0, work.tokens_asked_for * WINDOW_SECONDS / work.tokens_of_answer)
+        busy = work.tokens_requested / (work.tokens_of_worker * _MOST_BUSY)
+        num_requests = max(1.0, work.tokens_requested * WINDOW_SECONDS / work.tokens_of_answer)
         arrivals = math.ceil(round(min(busy, num_requests), 6))
         has_work = Reason.SOME_WORK in wanted
         wanted[Reason.ARRIVALS] = arrivals if has_work else min(arrivals, work.num_workers)

@@ -1,4 +1,4 @@
-"""Default times for scaling, in a file that loads nothing: every start of a command reads them."""
+"""Default times of autoscaling, in a file that loads nothing: commands read them at each start."""
 
 TARGET_SECONDS = 30.0
 """How long a request should wait at most."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from promptq.shared.queue.eviction import eviction_warning
-from promptq.shared.queue.eviction_log import EvictionLog
+from promptq.shared.queue.maxmemory_policy import MaxmemoryLog, maxmemory_warning
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.acl import ROLES
 from tests.support.roles import as_role
@@ -39,7 +38,7 @@ def test_each_policy(url: str, policy: str, maxmemory: str, lost: str) -> None:
         server.config_set("maxmemory", maxmemory)
         server.config_set("maxmemory-policy", policy)
     with redis.Redis.from_url(as_role("producer", url)) as client:
-        warning = RequestQueue(client).run(eviction_warning())
+        warning = RequestQueue(client).run(maxmemory_warning())
     if maxmemory == "0" or not lost:
         assert warning == ""
     else:
@@ -55,15 +54,15 @@ def test_every_role_may_look_and_a_user_who_may_not_gets_no_warning(url: str) ->
         server.execute_command("ACL", "SETUSER", "blind", *rules)
     for role in ROLES.keys() - {"subscriber"}:
         with redis.Redis.from_url(as_role(role, url)) as client:
-            assert RequestQueue(client).run(eviction_warning()), role
+            assert RequestQueue(client).run(maxmemory_warning()), role
     parts = redis.connection.parse_url(url)
     with redis.Redis(port=parts["port"], username="blind", password="any") as client:
-        assert RequestQueue(client).run([eviction_warning()]) == [""]
+        assert RequestQueue(client).run([maxmemory_warning()]) == [""]
 
 
 def test_the_log_repeats_it_as_long_as_it_lasts(capfd: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    log = EvictionLog(lambda: now)
+    log = MaxmemoryLog(lambda: now)
     lines = []
     for warning in ["", *["evicts"] * 25, "", "", "evicts"]:
         log.note(warning)

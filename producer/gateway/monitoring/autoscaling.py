@@ -1,4 +1,4 @@
-"""Serves the wanted number of workers, for software that starts and ends them, such as KEDA."""
+"""Autoscaling by other software, such as KEDA: serves the number of workers of each queue."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from promptq.producer.admin.scaling import Scaling, scaling
+from promptq.producer.admin.autoscaling import Scaling, scaling
+from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.http.errors import described
 from promptq.producer.http.state import ThisGateway
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.queue.call import carry_out_async
-from promptq.shared.queue.scaling_defaults import TARGET_SECONDS
 
 router = APIRouter(tags=["metrics"], responses=described(404, 503))
 
@@ -49,8 +49,8 @@ async def scale(
     scalings: list[Scaling] = []
     for name in names:
         try:
-            asking = scaling(Keys(name), target_seconds)
-            scalings.append(await carry_out_async(asking, gateway.queue.run))
+            operation = scaling(Keys(name), target_seconds)
+            scalings.append(await carry_out_async(operation, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
             if len(names) == 1:  # of several queues, one may be away or spoilt
                 raise

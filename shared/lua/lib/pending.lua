@@ -5,7 +5,7 @@
 local MAX_HISTORY = 16
 
 local changes = {} -- to the counts of the backlog, by field
-function waiting.count_later(kind, tenant, change)
+function pending.count_later(kind, tenant, change)
   if change == 0 then return end
   local field = kind .. ':' .. keys.tenant_name(tenant)
   changes[field] = (changes[field] or 0) + change
@@ -20,14 +20,14 @@ server.at_the_end(function()
 end)
 
 -- Count that a request stops waiting. `fields` has its state, tenant and tokens from before.
-function waiting.leave(id, fields)
+function pending.leave(id, fields)
   if fields.state ~= 'waiting' then return end
-  waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
-  if server.score_in(keys.delayed, id) then waiting.count_later('delayed', fields.tenant, -1) end
+  pending.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
+  if server.score_in(keys.delayed, id) then pending.count_later('delayed', fields.tenant, -1) end
 end
 
 -- Put an id into its tenant's queue, or into plain `pending` if a stranger gave that key another type.
-function waiting.put(id, score, tenant)
+function pending.put(id, score, tenant)
   tenant = keys.tenant_name(tenant)
   local known = tenant ~= '' and redis.pcall('SADD', keys.tenants_waiting, tenant)
   local put = type(known) == 'number' and redis.pcall('ZADD', keys.pending_of(tenant), score, id)
@@ -35,7 +35,7 @@ function waiting.put(id, score, tenant)
 end
 
 -- The keys of all tenants' queues, plain `pending` first.
-function waiting.queues()
+function pending.queues()
   local found, names = {keys.pending}, redis.pcall('SMEMBERS', keys.tenants_waiting)
   for _, tenant in ipairs(names.err and {} or names) do
     local key = keys.pending_of(tenant)
@@ -45,28 +45,28 @@ function waiting.queues()
 end
 
 -- The key of the queue in which an id waits: its tenant's, or another where a stranger put it. nil for none.
-function waiting.queue_of(id, tenant)
+function pending.queue_of(id, tenant)
   local home = keys.pending_of(tenant)
   if server.score_in(home, id) then return home end
-  for _, key in ipairs(waiting.queues()) do
+  for _, key in ipairs(pending.queues()) do
     if redis.call('ZSCORE', key, id) then return key end
   end
 end
 
 -- Move delayed requests whose time has come to pending. Returns how many.
-function waiting.promote_delayed()
+function pending.promote_delayed()
   local ids = server.due(keys.delayed, server.now_text, 100)
   for _, id in ipairs(ids) do
     local fields = requests.read(id, 'score', 'state', 'tenant') or {}
-    if fields.state == 'waiting' then waiting.count_later('delayed', fields.tenant, -1) end
-    waiting.put(id, scores.read(fields.score), fields.tenant)
+    if fields.state == 'waiting' then pending.count_later('delayed', fields.tenant, -1) end
+    pending.put(id, scores.read(fields.score), fields.tenant)
     redis.call('ZREM', keys.delayed, id)
   end
   return #ids
 end
 
 -- Note in the request's `history` how its current attempt ended.
-function waiting.note_end_of_attempt(id, how)
+function pending.note_end_of_attempt(id, how)
   local fields = requests.read(id, 'history', 'attempt', 'worker', 'claimed_at') or {}
   local parsed, history = pcall(cjson.decode, fields.history or '[]')
   if not parsed or type(history) ~= 'table' or history[1] == nil then history = {} end
@@ -81,11 +81,11 @@ end
 
 -- Put a request that no worker holds back at its old place, after `delay_ms` if that is given.
 -- `how` says how its attempt ended. Without it, the history gets no entry.
-function waiting.put_back(id, score, how, delay_ms)
-  if how then waiting.note_end_of_attempt(id, how) end
+function pending.put_back(id, score, how, delay_ms)
+  if how then pending.note_end_of_attempt(id, how) end
   local fields = requests.read(id, 'state', 'tenant', 'tokens') or {}
   if fields.state ~= 'waiting' then
-    waiting.count_later('tokens', fields.tenant, numbers.whole(fields.tokens, 0))
+    pending.count_later('tokens', fields.tenant, numbers.whole(fields.tokens, 0))
   end
   redis.call('HSET', keys.request(id), 'state', 'waiting')
   redis.call('HDEL', keys.request(id), 'fence', 'worker', 'alone')
@@ -96,8 +96,8 @@ function waiting.put_back(id, score, how, delay_ms)
   if type(waits) == 'number' then
     server.remove_later(keys.pending, id) -- a plain client may have put it there again
     server.remove_later(keys.pending_of(fields.tenant), id)
-    waiting.count_later('delayed', fields.tenant, 1)
+    pending.count_later('delayed', fields.tenant, 1)
   else
-    waiting.put(id, scores.read(score), fields.tenant)
+    pending.put(id, scores.read(score), fields.tenant)
   end
 end

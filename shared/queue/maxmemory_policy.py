@@ -1,0 +1,66 @@
+"""Warns of a Redis server whose `maxmemory-policy` deletes keys of the queue when memory is full.
+
+`INFO memory` names the policy, and every role may send it. `CONFIG GET` is forbidden to roles and
+on managed services.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from promptq.shared.queue.call import Call
+
+LOOK_SECONDS = 5.0
+"""The time between two looks at the policy, which an operator may change at any time."""
+
+_REPEAT_SECONDS = 60.0
+_LOST = {
+    "allkeys": "waiting and running requests may vanish, and nobody is notified",
+    "volatile": "results, responses, batches and idempotency keys may vanish before their time",
+}
+"""The losses that a policy may cause, by the first word of its name."""
+
+
+def maxmemory_warning() -> Call[str]:
+    """A sentence about a server that may delete keys; empty if it deletes none or does not say."""
+    return Call("", ["INFO", "memory"], _warning_of, of_refusal=str)
+
+
+def _warning_of(info: Mapping[str, Any]) -> str:
+    policy = str(info.get("maxmemory_policy", ""))
+    lost = _LOST.get(policy.partition("-")[0])
+    if lost is None or not info.get("maxmemory"):
+        return ""
+    return (
+        f"the server evicts keys when its memory is full (maxmemory-policy {policy}): {lost};"
+        " set maxmemory-policy noeviction"
+    )
+
+
+class MaxmemoryLog:
+    """Logs the warning at once, again every minute while it holds, and when it is over."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged = ""
+        self._repeat_at = 0.0
+        self._look_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last look was `LOOK_SECONDS` ago."""
+        return self._clock() >= self._look_at
+
+    def note(self, warning: str) -> None:
+        """Log the result of a look at the server, if it is news or due again."""
+        from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
+
+        now = self._clock()
+        if warning and (warning != self._logged or now >= self._repeat_at):
+            get_logger().warning(warning)
+            self._repeat_at = now + _REPEAT_SECONDS
+        elif self._logged and not warning:
+            get_logger().info("the server no longer evicts keys")
+        self._logged, self._look_at = warning, now + LOOK_SECONDS
