@@ -145,7 +145,7 @@ class Stats(_Wire):
 
     def to_json(self) -> str:
         """Returns the public JSON form, with all fields."""
-        return json.dumps(self.model_dump(), separators=(",", ":"))
+        return self.model_dump_json()
 
 
 class ErrorInfo(_Wire):
