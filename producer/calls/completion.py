@@ -50,7 +50,7 @@ class Completion:
     encoding_format: str | None = None
     """See CompletionCall."""
     prefill: str = ""
-    """With what the output begins that is not shown, since the call gave it."""
+    """The beginning of the output that the call gave, which the answer does not repeat."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -58,12 +58,12 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Unix seconds. They come from the id, so they are the same each time it is read."""
+        """Unix seconds, from the id: the same for each reader."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
     def url(self) -> str:
-        """The path of the stream, with what no record of a request holds."""
+        """The path of the stream. Its query has the options that no record of a request has."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
@@ -111,12 +111,12 @@ def new_message_id() -> str:
 
 
 def is_message_id(completion_id: str) -> bool:
-    """Whether it is the id of a completion that is answered as a message."""
+    """Whether the answer of this completion is a message."""
     return completion_id.startswith(_MESSAGE)
 
 
 def check_completion_id(completion_id: str) -> None:
-    """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
+    """Raises RequestNotFoundError for other ids, such as those of other clients' requests."""
     try:
         _uuid_of(completion_id)
     except ValueError:
@@ -203,8 +203,8 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
-    """`stop`, `length` or `tool_calls`. An expired request ends with `length`, too, and so does one
-    that only echoes its prompt."""
+    """`stop`, `length` or `tool_calls`. Requests that expired or only echo their prompt end with
+    `length`."""
     if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
@@ -216,7 +216,7 @@ def failure(
     num_tokens: int,
     names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """The error for a request that ended after `num_tokens`; None if it has an answer.
+    """The error for a request that ended after `num_tokens` tokens; None if it has an answer.
 
     `names` are those of the endpoint; see `in_api_names`.
     """
@@ -250,7 +250,7 @@ def _failed(error: ErrorInfo) -> ApiError:
 async def learned(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
-    """Add what the queue knows as soon as there is an event: its model, and how that writes."""
+    """Adds the queue's model to a completion that has an event. Also returns its output style."""
     if completion.model and not completion.is_chat:
         return completion, None
     model, style = await model_and_style(served, needs_style=completion.asked.with_tools)
@@ -262,13 +262,13 @@ async def learned(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """The queue's model and how it writes.
+    """The queue's model and its output style.
 
-    Both are known once there is an event, as the worker that sent it has written them before.
+    A worker writes both before it sends events, so both are known once there is an event.
     """
     with explained(served.client.url):
         view = await served.watch.look()
-        is_untold = view.output_style is None and needs_style
-        if not view.model or is_untold:  # perhaps written just now
+        lacks_style = view.output_style is None and needs_style
+        if not view.model or lacks_style:  # perhaps written just now
             view = await served.watch.look(now=True)
     return view.model, view.output_style

@@ -47,7 +47,7 @@ class ClientLeftError(Exception):
 
 
 class ErrorObject(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -62,7 +62,7 @@ class ErrorAnswer(BaseModel):
 
 
 class MessagesErrorObject(BaseModel):
-    """What went wrong with a call of /v1/messages."""
+    """An error of a call of /v1/messages."""
 
     type: str
     message: str
@@ -97,7 +97,7 @@ def response_of(error: ApiError, path: str) -> JSONResponse:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give all errors of all routes the form of their path."""
+    """Answers all errors of all routes in the form of their API."""
 
     def answered(request: Request, error: ApiError) -> JSONResponse:
         return response_of(error, request.scope["path"])
@@ -140,14 +140,14 @@ def add_handlers(app: FastAPI) -> None:
         where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
         field = ".".join(where)
         if first["type"] == "json_invalid":
-            told = f"the body is not JSON: {first['ctx']['error']}"
-            return answered(request, ApiError(400, told))
-        told = f"{field or 'body'}: {first['msg']}"
-        return answered(request, ApiError(400, told, param=field or None))
+            message = f"the body is not JSON: {first['ctx']['error']}"
+            return answered(request, ApiError(400, message))
+        message = f"{field or 'body'}: {first['msg']}"
+        return answered(request, ApiError(400, message, param=field or None))
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Names the path that was probably meant, and the calls that there are."""
+    """The message for a path that is not served: names the likeliest path, and all that are."""
     served = [*app.openapi()["paths"]]
     # Often the base URL of a client has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]

@@ -27,7 +27,7 @@ async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
 
 
 async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
-    """Takes one request from the caller's rate for a read of what may be large."""
+    """Takes one request from the caller's rate for a read whose answer may be large."""
     await admit_call(gateway, caller)
 
 
@@ -42,13 +42,13 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Take from the caller's rates. Returns the headers that report them.
+    """Takes from the caller's rates. Returns the headers that report them.
 
     Requests are counted at the gateway's own queue, since a call is counted before its body says
     which model it is for. Tokens are counted at the queue that serves the call: its workers charge
     the output there.
 
-    Raises ApiError 429. With `is_last_try` that is delayed for callers who come back too early.
+    Raises ApiError 429. With `is_last_try`, callers who come back too early wait for this error.
     """
     if not rates:
         return {}

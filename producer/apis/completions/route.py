@@ -23,8 +23,8 @@ from promptq.producer.apis.completions.write import (
     role_chunks,
     usage_chunk,
 )
-from promptq.producer.calls.call import CompletionCall, request_ids
-from promptq.producer.calls.call_reader import CallReader, Endpoint
+from promptq.producer.calls.call import CompletionCall, request_ids, wrong_field
+from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
@@ -43,13 +43,13 @@ from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
-from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, Out
+from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.producer.http.stream import EventStream, Frames, Out
 from promptq.producer.http.submit import begin, read_call, with_headers
-from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
+from promptq.shared.runtime.turns import at_once
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -66,10 +66,10 @@ router = APIRouter(
     response_class=Response,
 )
 async def create_chat_completion(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+    request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
     """Answer a chat, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, "chats")
+    return await _create(request, gateway, caller, "chats")
 
 
 @router.post(
@@ -81,23 +81,17 @@ async def create_chat_completion(
     ),
     response_class=Response,
 )
-async def create_completion(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
-) -> Response:
+async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, "completions")
+    return await _create(request, gateway, caller, "completions")
 
 
 async def _create(
-    request: Request,
-    gateway: Gateway,
-    caller: Caller,
-    call_reader: CallReader,
-    endpoint: Endpoint,
+    request: Request, gateway: Gateway, caller: Caller, endpoint: Endpoint
 ) -> Response:
     last_event_id = request.headers.get("last-event-id")
     check = partial(check_stream, gateway, caller, last_event_id) if last_event_id else None
-    async with read_call(request, gateway, caller, call_reader, endpoint, check=check) as read:
+    async with read_call(request, gateway, caller, endpoint, check=check) as read:
         return await respond(request, gateway, caller, *read)
 
 
@@ -109,7 +103,7 @@ async def respond(
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         if not call.stream:
-            raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
+            raise wrong_field("Last-Event-ID", "needs stream: true")
         return await _resume(gateway, call, last_event_id)
     served, completion, rates = await begin(gateway, caller, prepared, hold)
     if call.stream:
@@ -134,17 +128,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     bind(request_id=completion_id)
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
     completion = completion_of(call, completion_id, (await served.watch.look()).model)
-    check_positions(completion, have)
     return stream_of(gateway, served, completion, have)
-
-
-def check_positions(completion: Completion, have: list[Position]) -> None:
-    """Raises InvalidRequestError unless there is one position for each choice."""
-    if len(have) != completion.num_choices:
-        raise InvalidRequestError(
-            f"Last-Event-ID: has {len(have)} positions for {completion.num_choices} choices",
-            field="Last-Event-ID",
-        )
 
 
 async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Completion) -> Response:
@@ -174,13 +158,20 @@ def stream_of(
     *,
     is_new: bool = False,
 ) -> EventStream:
-    """The stream of a completion, from where its client stopped reading."""
+    """The stream of a completion, from where its client stopped reading.
+
+    Raises InvalidRequestError unless `have` is empty or has one position for each choice.
+    """
     have = have or [Position()] * completion.num_choices
+    if len(have) != completion.num_choices:
+        raise wrong_field(
+            "Last-Event-ID", f"has {len(have)} positions for {completion.num_choices} choices"
+        )
     begin = partial(_Frames, served, completion, have)
     return EventStream(gateway, served, completion, begin, is_new=is_new)
 
 
-class _Frames:
+class _Frames(Frames):
     """The frames of a completion: chunks of all its choices, then its usage and the end."""
 
     def __init__(
@@ -195,9 +186,6 @@ class _Frames:
         self._positions: list[str] = []
         self._num_tokens = 0
 
-    async def begin(self) -> None:
-        """Nothing comes before the first token."""
-
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         """Write an event of the choice at `place`."""
         if event.finish_reason is not None:
@@ -209,7 +197,7 @@ class _Frames:
             return partial(self._learn_and_write, place, event)
         if is_large(event):
             return partial(self._write_in_turns, place, event)
-        return self._write_chunk(place, self._writers[place].chunk(event))
+        return self._write_chunk(place, at_once(self._writers[place].chunk(event)))
 
     async def finish(self) -> None:
         if self._completion.include_usage:
@@ -223,7 +211,7 @@ class _Frames:
 
     async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
         turns = self._served.client.turns
-        chunk = await turns.run(self._writers[place].chunk_in_parts(event))
+        chunk = await turns.run(self._writers[place].chunk(event))
         await turns.run(freed(event))
         if (finish := self._write_chunk(place, chunk)) is not None:
             await finish()

@@ -19,11 +19,11 @@ from promptq.producer.calls.logprobs import (
     tokens_of_prompt,
 )
 from promptq.producer.calls.output.model_text import ModelText, Piece, read_whole
-from promptq.producer.calls.output.tool_calls import ToolDelta, call_id
+from promptq.producer.calls.output.tool_calls import ToolDelta, chat_call
 from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.runtime.large_json import written
-from promptq.shared.runtime.turns import Work, at_once
+from promptq.shared.runtime.turns import Work
 
 _FEW = 16
 """Tokens whose log-probabilities are written at once."""
@@ -65,7 +65,7 @@ def _choice(
     body: dict[str, Any]
     if completion.is_chat:
         request_id = completion.request_ids[index]
-        read = read_whole(result.text, style, completion.asked, request_id)
+        read = read_whole(result.text, style, completion.asked)
         message: dict[str, Any] = {"role": "assistant", "content": read.content}
         message |= {"refusal": None, "annotations": []}
         if read.reasoning:
@@ -73,7 +73,7 @@ def _choice(
         if completion.asked.is_forced or read.calls:
             message["content"] = read.content or None
         if num_calls := len(read.calls):
-            message["tool_calls"] = read.calls
+            message["tool_calls"] = [chat_call(request_id, delta) for delta in read.calls]
         body, shown = {"message": message}, (yield from chat_logprobs(logprobs))
     else:
         text, tokens = result.text, [*logprobs]
@@ -118,15 +118,8 @@ class ChoiceWriter:
         self._before, self._after = _frame_of(completion)
         self._before += f'{{"index":{index},'
 
-    def chunk(self, event: TokenEvent) -> str | None:
+    def chunk(self, event: TokenEvent) -> Work[str | None]:
         """The chunk for an event, as JSON; None if there is nothing new for the client."""
-        if (news := self._news(event)) is None:
-            return None
-        text, logprobs = news
-        return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
-
-    def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Like `chunk`, for an event that may bring many log-probabilities."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
@@ -138,7 +131,7 @@ class ChoiceWriter:
         if self._echo_only:
             text, logprobs = "", []
         of_prompt = tokens_of_prompt(event) if self._echoes else []
-        if of_prompt and not self._echo:  # it was given as token ids
+        if of_prompt and not self._echo:  # the call gave it as token ids
             self._echo = "".join(event.prompt_texts or ())
         chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
         if event.finish_reason is not None:
@@ -192,12 +185,7 @@ class ChoiceWriter:
     def _call(self, delta: ToolDelta) -> dict[str, Any]:
         if delta.name is None:
             return {"index": delta.index, "function": {"arguments": delta.arguments}}
-        return {
-            "index": delta.index,
-            "id": call_id(self._request_id, delta.index),
-            "type": "function",
-            "function": {"name": delta.name, "arguments": delta.arguments},
-        }
+        return {"index": delta.index, **chat_call(self._request_id, delta)}
 
     def _logprobs(self, logprobs: list[FirstToken | TokenLogprob]) -> Work[str | None]:
         if not logprobs:

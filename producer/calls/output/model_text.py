@@ -15,7 +15,6 @@ from promptq.producer.calls.output.tool_calls import (
     ParameterTypes,
     ToolDelta,
     ToolText,
-    call_id,
     merged,
 )
 from promptq.shared.protocol.output_style import OutputStyle
@@ -113,28 +112,10 @@ class ModelText:
         return Piece(reasoning, *self._tools.feed(text))
 
 
-@dataclass(frozen=True, slots=True)
-class WholeText:
-    """A text that has ended. `calls` are as in a message of the OpenAI API."""
-
-    reasoning: str
-    content: str
-    calls: list[dict[str, Any]]
-
-
-def read_whole(text: str, style: OutputStyle | None, asked: Asked, request_id: str) -> WholeText:
-    """Read a text that has ended, the output of this request."""
+def read_whole(text: str, style: OutputStyle | None, asked: Asked) -> Piece:
+    """Reads a text that has ended."""
     reader = ModelText(style, asked)
-    piece = reader.feed(text) + reader.finish()
-    calls = [
-        {
-            "id": call_id(request_id, delta.index),
-            "type": "function",
-            "function": {"name": delta.name, "arguments": delta.arguments},
-        }
-        for delta in piece.calls
-    ]
-    return WholeText(piece.reasoning, piece.content, calls)
+    return reader.feed(text) + reader.finish()
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -329,6 +329,12 @@ def call_id(request_id: str, index: int) -> str:
     return f"call_{digest[:24]}"
 
 
+def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
+    """A call that begins with this delta, as in a message of the OpenAI API."""
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"id": call_id(request_id, delta.index), "type": "function", "function": function}
+
+
 def _squeezed(text: str) -> str:
     return "".join(text.split())
 

@@ -49,8 +49,8 @@ async def scale(
     scalings: list[Scaling] = []
     for name in names:
         try:
-            asking = scaling(Keys(name), target_seconds)
-            scalings.append(await carry_out_async(asking, gateway.queue.run))
+            operation = scaling(Keys(name), target_seconds)
+            scalings.append(await carry_out_async(operation, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
             if len(names) == 1:  # of several queues, one may be away or spoilt
                 raise
