@@ -24,7 +24,7 @@ from promptq.producer.calls.completion import (
     needed_request_ids,
     stream_completion,
 )
-from promptq.producer.calls.prepare import payloads_of
+from promptq.producer.calls.payloads import payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.forks import ForkSource, check_changes, fork_source
 from promptq.producer.http.auth import ThisCaller, needs

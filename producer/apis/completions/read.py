@@ -1,7 +1,6 @@
-"""Reads a chat call (/v1/chat/completions) or one of /v1/completions: the first step to payloads.
+"""Reads a call of /v1/chat/completions or /v1/completions: from its body to a payload's fields.
 
-`read_chat` turns its body and headers into a `CompletionCall`. `prepare` (calls/payloads.py) makes
-payloads for the queue of that.
+`read_chat` returns a chat's `CompletionCall`, whose payloads `prepare` (calls/payloads.py) makes.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from promptq.producer.calls.completion import (
 )
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import freed
-from promptq.producer.calls.prepare import Prepared, payloads_of
+from promptq.producer.calls.payloads import Prepared, payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold

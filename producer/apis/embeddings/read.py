@@ -1,4 +1,4 @@
-"""Reads a call of /v1/embeddings."""
+"""Reads a call of /v1/embeddings: from its body to the fields of payloads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from promptq.producer.apis.responses.write import ResponseWriter, error_frame, w
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared
+from promptq.producer.calls.payloads import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
