@@ -32,11 +32,11 @@ class Expiry(BaseModel):
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
-def _check_number(given: Any) -> Any:
+def _check_number(metadata: Any) -> Any:
     """Check the number of entries first, as pydantic would report each wrong entry."""
-    if isinstance(given, dict) and len(given) > _MOST_METADATA:
-        raise ValueError(f"{len(given)} are more than the {_MOST_METADATA} allowed")
-    return given
+    if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
+        raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
+    return metadata
 
 
 _MOST_METADATA = 16

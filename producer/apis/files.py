@@ -140,13 +140,13 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """List files of the caller's tenant, the newest first."""
-    found, has_more = await asyncio.to_thread(
+    files, has_more = await asyncio.to_thread(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
 
     def shown() -> Work[str]:
         objects = []
-        for stored in found:
+        for stored in files:
             objects.append(stored.to_api())
             yield
         return (yield from written(page_of(objects, has_more)))

@@ -48,12 +48,12 @@ T = TypeVar("T", bound="BodyOptions")
 _BOM = b"\xef\xbb\xbf"
 
 
-def _known_options(given: Any) -> Any:
+def _known_options(options: Any) -> Any:
     """Refuse the first unknown name, as pydantic would report each."""
-    for name in given if isinstance(given, dict) else ():
+    for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
-    return given
+    return options
 
 
 _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
@@ -74,9 +74,9 @@ class BodyOptions(BaseModel):
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
 
     @classmethod
-    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of a body under our names. Raises InvalidRequestError."""
-        return given
+        return fields
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
         """The call with these fields of a payload. `answer` are other fields of the call."""
@@ -214,25 +214,25 @@ def check_effort(field: str, effort: Any) -> None:
         raise wrong_field(field, f"must be a text of 1 to {_LONGEST_EFFORT} characters")
 
 
-def with_effort(effort: str, given: Any) -> Any:
+def with_effort(effort: str, variables: Any) -> Any:
     """The variables of the chat template. One that the call sets itself has precedence."""
-    if not isinstance(given, dict):
-        return given  # refused later, by its name
+    if not isinstance(variables, dict):
+        return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
     if effort == "none":
         ours["enable_thinking"] = False
-    return {**ours, **given}
+    return {**ours, **variables}
 
 
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
     """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
-    given = without_none(read_object(body))
+    body_fields = without_none(read_object(body))
     for name, value in _from_headers(headers).items():
-        given.setdefault(name, value)
+        body_fields.setdefault(name, value)
     try:
-        options = kind.model_validate(kind.renamed(given))
+        options = kind.model_validate(kind.renamed(body_fields))
     except ValidationError as error:
         raise invalid_request(error) from None
     fields = dict(options.model_extra or {})
@@ -320,7 +320,7 @@ class HistoryNeededError(Exception):
 
 
 def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, header in HEADERS.items():
         text = headers.get(header)
         if text is None:
@@ -333,8 +333,8 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
         if value is None:
             kind = "a number" if name in _NUMBERS else "true or false"
             raise wrong_field(header, f"{text[:80]!r} is not {kind}")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -345,12 +345,12 @@ def read_object(body: bytes) -> dict[str, Any]:
             f"the body is not JSON: it is {encoding}, and JSON is sent in utf-8"
         )
     try:
-        given = from_json(body.removeprefix(_BOM), allow_inf_nan=False)
+        value = from_json(body.removeprefix(_BOM), allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise InvalidRequestError("the body is not a JSON object")
-    return given
+    return value
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

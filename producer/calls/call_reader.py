@@ -308,14 +308,14 @@ async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
     """Read in pieces, as `readexactly` copies all of it at once. Raises EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)
-    found, length = memoryview(bytearray(size)), 0
+    buffer, length = memoryview(bytearray(size)), 0
     while length < size:
         piece = await stream.read(min(size - length, _PIECE_BYTES))
         if not piece:
             raise EOFError
-        found[length : length + len(piece)] = piece
+        buffer[length : length + len(piece)] = piece
         length += len(piece)
-    return found
+    return buffer
 
 
 async def _end(process: Process) -> None:

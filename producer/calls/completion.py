@@ -11,7 +11,7 @@ from uuid import UUID
 
 from promptq.producer.calls.call import MAX_CHOICES, CompletionCall, request_ids
 from promptq.producer.calls.errors import NOT_AGAIN, ApiError
-from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.output.model_text import ExpectedOutput
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.connecting import explained
 from promptq.producer.clients.request_builder import Prompt
@@ -42,7 +42,7 @@ class Completion:
     n: int = 1
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
-    asked: Asked = field(default_factory=Asked)
+    expected: ExpectedOutput = field(default_factory=ExpectedOutput)
     include_usage: bool = False
     detach: bool = False
     echoes: Sequence[str | None] = ()
@@ -134,7 +134,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         n=call.n,
         with_logprobs=call.fields.get("logprobs") is not None,
         with_prompt_logprobs=call.shows_prompt_logprobs,
-        asked=Asked.of(call.fields),
+        expected=ExpectedOutput.of(call.fields),
         include_usage=call.include_usage,
         detach=call.detach,
         echoes=echoes if call.echo else (),
@@ -160,7 +160,7 @@ def stream_completion(
         num_choices=num_choices,
         n=n,
         with_logprobs=first.logprobs is not None,
-        asked=Asked.of(vars(first)),
+        expected=ExpectedOutput.of(vars(first)),
         include_usage=query.get("usage") == "1",
         detach=query.get("detach") == "1",
         echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
@@ -253,7 +253,7 @@ async def learned(
     """Adds the queue's model to a completion that has an event. Also returns its output style."""
     if completion.model and not completion.is_chat:
         return completion, None
-    model, style = await model_and_style(served, needs_style=completion.asked.with_tools)
+    model, style = await model_and_style(served, needs_style=completion.expected.with_tools)
     if not completion.model:
         completion = replace(completion, model=model)
     return completion, style

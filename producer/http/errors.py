@@ -21,7 +21,7 @@ from promptq.shared.errors import PromptqError
 
 _MESSAGES = "/v1/messages"
 _MEANINGS = {
-    400: "something is wrong with what was asked; `param` names the field",
+    400: "a field is wrong; `param` names it",
     401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
     " it is not known",
     403: "more than the API key allows",
@@ -82,11 +82,11 @@ def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
     """The errors of an endpoint or a router, for the API's description."""
-    found: dict[int | str, dict[str, Any]] = {
+    answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
     # Without this entry FastAPI describes its own error 422, which our clients never get.
-    return {**found, "default": {"model": model, "description": "any other error"}}
+    return {**answers, "default": {"model": model, "description": "any other error"}}
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:

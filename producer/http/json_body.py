@@ -34,11 +34,11 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
     async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:
         with gateway.bodies.hold(caller.party) as hold:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
-            given = read_object(await read_body(request, most, hold))
-        if len(given) > _MOST_FIELDS:
-            raise ApiError(400, f"the body has {len(given)} fields")
+            fields = read_object(await read_body(request, most, hold))
+        if len(fields) > _MOST_FIELDS:
+            raise ApiError(400, f"the body has {len(fields)} fields")
         try:
-            return adapter.validate_python(given)
+            return adapter.validate_python(fields)
         except ValidationError as error:
             raise RequestValidationError(error.errors(include_url=False)[:1]) from None
 

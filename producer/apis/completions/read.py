@@ -45,8 +45,8 @@ class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
     )
 
     @classmethod
-    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return in_our_names(given)
+    def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return in_our_names(fields)
 
 
 class CompletionOptions(CallOptions):

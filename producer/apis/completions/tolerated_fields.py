@@ -70,12 +70,12 @@ def warn_of(field: str) -> None:
     get_logger().warning("a field of a call has no effect", field=field)
 
 
-def in_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     """Renames fields of a body that have other names in other servers' APIs.
 
     Raises InvalidRequestError for what is not served.
     """
-    fields = {**given}
+    fields = {**body}
     if fields.get("seed") == -1:  # vLLM's word for none
         del fields["seed"]
     for name, instead in _FORMER.items():
@@ -106,37 +106,37 @@ _FORMS = (
 """Names of vLLM, the newer one first."""
 
 
-def _format_of(name: str, given: Any) -> dict[str, Any]:
+def _format_of(name: str, value: Any) -> dict[str, Any]:
     """The `response_format` that asks for the same."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
-        if isinstance(given, dict):  # vLLM's own class may be written out whole
-            given = without_none(given)
-        if not (isinstance(given, dict) and len(given) == 1 and {*given} <= _KINDS):
+        if isinstance(value, dict):  # vLLM's own class may be written out whole
+            value = without_none(value)
+        if not (isinstance(value, dict) and len(value) == 1 and {*value} <= _KINDS):
             raise wrong_field(
                 name,
                 'must be one of {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},'
                 ' {"grammar": LARK} and {"json_object": true}; other forms are not served',
             )
-        [(kind, given)] = given.items()
+        [(kind, value)] = value.items()
     if kind in ("regex", "choice", "grammar"):
-        response_format = {"type": kind, kind: given}
+        response_format = {"type": kind, kind: value}
         try:
             wanted_output(response_format, None, None)
         except ValueError as error:
             message = str(error).replace("response_format", name, 1)
             raise InvalidRequestError(message, field=name) from None
         return response_format
-    if kind == "json_object" and given is True:
+    if kind == "json_object" and value is True:
         return {"type": "json_object"}
-    if kind == "json" and isinstance(given, str):  # as vLLM takes it, too
+    if kind == "json" and isinstance(value, str):  # as vLLM takes it, too
         try:
-            given = from_json(given)
+            value = from_json(value)
         except ValueError as error:
             raise wrong_field(name, f"the schema is not JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise wrong_field(name, "the schema must be a JSON object")
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": value}}
 
 
 _KINDS = {"json", "json_object", "regex", "choice", "grammar"}

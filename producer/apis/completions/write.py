@@ -52,10 +52,10 @@ def answer(
 
 
 def failure_of(results: Sequence[Result]) -> ApiError | None:
-    """The first failure among the results. A deadline is one only if there is no output at all."""
+    """The first failure among the results. A deadline is a failure only without any output."""
     num_tokens = sum(len(result.token_ids) for result in results)
-    found = (failure(result.finish_reason, result.error, num_tokens) for result in results)
-    return next((error for error in found if error is not None), None)
+    failures = (failure(result.finish_reason, result.error, num_tokens) for result in results)
+    return next((error for error in failures if error is not None), None)
 
 
 def _choice(
@@ -65,12 +65,12 @@ def _choice(
     body: dict[str, Any]
     if completion.is_chat:
         request_id = completion.request_ids[index]
-        read = read_whole(result.text, style, completion.asked)
+        read = read_whole(result.text, style, completion.expected)
         message: dict[str, Any] = {"role": "assistant", "content": read.content}
         message |= {"refusal": None, "annotations": []}
         if read.reasoning:
             message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
-        if completion.asked.is_forced or read.calls:
+        if completion.expected.is_forced or read.calls:
             message["content"] = read.content or None
         if num_calls := len(read.calls):
             message["tool_calls"] = [chat_call(request_id, delta) for delta in read.calls]
@@ -109,10 +109,10 @@ class ChoiceWriter:
         self._is_chat = completion.is_chat
         self._with_logprobs = completion.with_logprobs
         self._request_id = completion.request_ids[index]
-        self._reader = ModelText(style if completion.is_chat else None, completion.asked)
+        self._reader = ModelText(style if completion.is_chat else None, completion.expected)
         self._echoes, self._echo_only = bool(completion.echoes), completion.echo_only
         self._echo = (completion.echoes[index] if completion.echoes else None) or ""
-        self._is_first = have.is_start and not _tells_roles_first(completion)
+        self._is_first = have.is_start and not _roles_come_first(completion)
         self._num_chars = 0
         self._offset = 0
         self._before, self._after = _frame_of(completion)
@@ -137,7 +137,7 @@ class ChoiceWriter:
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
         if event.index < have.tokens or have.ended:
-            # The client has read all or a part of it. What separates its parts reads it again.
+            # The client has read some of this text, but the reader of calls must read it again.
             self._reader.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
             self._offset += text_length([*of_prompt, *known])
@@ -212,7 +212,7 @@ def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
 
     OpenAI's client (`chat.completions.stream`) finds a choice by the number of choices before it.
     """
-    if not (_tells_roles_first(completion) and all(position.is_start for position in have)):
+    if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []
     before, after = _frame_of(completion)
     rest = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -225,7 +225,7 @@ def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
     return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
 
 
-def _tells_roles_first(completion: Completion) -> bool:
+def _roles_come_first(completion: Completion) -> bool:
     return completion.is_chat and completion.num_choices > 1
 
 

@@ -137,15 +137,15 @@ def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The `response_format` of a payload."""
     for name in config:
         check_one_of("output_config", name, ("effort", "format"))
-    given = config.get("format")
-    if given is None:
+    wanted = config.get("format")
+    if wanted is None:
         return None
-    is_schema = isinstance(given, dict) and given.keys() == {"type", "schema"}
-    if not is_schema or given["type"] != "json_schema" or not isinstance(given["schema"], dict):
+    is_schema = isinstance(wanted, dict) and wanted.keys() == {"type", "schema"}
+    if not is_schema or wanted["type"] != "json_schema" or not isinstance(wanted["schema"], dict):
         raise wrong_field(
             "output_config.format", 'must be like {"type": "json_schema", "schema": {...}}'
         )
-    described = {"name": "output", "schema": given["schema"], "strict": True}
+    described = {"name": "output", "schema": wanted["schema"], "strict": True}
     return {"type": "json_schema", "json_schema": described}
 
 
@@ -165,13 +165,13 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
     check_effort("output_config.effort", effort)
     if kind == "disabled":
         effort = "none"
-    given = fields.get("chat_template_kwargs")
-    if (kind is None and effort is None) or not isinstance(given, dict | None):
-        return given
+    kwargs = fields.get("chat_template_kwargs")
+    if (kind is None and effort is None) or not isinstance(kwargs, dict | None):
+        return kwargs
     variables = {} if kind in (None, "disabled") else {"enable_thinking": True}
     if effort is not None:
         variables = with_effort(effort, variables)
-    return variables | (given or {})
+    return variables | (kwargs or {})
 
 
 def chat_of(

@@ -19,19 +19,19 @@ _PREFIXES = {
 """Prefixes of the ids of items, by the types that are served."""
 
 
-def read_items(given: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
+def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
     """The items of an `input`, in their full form. `unique` makes their ids unique.
 
     The id is the first member of each, so that it is found without reading the rest.
 
     Raises InvalidRequestError for what is not text, a function call, its output or reasoning.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not given:
+    if isinstance(text_or_items, str):
+        text_or_items = [{"role": "user", "content": text_or_items}]
+    if not text_or_items:
         raise wrong_field("input", "is empty, and there is nothing to answer")
     items = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(text_or_items):
         checked = _checked(f"input: item {index}", item)
         item_id = f"{_PREFIXES[checked['type']]}_{unique}_in{index}"
         items.append({"id": item_id, **checked} | {"id": item_id})

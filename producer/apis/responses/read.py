@@ -194,8 +194,8 @@ def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any
         check_one_of("reasoning", name, _REASONING)
     effort = (options.reasoning or {}).get("effort")
     check_effort("reasoning.effort", effort)
-    given = fields.get("chat_template_kwargs")
-    return None if effort is None else with_effort(effort, {} if given is None else given)
+    kwargs = fields.get("chat_template_kwargs")
+    return None if effort is None else with_effort(effort, {} if kwargs is None else kwargs)
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from uuid import UUID
 from pydantic_core import to_json
 
 from promptq.producer.calls.call_reader import Payload
-from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.output.model_text import ExpectedOutput
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.events import Usage
 from promptq.shared.queue.request_queue import new_request_id
@@ -37,7 +37,7 @@ class ResponseCall:
     store: bool = True
     detach: bool = False
     reading: dict[str, Any] = field(default_factory=dict)
-    """The fields of its payload from which `Asked` says how its output is to be read."""
+    """The fields of its payload that `ExpectedOutput.of` needs."""
     with_logprobs: bool = False
     previous_response_id: str | None = None
 
@@ -46,8 +46,8 @@ class ResponseCall:
         return [self.id]
 
     @property
-    def asked(self) -> Asked:
-        return Asked.of(self.reading)
+    def expected(self) -> ExpectedOutput:
+        return ExpectedOutput.of(self.reading)
 
     @property
     def unique(self) -> str:
@@ -56,7 +56,7 @@ class ResponseCall:
 
     @property
     def created(self) -> int:
-        """Unix seconds. They come from the id, so they are the same each time it is read."""
+        """Unix seconds, from the id: the same for each reader."""
         return self._created_ms // 1000
 
     @property

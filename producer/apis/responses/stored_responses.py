@@ -173,5 +173,5 @@ def _record(response_id: str, reply: Any) -> StoredResponse | None:
         return None
     tenant, queue, options, echo = (field.decode() for field in reply[:-1])
     call = _CALLS.validate_python({**json.loads(options), "id": response_id, "echo": echo})
-    _ = call.asked  # raises an error if a stranger wrote it
+    _ = call.expected  # raises an error if a stranger wrote it
     return StoredResponse(call, tenant, queue, reply[-1])

@@ -20,11 +20,11 @@ from promptq.producer.calls.output.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
 
 _STRING, _NAME = "", "\0"
-"""Stand for the tool's name among the literals of a head: as a JSON string, and up to a mark."""
+"""Stand for the tool's name in a head, among literals: as a JSON string, and up to a mark."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
-"""In letters, with white space. What is longer is content."""
+"""In letters, with white space. A longer text is content."""
 
 _index = attrgetter("index")
 
@@ -84,7 +84,7 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Read more text. Gives what is certain now: content, and pieces of calls."""
+        """Reads more text. Returns the content and the pieces of calls that are certain now."""
         for letter in text:
             if letter == _HALF_CHARACTER and self._forced and self._state != self._in_arguments:
                 continue  # a mark was cut
@@ -324,7 +324,7 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """The id of a request's call. It is the same each time the request is read."""
+    """The id of a request's call, the same for each reader."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
@@ -340,7 +340,7 @@ def _squeezed(text: str) -> str:
 
 
 def _without(text: str, mark: str) -> str:
-    """The text before the mark at its end, of which white space does not count."""
+    """The text before the mark at its end, whose white space does not count."""
     for letter in reversed(mark):
         text = text.rstrip().removesuffix(letter)
     return text.strip()
