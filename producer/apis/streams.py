@@ -157,7 +157,7 @@ async def fork_stream(
     it goes on from, and the header `X-Forked-From` says where that is.
     """
     if request.headers.get("last-event-id"):
-        raise wrong_field("Last-Event-ID", "continue a fork at the address of its own stream")
+        raise wrong_field("Last-Event-ID", "continue a fork at its stream's address")
     await admit_call(gateway, caller)
     with gateway.bodies.hold(caller.party) as hold:
         options = read_fork(await read_body(request, MOST_BYTES, hold))

@@ -49,7 +49,6 @@ from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
-from promptq.shared.runtime.turns import at_once
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -197,7 +196,7 @@ class _Frames(Frames):
             return partial(self._learn_and_write, place, event)
         if is_large(event):
             return partial(self._write_in_turns, place, event)
-        return self._write_chunk(place, at_once(self._writers[place].chunk(event)))
+        return self._write_chunk(place, self._writers[place].chunk(event))
 
     async def finish(self) -> None:
         if self._completion.include_usage:
@@ -211,7 +210,7 @@ class _Frames(Frames):
 
     async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
         turns = self._served.client.turns
-        chunk = await turns.run(self._writers[place].chunk(event))
+        chunk = await turns.run(self._writers[place].chunk_in_parts(event))
         await turns.run(freed(event))
         if (finish := self._write_chunk(place, chunk)) is not None:
             await finish()

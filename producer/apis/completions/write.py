@@ -23,7 +23,7 @@ from promptq.producer.calls.output.tool_calls import ToolDelta, chat_call
 from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.runtime.large_json import written
-from promptq.shared.runtime.turns import Work
+from promptq.shared.runtime.turns import Work, at_once
 
 _FEW = 16
 """Tokens whose log-probabilities are written at once."""
@@ -118,8 +118,15 @@ class ChoiceWriter:
         self._before, self._after = _frame_of(completion)
         self._before += f'{{"index":{index},'
 
-    def chunk(self, event: TokenEvent) -> Work[str | None]:
+    def chunk(self, event: TokenEvent) -> str | None:
         """The chunk for an event, as JSON; None if there is nothing new for the client."""
+        if (news := self._news(event)) is None:
+            return None
+        text, logprobs = news
+        return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
+
+    def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
+        """Like `chunk`, for an event with many log-probabilities: `chunk` is faster without."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news

@@ -34,7 +34,7 @@ NAMES = {
 An output's prefix is the last message, if that is the assistant's.
 """
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
-"""Fields of a payload that ask for what a message does not have."""
+"""Fields of a payload whose effect a message cannot show."""
 _UNSUPPORTED = ("thread", "context_management")
 """Fields that Anthropic's tool runners send. After this error they go on without `thread`."""
 _THINKING = ("type", "budget_tokens", "display")

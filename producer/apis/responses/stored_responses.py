@@ -159,7 +159,7 @@ class StoredResponses:
 
 
 def _lines(reply: bytes | None) -> list[bytes]:
-    """The items of an input. Raises an error for what no gateway wrote."""
+    """The items of an input. Raises an error for an input that no gateway wrote."""
     lines = (reply or b"").split(b"\n")
     for line in lines:
         id_of(line).decode()

@@ -63,7 +63,7 @@ class ResponseWriter:
 
     @property
     def next_number(self) -> int:
-        """The sequence number of what comes next."""
+        """The sequence number of the next event."""
         return self._number
 
     def learn(self, model: str, style: OutputStyle | None) -> None:

@@ -98,7 +98,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         reasoning, text = "", ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()

@@ -37,7 +37,7 @@ class OutputText:
         return _joined(pieces)
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         return _joined(_in_order(self._reader.finish()))
 
 

@@ -23,7 +23,7 @@ class ReasoningText:
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         held, self._held = self._held, ""
         return (held.rstrip(), "") if self._state == self._inside else ("", held)
 

@@ -92,7 +92,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
                 self._begin_call("")

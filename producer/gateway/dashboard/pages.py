@@ -172,7 +172,7 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Returns a page of requests, and what was searched to find them."""
+    """Returns a page of requests, and a description of the search."""
     return await request_search.search(
         served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
