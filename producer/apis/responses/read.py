@@ -259,6 +259,8 @@ def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     kind: Any = described.get("type") if isinstance(described, Mapping) else described
     check_one_of("text.format", kind, _FORMATS)
+    if not isinstance(described, Mapping):
+        raise wrong_field("text.format", f'must be an object, such as {{"type": "{kind}"}}')
     if kind == "text":
         return None
     if kind == "json_object":
