@@ -104,7 +104,7 @@ async def create(
     return record.to_api()
 
 
-@router.get("/v1/batches", dependencies=[COUNTED_READ], responses=described(429))
+@router.get("/v1/batches", **COUNTED_READ)
 async def list_batches(
     batches: TheseBatches,
     caller: ThisCaller,

@@ -129,7 +129,7 @@ async def _add(upload: Upload, form: FormData) -> StoredFile:
     )
 
 
-@router.get("/v1/files", dependencies=[COUNTED_READ], responses=described(429))
+@router.get("/v1/files", **COUNTED_READ)
 async def list_files(
     gateway: ThisGateway,
     caller: ThisCaller,
@@ -161,7 +161,7 @@ async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[s
     return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
 
 
-@router.get("/v1/files/{file_id}/content", dependencies=[COUNTED_READ], responses=described(429))
+@router.get("/v1/files/{file_id}/content", **COUNTED_READ)
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
     """Download a file."""
     stored = await asyncio.to_thread(store.get, file_id, *caller.reach)

@@ -110,12 +110,7 @@ def fork_call(
     return "chats" if is_chat else "completions", to_json({**fields, **options.changes}), point
 
 
-@router.get(
-    "/v1/streams/{completion_id}",
-    response_class=Response,
-    dependencies=[COUNTED_READ],
-    responses=described(429),
-)
+@router.get("/v1/streams/{completion_id}", response_class=Response, **COUNTED_READ)
 async def read_stream(
     completion_id: str,
     request: Request,

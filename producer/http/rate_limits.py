@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Depends
 
@@ -17,6 +18,7 @@ from promptq.producer.calls.rate_costs import (
     too_little_left,
 )
 from promptq.producer.http.auth import ThisCaller
+from promptq.producer.http.errors import described
 from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.shared.queue.scripts import Rate
 
@@ -31,7 +33,11 @@ async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
     await admit_call(gateway, caller)
 
 
-COUNTED_READ = Depends(count_read)
+COUNTED_READ: dict[str, Any] = {
+    "dependencies": [Depends(count_read)],
+    "responses": described(429),
+}
+"""Options of a route whose answer may be large: each read takes one request from a rate."""
 
 
 async def take(

@@ -85,12 +85,7 @@ async def refuse_other_calls(request: Request, name: str) -> None:
     raise HTTPException(404)
 
 
-@router.get(
-    "/v1/responses/{response_id}",
-    response_class=Response,
-    dependencies=[COUNTED_READ],
-    responses=described(429),
-)
+@router.get("/v1/responses/{response_id}", response_class=Response, **COUNTED_READ)
 async def retrieve_response(
     response_id: str,
     gateway: ThisGateway,
@@ -144,12 +139,7 @@ async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRe
     return Response(await records.current(stored), media_type=JSON)
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    response_class=Response,
-    dependencies=[COUNTED_READ],
-    responses=described(429),
-)
+@router.get("/v1/responses/{response_id}/input_items", response_class=Response, **COUNTED_READ)
 async def list_input_items(
     response_id: str,
     caller: ThisCaller,
