@@ -247,7 +247,7 @@ def _failed(error: ErrorInfo) -> ApiError:
     return ApiError(400, error.message, param=field, code=error.code or error.type)
 
 
-async def learned(
+async def with_model_and_style(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
     """Adds the queue's model to a completion that has an event. Also returns its output style."""

@@ -97,7 +97,7 @@ def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
     return {"logprob": token.logprob, "rank": rank, "decoded_token": _text(token)}
 
 
-def freed(source: TokenEvent | Result) -> Work[None]:
+def free_logprobs(source: TokenEvent | Result) -> Work[None]:
     """Empties the lists of log-probabilities in parts: freeing many objects at once takes long."""
     for items in (source.logprobs, source.prompt_logprobs):
         while items:

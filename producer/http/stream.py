@@ -139,8 +139,8 @@ class EventStream(Response):
         await frames.finish()
 
 
-def sent(frames: str) -> bytes:
-    """Frames as bytes. Clients find the lines of frames in many ways."""
+def frame_bytes(frames: str) -> bytes:
+    """Frames as bytes, in which no client finds further ends of lines."""
     return one_line(frames).encode()
 
 
@@ -153,10 +153,10 @@ class FramesInTurns(StreamingResponse):
             for frame in frames:
                 made.append(frame)
                 if time.perf_counter() > until:
-                    yield sent("".join(made))
+                    yield frame_bytes("".join(made))
                     await turns.give_way()
                     until, made = time.perf_counter() + SLICE_SECONDS, []
-            yield sent("".join(made))
+            yield frame_bytes("".join(made))
 
         super().__init__(parts(), media_type="text/event-stream")
 

@@ -31,10 +31,10 @@ from promptq.producer.calls.completion import (
     check_completion_id,
     completion_of,
     failure,
-    learned,
+    with_model_and_style,
 )
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.logprobs import freed
+from promptq.producer.calls.logprobs import free_logprobs
 from promptq.producer.calls.payloads import Prepared, payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
@@ -139,13 +139,13 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
             results = [result] * completion.num_choices
             break
         results.append(result)
-    completion, style = await learned(served, completion)
+    completion, style = await with_model_and_style(served, completion)
     turns = served.client.turns
     body = await turns.run(answer(completion, results, style))
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
     text = await turns.run(written(body))
     for result in results:
-        await turns.run(freed(result))
+        await turns.run(free_logprobs(result))
     return Response(text, headers=headers, media_type="application/json")
 
 
@@ -211,7 +211,7 @@ class _Frames(Frames):
     async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
         turns = self._served.client.turns
         chunk = await turns.run(self._writers[place].chunk_in_parts(event))
-        await turns.run(freed(event))
+        await turns.run(free_logprobs(event))
         if (finish := self._write_chunk(place, chunk)) is not None:
             await finish()
 
@@ -225,7 +225,7 @@ class _Frames(Frames):
     async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
         async with self._learning:
             if not self._writers:
-                self._completion, style = await learned(self._served, self._completion)
+                self._completion, style = await with_model_and_style(self._served, self._completion)
                 self._writers = [
                     ChoiceWriter(self._completion, index, have, style)
                     for index, have in enumerate(self._have)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from promptq.producer.apis.embeddings.read import EmbeddingOptions
 from promptq.producer.apis.embeddings.write import embeddings_json, failure_of_embedding
-from promptq.producer.calls.completion import learned
+from promptq.producer.calls.completion import with_model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
@@ -43,7 +43,7 @@ async def create_embeddings(request: Request, gateway: ThisGateway, caller: This
         gateway, request.receive, served, completion, errors=(ApiError,)
     ):
         results = await _results(served, completion.request_ids)
-        completion, _ = await learned(served, completion)
+        completion, _ = await with_model_and_style(served, completion)
         body = await embeddings_json(completion, results)
     headers = {**rates, "X-Request-Id": completion.id}
     return with_headers(headers, Response(body, media_type="application/json"))

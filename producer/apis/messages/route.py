@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
-from promptq.producer.calls.completion import Completion, learned
+from promptq.producer.calls.completion import Completion, with_model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
@@ -18,7 +18,7 @@ from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import MessagesErrorAnswer, described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisGateway
-from promptq.producer.http.stream import EventStream, Frames, Out, sent
+from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
 from promptq.producer.http.submit import begin, prompt_tokens, read_call, with_headers
 from promptq.shared.protocol.events import TokenEvent
 
@@ -80,13 +80,13 @@ class _Frames(Frames):
         if self._writer is None:
             return partial(self._learn_and_write, place, event)
         frames = self._writer.write(event)
-        return self._out.write(sent(frames)) if frames else None
+        return self._out.write(frame_bytes(frames)) if frames else None
 
     def error(self, error: ApiError) -> bytes:
         return error_frame(error)
 
     async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
-        self._writer = MessageWriter(*await learned(self._served, self._completion))
+        self._writer = MessageWriter(*await with_model_and_style(self._served, self._completion))
         self._out.keepalive = PING  # nothing but a comment may come before the first event
         if (finish := self.write(place, event)) is not None:
             await finish()
@@ -96,7 +96,7 @@ async def _whole(served: ServedQueue, completion: Completion) -> str:
     """The message, once it is over. Raises ApiError if there is no answer."""
     events: list[TokenEvent] = []
     await served.client.follow(completion.id, events.append)
-    writer = MessageWriter(*await learned(served, completion))
+    writer = MessageWriter(*await with_model_and_style(served, completion))
     for event in events:
         writer.write(event)
     return writer.whole

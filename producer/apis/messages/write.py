@@ -103,25 +103,25 @@ class MessageWriter:
             if block is None or block.kind != piece.kind or piece.name is not None:
                 if block is not None:
                     self._close(block)
-                self._block = block = self._opened(piece)
+                self._block = block = self._open(piece)
             if piece.text:
                 block.texts.append(piece.text)
                 kind, member = _DELTAS[piece.kind]
                 delta = f'{{"type":"{kind}","{member}":{quoted(piece.text)}}}'
                 self._frame("content_block_delta", f'{self._place},"delta":{delta}')
 
-    def _opened(self, piece: Piece) -> _Block:
-        called = ""
+    def _open(self, piece: Piece) -> _Block:
+        tool_use_id = ""
         if piece.kind == "call":
-            called = call_id(self._completion.id, self._num_calls).replace("call_", "toolu_")
+            tool_use_id = call_id(self._completion.id, self._num_calls).replace("call_", "toolu_")
             self._num_calls += 1
-        block = _Block(piece.kind, called, piece.name or "")
-        self._frame("content_block_start", f'{self._place},"content_block":{block.begun()}')
+        block = _Block(piece.kind, tool_use_id, piece.name or "")
+        self._frame("content_block_start", f'{self._place},"content_block":{block.opening()}')
         return block
 
     def _close(self, block: _Block) -> None:
         self._frame("content_block_stop", self._place)
-        self._blocks.append(block.done())
+        self._blocks.append(block.closing())
         self._block = None
 
     @property
@@ -185,22 +185,22 @@ class _Prefill:
 class _Block:
     """A block of the content that is being written."""
 
-    def __init__(self, kind: Kind, called: str, name: str) -> None:
+    def __init__(self, kind: Kind, tool_use_id: str, name: str) -> None:
         self.kind = kind
         self.texts: list[str] = []
-        self._called, self._name = called, name
+        self._tool_use_id, self._name = tool_use_id, name
 
-    def begun(self) -> str:
+    def opening(self) -> str:
         return self._json("", "{}")
 
-    def done(self) -> str:
+    def closing(self) -> str:
         text = "".join(self.texts)
         return self._json(text, _input_of(text) if self.kind == "call" else "")
 
     def _json(self, text: str, arguments: str) -> str:
         match self.kind:
             case "call":
-                head = f'{{"type":"tool_use","id":"{self._called}","name":{quoted(self._name)}'
+                head = f'{{"type":"tool_use","id":"{self._tool_use_id}","name":{quoted(self._name)}'
                 return f'{head},"input":{arguments},"caller":{{"type":"direct"}}}}'
             case "reasoning":
                 return f'{{"type":"thinking","thinking":{quoted(text)},"signature":""}}'

@@ -16,7 +16,7 @@ from promptq.producer.apis.responses.ended_output import EndedOutput, ending_of
 from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
-from promptq.producer.apis.responses.write import ResponseWriter, error_frame, written
+from promptq.producer.apis.responses.write import ResponseWriter, error_frame, finished_writer
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
@@ -26,7 +26,7 @@ from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.state import Gateway
-from promptq.producer.http.stream import EventStream, Frames, Out, sent
+from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
 from promptq.producer.http.submit import enqueue, place_of, with_headers
 from promptq.shared.errors import PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
@@ -118,18 +118,18 @@ class _Frames(Frames):
         await self._answering.keep(output)
 
     def error(self, error: ApiError) -> bytes:
-        return sent(error_frame(error, self._writer.next_number))
+        return frame_bytes(error_frame(error, self._writer.next_number))
 
     def _opening(self) -> bytes:
         if self._is_open:
             return b""
         self._is_open = True
-        return sent(self._writer.opening())
+        return frame_bytes(self._writer.opening())
 
     def _write(self, event: TokenEvent) -> Unfinished:
-        frames = self._opening() + sent(self._writer.write(event.text, event.logprobs))
+        frames = self._opening() + frame_bytes(self._writer.write(event.text, event.logprobs))
         if event.is_last:
-            frames += sent(self._writer.end(ending_of(event)))
+            frames += frame_bytes(self._writer.end(ending_of(event)))
         return self._out.write(frames) if frames else None
 
     async def _learn_and_write(self, event: TokenEvent) -> None:
@@ -144,7 +144,7 @@ async def _whole(answering: AnsweredResponse) -> str:
     events: list[TokenEvent] = []
     await answering.served.client.follow(answering.call.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
-    writer = await answering.served.client.turns.run(written(answering.call, output))
+    writer = await answering.served.client.turns.run(finished_writer(answering.call, output))
     if (error := writer.failure_of(output.ending)) is not None:
         await answering.refuse(error)
     await answering.keep(output)

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from promptq.producer.apis.responses.ended_output import EndedOutput
 from promptq.producer.apis.responses.response_call import Status, not_known
 from promptq.producer.apis.responses.stored_responses import StoredResponse, StoredResponses
-from promptq.producer.apis.responses.write import written
+from promptq.producer.apis.responses.write import finished_writer
 from promptq.producer.calls.call import wrong_field
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
@@ -112,7 +112,7 @@ class ResponseRecords:
         """The response object as JSON."""
         output = await self.output(stored)
         if output is not None:
-            return (await self.stored.turns.run(written(stored.call, output))).whole
+            return (await self.stored.turns.run(finished_writer(stored.call, output))).whole
         state, is_cancelled = await self._state(await self.served(stored), stored.call.id)
         status: Status = "in_progress"
         if is_cancelled:  # its worker will notice
@@ -132,7 +132,7 @@ class ResponseRecords:
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # a stranger may have written a circle
+        while previous and previous not in seen:  # a stranger may have finished_writer a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"
@@ -150,7 +150,7 @@ class ResponseRecords:
                     f"the response {previous!r} is not over", "previous_response_not_over"
                 )
             lines = await self.stored.input_lines(stored)
-            writer = await self.stored.turns.run(written(stored.call, output))
+            writer = await self.stored.turns.run(finished_writer(stored.call, output))
             lines += [item.encode() for item in writer.items]
             turns.append(b"\n".join(lines))
             num_bytes += len(turns[-1]) + 1

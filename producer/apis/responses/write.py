@@ -144,13 +144,13 @@ class ResponseWriter:
     def _open(self, kind: Kind, name: str | None) -> None:
         index = len(self.items)
         item_id = f"{_PREFIXES[kind]}_{self._call.unique}_{index}"
-        called = ""
+        tool_call_id = ""
         if kind == "call":
-            called = call_id(self._call.id, self._num_calls)
+            tool_call_id = call_id(self._call.id, self._num_calls)
             self._num_calls += 1
-        self._item = item = _Item(kind, item_id, name or "", called)
+        self._item = item = _Item(kind, item_id, name or "", tool_call_id)
         place = f'"output_index":{index}'
-        self._event("response.output_item.added", f'{place},"item":{item.begun()}')
+        self._event("response.output_item.added", f'{place},"item":{item.opening()}')
         if kind != "call":
             self._event(
                 "response.content_part.added",
@@ -192,7 +192,7 @@ class ResponseWriter:
             self._event(name, f'{place},"text":{quoted(text)}{more}')
             part = item.part(text, logprobs)
             self._event("response.content_part.done", f'{place},"part":{part}')
-        index, done = len(self.items), item.done(status)
+        index, done = len(self.items), item.closing(status)
         self._event("response.output_item.done", f'"output_index":{index},"item":{done}')
         self.items.append(done)
 
@@ -226,19 +226,19 @@ _TEXTS: dict[Kind, str] = {
 class _Item:
     """An output item that is being written: a message, a function call or reasoning."""
 
-    def __init__(self, kind: Kind, item_id: str, name: str, called: str) -> None:
+    def __init__(self, kind: Kind, item_id: str, name: str, tool_call_id: str) -> None:
         self.kind = kind
         self.id = item_id
         self.name = name
         self.texts: list[str] = []
         self.logprobs: list[str] = []
         """The log-probabilities of each token, as JSON."""
-        self._called = called
+        self._tool_call_id = tool_call_id
 
-    def begun(self) -> str:
+    def opening(self) -> str:
         return self._json("in_progress", "", [])
 
-    def done(self, status: str) -> str:
+    def closing(self, status: str) -> str:
         text = "".join(self.texts)
         return self._json(status, text, [self.part(text, ",".join(self.logprobs))])
 
@@ -257,7 +257,7 @@ class _Item:
         match self.kind:
             case "call":
                 return (
-                    f'{head},"type":"function_call","call_id":{quoted(self._called)}'
+                    f'{head},"type":"function_call","call_id":{quoted(self._tool_call_id)}'
                     f',"name":{quoted(self.name)},"arguments":{quoted(text)}}}'
                 )
             case "reasoning":
@@ -265,7 +265,7 @@ class _Item:
         return f'{head},"type":"message","role":"assistant",{content}}}'
 
 
-def written(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
+def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
     """The writer of a response that is over, without frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
