@@ -166,15 +166,16 @@ async def _begin(
         await records.stored.add(replace(new, call=call), tenant, served.name)
     try:
         [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
-        if enqueued != call.id:  # that of an earlier call with this idempotency key
+        if enqueued != call.id:  # an earlier call had this idempotency key
             bind(request_id=enqueued)
             call = replace(call, id=enqueued)
             await _forget(records, stored)
             if stored is not None:
-                stored = None
-                with suppress(RequestNotFoundError):
+                try:
                     stored = await records.stored.get(call.id)
                     call = stored.call
+                except RequestNotFoundError:
+                    stored = None
     except BaseException:
         await asyncio.shield(_forget(records, stored))
         raise
