@@ -20,10 +20,10 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Builds and checks payloads, from their fields, `request_id` and `delay_ms`.
+    """Makes requests from fields of their payloads, `request_id` and `delay_ms`.
 
-    If there is an account, it pays for their output. Raises InvalidRequestError for the first wrong
-    field.
+    If there is an account, their output is charged to it. Raises InvalidRequestError that names the
+    first wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
     return [replace(it, account=account) for it in composed] if account else composed
