@@ -46,7 +46,7 @@ class Tokenize(_ModelField):
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] = Field(True, description="this value only")
-    return_token_strs: bool = Field(False, description="tell the text of each token, too")
+    return_token_strs: bool = Field(False, description="also report the text of each token")
 
 
 class Detokenize(_ModelField):
@@ -73,13 +73,13 @@ async def tokenize(
         request, gateway, caller, body.model, body.prompt, fields
     )
     tokens = result.prompt_token_ids or []
-    body = {
+    answer = {
         "count": len(tokens),
         "max_model_len": max_model_len,
         "tokens": tokens,
         "token_strs": result.prompt_texts if body.return_token_strs else None,
     }
-    text = await gateway.client.turns.run(written(body))
+    text = await gateway.client.turns.run(written(answer))
     return Response(text, media_type="application/json")
 
 

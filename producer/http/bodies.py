@@ -135,7 +135,7 @@ class Hold:
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Gives all bytes back. May be called again."""
+        """Releases all bytes of the request. May be called again."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0
