@@ -1,4 +1,4 @@
-"""Batches, as in the OpenAI API. They are only recorded here; `promptq jobs` runs them."""
+"""Batches, as in the OpenAI API. These routes only record them; `promptq jobs` runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from promptq.producer.apis.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
 from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
-from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.call import wrong_field
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
@@ -32,11 +32,11 @@ class Expiry(BaseModel):
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
-def _check_number(given: Any) -> Any:
+def _check_number(metadata: Any) -> Any:
     """Check the number of entries first, as pydantic would report each wrong entry."""
-    if isinstance(given, dict) and len(given) > _MOST_METADATA:
-        raise ValueError(f"{len(given)} are more than the {_MOST_METADATA} allowed")
-    return given
+    if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
+        raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
+    return metadata
 
 
 _MOST_METADATA = 16
@@ -47,7 +47,7 @@ Metadata = Annotated[
 
 
 class NewBatch(BaseModel):
-    """What a client asks for."""
+    """The fields of /v1/batches."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,7 +75,7 @@ TheseBatches = Annotated[Batches, Depends(batches_of)]
 
 @router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413, 429))
 async def create(
-    asked: Annotated[NewBatch, Depends(json_body(NewBatch))],
+    new: Annotated[NewBatch, Depends(json_body(NewBatch))],
     response: Response,
     gateway: ThisGateway,
     caller: ThisCaller,
@@ -85,22 +85,18 @@ async def create(
     """Run the lines of an uploaded file within a day."""
     response.headers.update(await admit_call(gateway, caller))
     try:
-        stored = await asyncio.to_thread(store.get, asked.input_file_id, *caller.reach)
+        stored = await asyncio.to_thread(store.get, new.input_file_id, *caller.reach)
     except FileMissingError as error:
-        raise ApiError(400, f"input_file_id: {error}", param="input_file_id") from None
+        raise wrong_field("input_file_id", str(error)) from None
     if stored.purpose != "batch":
-        raise ApiError(
-            400,
-            f"input_file_id: the file's purpose is {stored.purpose!r}, not 'batch'",
-            param="input_file_id",
-        )
+        raise wrong_field("input_file_id", f"the file's purpose is {stored.purpose!r}, not 'batch'")
     await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)  # its answers are files too
     record = new_batch(
-        asked.endpoint,
+        new.endpoint,
         stored.id,
         caller,
-        asked.metadata,
-        asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
+        new.metadata,
+        new.output_expires_after.seconds if new.output_expires_after else BATCH_FILE_SECONDS,
         gateway.settings.served_queues[1:],
     )
     record.tenant = stored.tenant  # the caller's tenant, or the tenant without a name
@@ -108,7 +104,7 @@ async def create(
     return record.to_api()
 
 
-@router.get("/v1/batches", dependencies=[COUNTED_READ], responses=described(429))
+@router.get("/v1/batches", **COUNTED_READ)
 async def list_batches(
     batches: TheseBatches,
     caller: ThisCaller,
@@ -117,10 +113,10 @@ async def list_batches(
 ) -> dict[str, object]:
     """Batches of the caller's tenant, the newest first."""
     try:
-        found, has_more = await batches.page(caller.reach, limit, after)
+        records, has_more = await batches.page(caller.reach, limit, after)
     except BatchMissingError as error:
-        raise ApiError(400, f"after: {error}", param="after") from None
-    return page_of([record.to_api() for record in found], has_more)
+        raise wrong_field("after", str(error)) from None
+    return page_of([record.to_api() for record in records], has_more)
 
 
 @router.get("/v1/batches/{batch_id}")

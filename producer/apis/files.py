@@ -1,25 +1,26 @@
-"""Lets a caller upload a file, before the body is read."""
+"""Files, as in the OpenAI API: uploads, lists, describes, downloads and deletes them."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import Headers, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.file_quotas import Upload
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore, StoredFile
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
+from promptq.producer.calls.call import check_one_of, wrong_field
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold, body_pieces
+from promptq.producer.http.bodies import body_pieces
 from promptq.producer.http.errors import described
 from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import ThisGateway
@@ -38,7 +39,7 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""The names of their codecs. Python has others, which fail or do not give text."""
+"""Names of Python's codecs. Its other codecs fail or decode to no text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -60,49 +61,6 @@ _FORM: dict[str, Any] = {
 _BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True}
 
 
-class UploadCall:
-    """An upload that was let in. It took one request of its caller's rate and counts as a file."""
-
-    def __init__(self, upload: Upload, declared: int) -> None:
-        self._upload = upload
-        self._seen = 0
-        self._counted = declared
-
-    async def counting(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """The body as it comes. Raises FileQuotaError once the tenant may not have more."""
-        async for piece in pieces:
-            self._seen += len(piece)
-            more = self._seen - FORM_BYTES - self._counted
-            if more > 0:
-                self._upload.grow(more)
-                self._counted += more
-            yield piece
-
-    async def add(
-        self, source: BinaryIO, *, filename: str, purpose: str, ttl_seconds: int | None
-    ) -> StoredFile:
-        """Keep the file. Raises FileQuotaError."""
-        return await asyncio.to_thread(
-            self._upload.add, source, filename=filename, purpose=purpose, ttl_seconds=ttl_seconds
-        )
-
-
-async def admit_upload(
-    request: Request, response: Response, gateway: ThisGateway, caller: ThisCaller
-) -> AsyncIterator[UploadCall]:
-    """Let an upload in before its body is read. Raises ApiError 429, FileQuotaError."""
-    response.headers.update(await admit_call(gateway, caller))
-    declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
-    with await asyncio.to_thread(
-        gateway.file_quotas.begin, caller.tenant or "", declared
-    ) as upload:
-        yield UploadCall(upload, declared)
-
-
-ThisUpload = Annotated[UploadCall, Depends(admit_upload)]
-"""A route's parameter of this type is the upload that it takes in."""
-
-
 def file_store(gateway: ThisGateway) -> FileStore:
     """The files of this gateway."""
     return gateway.file_quotas.store
@@ -113,51 +71,65 @@ ThisStore = Annotated[FileStore, Depends(file_store)]
 
 @router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413, 429))
 async def upload(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, upload: ThisUpload
+    request: Request, response: Response, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, object]:
     """Upload a file. The body is a multipart form."""
-    with gateway.uploads.hold(caller.party) as hold:
-        return await _take_in(request, upload, hold)
-
-
-async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str, object]:
-    # The file goes to the disk while it comes.
-    pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
-    parser = MultiPartParser(
-        _checked(request.headers),
-        upload.counting(pieces),
-        max_files=1,
-        max_fields=_MOST_FIELDS,
-        max_part_size=_FIELD_BYTES,
-    )
-    try:
-        form = await parser.parse()
-    except (MultiPartException, LookupError, ValueError) as error:
-        raise ApiError(400, f"the body is not a multipart form: {str(error)[:200]}") from None
-    try:
-        file, purpose = form.get("file"), form.get("purpose")
-        if not isinstance(file, UploadFile):
-            raise ApiError(400, "file: is missing", param="file")
-        if purpose not in _PURPOSES:
-            raise ApiError(
-                400,
-                f"purpose: {str(purpose)[:80]!r} is not one of {', '.join(_PURPOSES)}",
-                param="purpose",
-            )
-        default = BATCH_FILE_SECONDS if purpose == "batch" else None
-        ttl = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
-        stored = await upload.add(
-            file.file,
-            filename=file.filename or "file",
-            purpose=str(purpose),
-            ttl_seconds=ttl or default,
+    # An upload counts as a request and as a file before its body is read.
+    response.headers.update(await admit_call(gateway, caller))
+    declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
+    beginning = asyncio.to_thread(gateway.file_quotas.begin, caller.tenant or "", declared)
+    with await beginning as upload, gateway.uploads.hold(caller.party) as hold:
+        # The file goes to the disk while it comes.
+        pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
+        parser = MultiPartParser(
+            _checked(request.headers),
+            _counted(pieces, upload, declared),
+            max_files=1,
+            max_fields=_MOST_FIELDS,
+            max_part_size=_FIELD_BYTES,
         )
-    finally:
-        await form.close()
-    return stored.to_api()
+        try:
+            form = await parser.parse()
+        except (MultiPartException, LookupError, ValueError) as error:
+            raise ApiError(400, f"the body is not a multipart form: {str(error)[:200]}") from None
+        try:
+            return (await _add(upload, form)).to_api()
+        finally:
+            await form.close()
 
 
-@router.get("/v1/files", dependencies=[COUNTED_READ], responses=described(429))
+async def _counted(
+    pieces: AsyncIterator[bytes], upload: Upload, counted: int
+) -> AsyncGenerator[bytes, None]:
+    """The body as it comes. Raises FileQuotaError once the tenant may not have more."""
+    num_bytes = 0
+    async for piece in pieces:
+        num_bytes += len(piece)
+        more = num_bytes - FORM_BYTES - counted
+        if more > 0:
+            upload.grow(more)
+            counted += more
+        yield piece
+
+
+async def _add(upload: Upload, form: FormData) -> StoredFile:
+    """Keeps the file of a form. Raises InvalidRequestError, FileQuotaError."""
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise wrong_field("file", "is missing")
+    check_one_of("purpose", purpose, _PURPOSES)
+    default = BATCH_FILE_SECONDS if purpose == "batch" else None
+    ttl = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
+    return await asyncio.to_thread(
+        upload.add,
+        file.file,
+        filename=file.filename or "file",
+        purpose=str(purpose),
+        ttl_seconds=ttl or default,
+    )
+
+
+@router.get("/v1/files", **COUNTED_READ)
 async def list_files(
     gateway: ThisGateway,
     caller: ThisCaller,
@@ -168,13 +140,13 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """List files of the caller's tenant, the newest first."""
-    found, has_more = await asyncio.to_thread(
+    files, has_more = await asyncio.to_thread(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
 
     def shown() -> Work[str]:
         objects = []
-        for stored in found:
+        for stored in files:
             objects.append(stored.to_api())
             yield
         return (yield from written(page_of(objects, has_more)))
@@ -189,7 +161,7 @@ async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[s
     return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
 
 
-@router.get("/v1/files/{file_id}/content", dependencies=[COUNTED_READ], responses=described(429))
+@router.get("/v1/files/{file_id}/content", **COUNTED_READ)
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
     """Download a file."""
     stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
@@ -240,9 +212,7 @@ def _expiry(seconds: object, anchor: object) -> int | None:
     text = str(seconds)
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
     if anchor != "created_at" or not is_number or not least <= int(text) <= most:
-        raise ApiError(
-            400,
-            f"expires_after: needs the anchor created_at and {least} to {most} seconds",
-            param="expires_after",
+        raise wrong_field(
+            "expires_after", f"needs the anchor created_at and {least} to {most} seconds"
         )
     return int(text)

@@ -23,46 +23,41 @@ router = APIRouter(
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
     """List the models, and further names of them. A queue without a model yet is left out."""
-    found = await _models(gateway)
-    data = [it for name, it in found.items() if _may_use(caller, str(it.get("root", name)))]
+    models = (await _models(gateway)).values()
+    data = [model for model in models if _may_use(caller, str(model["root"]))]
     return {"object": "list", "data": data}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
     """Describe the model of this name; 404 if no queue serves it."""
-    found = await _models(gateway)
-    if model not in found:
-        usable = (name for name in found if _may_use(caller, name))
+    models = await _models(gateway)
+    if model not in models:
+        usable = (name for name in models if _may_use(caller, name))
         raise ModelNotServedError(not_served(model, usable))
-    check_model(caller, str(found[model].get("root", model)))
-    return found[model]
+    check_model(caller, str(models[model]["root"]))
+    return models[model]
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """The object of each model, by its name. Of several queues, the shortest context counts."""
+    """The object of each model, by name. Of several queues, the shortest context counts."""
     lengths: dict[str, list[int]] = {}
     for _, view in await gateway.queues.views():
         if view.model:
             lengths.setdefault(view.model, [])
             if view.max_model_len is not None:
                 lengths[view.model].append(view.max_model_len)
-    found = {name: _described(name, name, of) for name, of in lengths.items()}
+    models = {name: _described(name, name, of) for name, of in lengths.items()}
     for alias, name in sorted((await gateway.queues.aliases()).items()):
         if name in lengths:
-            found.setdefault(alias, _described(alias, name, lengths[name]))
-    return found
+            models.setdefault(alias, _described(alias, name, lengths[name]))
+    return models
 
 
 def _described(name: str, root: str, lengths: list[int]) -> dict[str, object]:
-    told: dict[str, object] = {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "promptq",
-        "root": root,
-    }
-    return {**told, "max_model_len": min(lengths)} if lengths else told
+    model: dict[str, object] = {"id": name, "object": "model", "created": 0}
+    model |= {"owned_by": "promptq", "root": root}
+    return {**model, "max_model_len": min(lengths)} if lengths else model
 
 
 def _may_use(caller: Caller, model: str) -> bool:

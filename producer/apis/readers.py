@@ -1,4 +1,4 @@
-"""The table of endpoints that take calls: how each reads them, and which ids they get."""
+"""The table of endpoints that take calls: reads a call's fields for payloads, and makes its id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Read calls that continue nothing."""
+    """A reader of calls that continue no earlier one."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 

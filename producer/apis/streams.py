@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -12,9 +12,10 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from promptq.producer.apis.completions.positions import read_event_id
-from promptq.producer.apis.completions.route import check_positions, respond, stream_of
+from promptq.producer.apis.completions.route import respond, stream_of
 from promptq.producer.apis.messages.route import message_stream
-from promptq.producer.calls.call import HEADERS, read_json
+from promptq.producer.calls.call import HEADERS, read_object, without_none, wrong_field
+from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
@@ -23,15 +24,14 @@ from promptq.producer.calls.completion import (
     needed_request_ids,
     stream_completion,
 )
-from promptq.producer.calls.prepare import payloads_of
+from promptq.producer.calls.payloads import payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.forks import ForkSource, check_changes, fork_source
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import read_body
 from promptq.producer.http.errors import described
 from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
-from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.shared.errors import InvalidRequestError
+from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import ForkPoint, invalid_request
 from promptq.shared.queue import scripts
@@ -57,7 +57,7 @@ class ForkOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     at: int | None = Field(
-        None, ge=0, description="go on behind so many tokens; left out: behind all there are so far"
+        None, ge=0, description="go on behind this many tokens; left out: behind all of them"
     )
     append: str = Field("", description="add this text behind them")
     choice: int | None = Field(
@@ -68,32 +68,11 @@ class ForkOptions(BaseModel):
     def changes(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
 
-    def request_id(self, completion_id: str) -> str:
-        """The id in the queue of what is forked."""
-        return completion_id if self.choice is None else f"{completion_id}:{self.choice}"
-
-
-@dataclass(frozen=True, slots=True)
-class ForkCall:
-    """A call of /v1/chat/completions or /v1/completions that makes a fork."""
-
-    is_chat: bool
-    body: bytes
-    point: ForkPoint
-
 
 def read_fork(body: bytes) -> ForkOptions:
-    """Raises InvalidRequestError naming the field that is wrong."""
+    """Returns the options. Raises InvalidRequestError naming the field that is wrong."""
     try:
-        given = read_json(body or b"{}")
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from None
-    if not isinstance(given, dict):
-        raise InvalidRequestError("the body is not a JSON object")
-    # As for other calls: some clients send null for fields that they leave out.
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        options = ForkOptions.model_validate(given)
+        options = ForkOptions.model_validate(without_none(read_object(body or b"{}")))
     except ValidationError as error:
         raise invalid_request(error) from None
     check_changes(options.changes)
@@ -106,10 +85,11 @@ def fork_call(
     headers: Mapping[str, str],
     caller: Caller,
     model: str,
-) -> ForkCall:
-    """The call that has the source's fields, but for what the options and headers change.
+) -> tuple[Endpoint, bytes, ForkPoint]:
+    """The endpoint and body of the call that makes a fork, and the point of the source.
 
-    `model` is that of the source's queue. Raises InvalidRequestError.
+    The body has the source's fields, but for those that the options and headers change. `model` is
+    the model of the source's queue. Raises InvalidRequestError.
     """
     fields, point = source.fork(options.at, options.append)
     is_chat = fields.get("messages") is not None
@@ -127,15 +107,10 @@ def fork_call(
         fields["logprobs"] = True
         if "logprobs" not in options.changes:
             fields["top_logprobs"] = num_top
-    return ForkCall(is_chat, to_json({**fields, **options.changes}), point)
+    return "chats" if is_chat else "completions", to_json({**fields, **options.changes}), point
 
 
-@router.get(
-    "/v1/streams/{completion_id}",
-    response_class=Response,
-    dependencies=[COUNTED_READ],
-    responses=described(429),
-)
+@router.get("/v1/streams/{completion_id}", response_class=Response, **COUNTED_READ)
 async def read_stream(
     completion_id: str,
     request: Request,
@@ -154,8 +129,7 @@ async def read_stream(
         return stream_of(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)
     if of_completion != completion_id:
-        raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
-    check_positions(completion, have)
+        raise wrong_field("Last-Event-ID", "belongs to another stream")
     return stream_of(gateway, served, completion, have)
 
 
@@ -170,11 +144,7 @@ async def read_stream(
     response_class=Response,
 )
 async def fork_stream(
-    completion_id: str,
-    request: Request,
-    gateway: ThisGateway,
-    caller: ThisCaller,
-    call_reader: ThisCallReader,
+    completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
     """Go on from the first tokens of a completion, as a new one that is answered like the first.
 
@@ -182,32 +152,28 @@ async def fork_stream(
     it goes on from, and the header `X-Forked-From` says where that is.
     """
     if request.headers.get("last-event-id"):
-        raise InvalidRequestError(
-            "Last-Event-ID: continue a fork at the address of its own stream", field="Last-Event-ID"
-        )
+        raise wrong_field("Last-Event-ID", "continue a fork at its stream's address")
     await admit_call(gateway, caller)
     with gateway.bodies.hold(caller.party) as hold:
         options = read_fork(await read_body(request, MOST_BYTES, hold))
         check_completion_id(completion_id)
-        request_id = options.request_id(completion_id)
+        request_id = (
+            completion_id if options.choice is None else f"{completion_id}:{options.choice}"
+        )
         served = await gateway.queues.holding(request_id)
         await payloads_of(served, caller, [request_id])
         source = await carry_out_async(fork_source(served.queue.keys, request_id), served.queue.run)
         model = (await served.watch.look()).model
-        call = fork_call(source, options, request.headers, caller, model)
-        hold.grow_to(len(call.body))
+        endpoint, body, point = fork_call(source, options, request.headers, caller, model)
+        hold.grow_to(len(body))
         aliases = await gateway.queues.aliases()
-        prepared = await call_reader.prepare(
-            "chats" if call.is_chat else "completions",
-            [call.body],
-            request.headers,
-            caller,
-            aliases,
+        prepared = await gateway.call_reader.prepare(
+            endpoint, [body], request.headers, caller, aliases
         )
-        new = [replace(each, forked_from=call.point) for each in prepared.new]
+        new = [replace(each, forked_from=point) for each in prepared.new]
         prepared = replace(prepared, new=new)
         response = await respond(request, gateway, caller, prepared, hold)
-    response.headers["X-Forked-From"] = str(call.point)
+    response.headers["X-Forked-From"] = str(point)
     return response
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import new_completion_id
-from promptq.producer.calls.prepare import prepare
+from promptq.producer.calls.payloads import prepare
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
@@ -32,13 +32,13 @@ router = APIRouter(
 )
 
 
-class _Asked(BaseModel):
+class _ModelField(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
 
 
-class Tokenize(_Asked):
+class Tokenize(_ModelField):
     """A text, or a chat as the model's template renders it."""
 
     prompt: str | None = Field(None, description="a text; give this or `messages`")
@@ -46,10 +46,10 @@ class Tokenize(_Asked):
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] = Field(True, description="this value only")
-    return_token_strs: bool = Field(False, description="tell the text of each token, too")
+    return_token_strs: bool = Field(False, description="also report the text of each token")
 
 
-class Detokenize(_Asked):
+class Detokenize(_ModelField):
     """Token ids of the model."""
 
     tokens: TokenIds = Field(min_length=1)
@@ -57,7 +57,7 @@ class Detokenize(_Asked):
 
 @router.post("/tokenize", openapi_extra=described_body(Tokenize))
 async def tokenize(
-    asked: Annotated[Tokenize, Depends(json_body(Tokenize))],
+    body: Annotated[Tokenize, Depends(json_body(Tokenize))],
     request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
@@ -65,33 +65,33 @@ async def tokenize(
     """The tokens of a text or a chat, and how many there are."""
     fields: dict[str, Any] = {}
     for name in ("tools", "chat_template_kwargs"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(body, name)) is not None:
             fields[name] = value
-    if asked.messages is not None:
-        fields["messages"] = asked.messages
+    if body.messages is not None:
+        fields["messages"] = body.messages
     result, max_model_len = await _tokens_of(
-        request, gateway, caller, asked.model, asked.prompt, fields
+        request, gateway, caller, body.model, body.prompt, fields
     )
     tokens = result.prompt_token_ids or []
-    body = {
+    answer = {
         "count": len(tokens),
         "max_model_len": max_model_len,
         "tokens": tokens,
-        "token_strs": result.prompt_texts if asked.return_token_strs else None,
+        "token_strs": result.prompt_texts if body.return_token_strs else None,
     }
-    text = await gateway.client.turns.run(written(body))
+    text = await gateway.client.turns.run(written(answer))
     return Response(text, media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=described_body(Detokenize))
 async def detokenize(
-    asked: Annotated[Detokenize, Depends(json_body(Detokenize))],
+    body: Annotated[Detokenize, Depends(json_body(Detokenize))],
     request: Request,
     gateway: ThisGateway,
     caller: ThisCaller,
 ) -> dict[str, object]:
     """The text of tokens, special tokens by their names."""
-    result, _ = await _tokens_of(request, gateway, caller, asked.model, asked.tokens, {})
+    result, _ = await _tokens_of(request, gateway, caller, body.model, body.tokens, {})
     return {"prompt": "".join(result.prompt_texts or ())}
 
 

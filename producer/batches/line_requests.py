@@ -19,7 +19,7 @@ from promptq.producer.calls.call import CompletionCall, request_ids
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import completion_of
 from promptq.producer.calls.errors import ApiError, as_api_error
-from promptq.producer.calls.prepare import composed, granted
+from promptq.producer.calls.payloads import composed, granted
 from promptq.producer.calls.queues import ModelIsLoadingError, ServedQueue, ServedQueues
 from promptq.producer.calls.rate_costs import account_of, beyond_rates, rates_of, take_of_queues
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError

@@ -1,1 +1,1 @@
-"""One call of an API, without HTTP: from its fields to requests, from events to its answer."""
+"""One call of an API, without HTTP: from its fields to payloads, from events to its answer."""

@@ -1,8 +1,8 @@
-"""The parts of a call that all APIs share: fields of its body and headers, as requests.
+"""One call of an API, such as a chat: the fields of its body and headers as fields of payloads.
 
-Fields that an endpoint adds to those of a payload, or names differently, are described in its API.
-Other fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them.
-So a new field of a payload works over HTTP at once, and a misspelt field is refused by name.
+Each API describes the fields that it adds to those of a payload, or names differently. Other fields
+of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a new field
+of a payload works over HTTP at once, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -41,18 +41,19 @@ _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_LONGEST_EFFORT = 100
 
 T = TypeVar("T", bound="BodyOptions")
 
 _BOM = b"\xef\xbb\xbf"
 
 
-def _known_options(given: Any) -> Any:
+def _known_options(options: Any) -> Any:
     """Refuse the first unknown name, as pydantic would report each."""
-    for name in given if isinstance(given, dict) else ():
+    for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
-    return given
+    return options
 
 
 _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
@@ -73,22 +74,32 @@ class BodyOptions(BaseModel):
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
 
     @classmethod
-    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of a body under our names. Raises InvalidRequestError."""
-        return given
+        return fields
+
+    def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
+        """The call with these fields of a payload. `answer` are other fields of the call."""
+        return CompletionCall(
+            fields=fields, wait_for_worker=self.wait_for_worker, body_bytes=body_bytes, **answer
+        )
 
 
 class GeneratingOptions(BodyOptions):
-    """Fields that the endpoints that generate take, too."""
+    """Further fields of endpoints that generate."""
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
         False, description="go on when the client leaves; it comes back for the rest"
     )
 
+    def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
+        answer = {"stream": self.stream, "detach": self.detach, **answer}
+        return super().call(fields, body_bytes, **answer)
+
 
 class Extra(Protocol):
-    """Data of a call that its answer needs and that the payloads of its requests do not have."""
+    """Data of a call that its answer needs, but that its requests' payloads do not have."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -101,12 +112,12 @@ class CompletionCall:
     """One call. `fields` are those of a payload. For a chat, `prompts` is a single None.
 
     A call of /v1/responses or /v1/messages is a chat that is answered in another `form`. With
-    `count`, its tokens are told alone.
+    `count`, the answer is the number of its tokens.
     """
 
-    is_chat: bool
     fields: dict[str, Any]
-    prompts: list[Prompt | None]
+    is_chat: bool = True
+    prompts: list[Prompt | None] = field(default_factory=lambda: [None])
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -134,7 +145,10 @@ class CompletionCall:
         return model
 
     def requests(self, completion_id: str) -> list[dict[str, Any]]:
-        """Requests for `Client.enqueue_many`: one for each choice, prompt by prompt."""
+        """The fields of its requests' payloads: one for each choice, prompt by prompt.
+
+        `compose` (clients/request_builder.py) makes payloads of them.
+        """
         seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
         requests = []
         for index, request_id in enumerate(request_ids(completion_id, self.num_choices)):
@@ -150,11 +164,11 @@ class CompletionCall:
 
     @property
     def num_bytes(self) -> int:
-        """About how long all payloads of the call are together, by the size of its body."""
+        """About the bytes of all payloads of the call, by the size of its body."""
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """The call with only what its answer needs. That is little unless it echoes texts."""
+        """The call with only the fields that its answer needs: few, unless it echoes texts."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
@@ -168,14 +182,14 @@ class CompletionCall:
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """The call with the name of its model, if it has one of the model's further names."""
+        """The call with its model's main name in place of a further name."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
         """The call with an idempotency key for one tenant, one caller and one shape of answer.
 
-        Later the caller's name may belong to another tenant's API key. '' is a tenant, too.
+        Another tenant's API key may later have the caller's name. '' is a tenant, too.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
@@ -193,40 +207,40 @@ def request_ids(completion_id: str, num_choices: int) -> list[str]:
     return [f"{completion_id}:{index}" for index in range(num_choices)]
 
 
-def with_effort(effort: str, given: Any) -> Any:
+def check_effort(field: str, effort: Any) -> None:
+    """Raises InvalidRequestError for an effort that is neither None nor a short text."""
+    is_short = isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT
+    if effort is not None and not is_short:
+        raise wrong_field(field, f"must be a text of 1 to {_LONGEST_EFFORT} characters")
+
+
+def with_effort(effort: str, variables: Any) -> Any:
     """The variables of the chat template. One that the call sets itself has precedence."""
-    if not isinstance(given, dict):
-        return given  # refused later, by its name
+    if not isinstance(variables, dict):
+        return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
     if effort == "none":
         ours["enable_thinking"] = False
-    return {**ours, **given}
+    return {**ours, **variables}
 
 
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
     """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
-    try:
-        given = read_json(body)
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from None
-    if not isinstance(given, dict):
-        raise InvalidRequestError("the body is not a JSON object")
-    # Some clients send null for fields that they leave out.
-    given = {name: value for name, value in given.items() if value is not None}
+    body_fields = without_none(read_object(body))
     for name, value in _from_headers(headers).items():
-        given.setdefault(name, value)
+        body_fields.setdefault(name, value)
     try:
-        options = kind.model_validate(kind.renamed(given))
+        options = kind.model_validate(kind.renamed(body_fields))
     except ValidationError as error:
         raise invalid_request(error) from None
     fields = dict(options.model_extra or {})
     if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
         fields["model"] = options.model
     if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
-        raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
-    refuse("request_id", fields)
+        raise wrong_field("idempotency_key", "is empty")
+    refuse(fields, ["request_id"])
     return options, fields
 
 
@@ -238,10 +252,10 @@ def check_size_of_call(
     if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
     if total > MAX_CALL_BYTES:
-        raise InvalidRequestError(
-            f"{named}: {num_prompts * n} answers to this take {total} bytes, more than the"
+        raise wrong_field(
+            named,
+            f"{num_prompts * n} answers to this take {total} bytes, more than the"
             f" {MAX_CALL_BYTES} that one call may put into the queue",
-            field=named,
         )
 
 
@@ -250,9 +264,7 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
-        raise InvalidRequestError(
-            f"{field}: must be text, token ids, or a list of either", field=field
-        )
+        raise wrong_field(field, "must be text, token ids, or a list of either")
     return list(prompt)
 
 
@@ -261,9 +273,8 @@ def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:
-            raise InvalidRequestError(
-                f"tool_choice: allows {str(name)[:80]!r}, which is not among the tools",
-                field="tool_choice",
+            raise wrong_field(
+                "tool_choice", f"allows {str(name)[:80]!r}, which is not among the tools"
             )
     return [tool for name, tool in zip(known, tools, strict=True) if name in names]
 
@@ -275,11 +286,29 @@ def name_of_tool(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def refuse(name: str, fields: Mapping[str, Any], instead: str = "") -> None:
-    """Raises InvalidRequestError for a field of a payload that an endpoint does not have."""
-    if name in fields:
-        advice = f"; use {instead}" if instead else ""
-        raise InvalidRequestError(f"{name}: is not a field of this endpoint{advice}", field=name)
+def wrong_field(place: str, reason: str) -> InvalidRequestError:
+    """The error for a field, named by `place`: its name, or `NAME: PLACE` for a part of it."""
+    return InvalidRequestError(f"{place}: {reason}", field=place.partition(":")[0])
+
+
+def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -> None:
+    """Raises InvalidRequestError for an unknown value. `kind` stands before it in the message."""
+    if value not in known:
+        shown = f"{kind} {str(value)[:80]!r}".lstrip()
+        raise wrong_field(place, f"{shown} is not one of {', '.join(known)}")
+
+
+def refuse(
+    fields: Mapping[str, Any], names: Iterable[str], instead: Mapping[str, str] = {}
+) -> None:
+    """Raises InvalidRequestError for fields of a payload that an endpoint does not have.
+
+    `instead` has the endpoint's names for some of them.
+    """
+    for name in names:
+        if name in fields:
+            advice = f"; use {instead[name]}" if name in instead else ""
+            raise wrong_field(name, f"is not a field of this endpoint{advice}")
 
 
 class HistoryNeededError(Exception):
@@ -291,7 +320,7 @@ class HistoryNeededError(Exception):
 
 
 def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, header in HEADERS.items():
         text = headers.get(header)
         if text is None:
@@ -303,17 +332,27 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
             value = _WORDS.get(text.strip().lower())
         if value is None:
             kind = "a number" if name in _NUMBERS else "true or false"
-            raise InvalidRequestError(f"{header}: {text[:80]!r} is not {kind}", field=header)
-        found[name] = value
-    return found
+            raise wrong_field(header, f"{text[:80]!r} is not {kind}")
+        fields[name] = value
+    return fields
 
 
-def read_json(body: bytes) -> Any:
-    """The value of a body in JSON, with or without a byte order mark. Raises ValueError."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body, with or without a byte order mark. Raises InvalidRequestError."""
     encoding = json.detect_encoding(body)
     if not encoding.startswith("utf-8"):
-        raise ValueError(f"the body is not JSON: it is {encoding}, and JSON is sent in utf-8")
+        raise InvalidRequestError(
+            f"the body is not JSON: it is {encoding}, and JSON is sent in utf-8"
+        )
     try:
-        return from_json(body.removeprefix(_BOM), allow_inf_nan=False)
+        value = from_json(body.removeprefix(_BOM), allow_inf_nan=False)
     except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body is not a JSON object")
+    return value
+
+
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value. Some clients send null for fields that they leave out."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Reads calls: those with small bodies at once, others in processes beside the event loop.
+"""Reads calls and makes their payloads: of small bodies at once, of others in other processes.
 
 Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
 the interpreter's lock for that time, and all streams would stop. A process can also be killed, and
@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryNeededError
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared, prepare
+from promptq.producer.calls.payloads import Prepared, prepare
 from promptq.producer.calls.rate_costs import account_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
@@ -36,7 +36,7 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""Time by the clock. If it is over, the machine is too busy, and the body may be harmless."""
+"""By the clock. A body that takes longer may be harmless, and the machine too busy."""
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
 """The exit code of a process that ran out of memory."""
@@ -88,16 +88,12 @@ class _Reading:
     new_id: str
     aliases: Mapping[str, str]
 
-    def call(self, body: bytes, history: bytes | None) -> CompletionCall:
-        """Raises InvalidRequestError, HistoryNeededError."""
-        return self.reader.read(body, self.headers, self.new_id, history)
-
 
 class CallReader:
     """Reads the calls of one gateway. Its processes start when they are first needed.
 
-    Tenants take turns with large bodies: each tenant has at most one of them read at a time. What a
-    process logs is in the gateway's log.
+    Tenants take turns with large bodies: one body of a tenant is read at a time. The processes
+    write into the gateway's log.
     """
 
     def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
@@ -116,10 +112,11 @@ class CallReader:
         aliases: Mapping[str, str],
         history_of: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> Prepared:
-        """Read a call whose body is given in pieces. `aliases` are those of models.
+        """Reads a call whose body comes in pieces, and makes its payloads.
 
-        `history_of` returns the items of a response and of those before it, one a line. Raises
-        InvalidRequestError, ApiError, and what `history_of` raises.
+        `aliases` are further names of models. `history_of` returns the items of a response and of
+        all responses before it, one a line. Raises InvalidRequestError, ApiError, and the errors of
+        `history_of`.
         """
         reader = self._readers[endpoint]
         reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
@@ -137,7 +134,8 @@ class CallReader:
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
         """Raises HistoryNeededError if `history` is None and the call needs it."""
         if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
-            call = reading.call(b"".join(body), history)
+            body_at_once = b"".join(body)
+            call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, reading.caller, reading.new_id, reading.aliases)
         own_turn = self._turns_of_tenants.setdefault(reading.caller.party, asyncio.Lock())
@@ -161,23 +159,23 @@ class CallReader:
         parts = [body] if history is None else [body, [history]]
         try:
             async with asyncio.timeout(_MOST_SECONDS):
-                reply, payloads = await self._ask_one_or_another(query, parts)
+                try:
+                    reply, payloads = await self._ask_one(query, parts)
+                except (EOFError, OSError):
+                    reply, payloads = await self._ask_one(query, parts, is_new=True)
         except (EOFError, OSError, TimeoutError):
-            raise _not_read() from None
+            raise ApiError(
+                503,
+                "the gateway could not read the body, since its machine is short of time or memory"
+                " or a process was ended; try again soon",
+                code="body_not_read",
+                headers={"Retry-After": "5"},
+            ) from None
         if "error" in reply:
             raise _error_of(reply["error"])
         if "previous_response_id" in reply:
             raise HistoryNeededError(reply["previous_response_id"])
         return _prepared_of(reading.reader, reply, payloads, account_of(caller, caller.name))
-
-    async def _ask_one_or_another(
-        self, query: Mapping[str, Any], parts: Parts
-    ) -> tuple[dict[str, Any], list[Payload]]:
-        """Raises as `_ask_one`; EOFError and OSError only if a new process ended, too."""
-        try:
-            return await self._ask_one(query, parts)
-        except (EOFError, OSError):
-            return await self._ask_one(query, parts, is_new=True)
 
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
@@ -189,7 +187,12 @@ class CallReader:
             answered = await _ask(process, query, parts)
         except (EOFError, OSError):  # the process has ended, or is about to
             if await process.wait() in _TOO_MUCH_CODES:
-                raise _too_much() from None
+                raise ApiError(
+                    400,
+                    "the body takes too much time or memory to read; send fewer or shorter lists"
+                    " and objects",
+                    code="body_too_complex",
+                ) from None
             raise
         except BaseException:
             with suppress(ProcessLookupError):
@@ -202,18 +205,14 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], body: bytes, history: bytes | None = None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Read a call in another process. Returns the reply's header, and its payloads.
+    """Reads a call in another process. Returns the reply's header, and its payloads.
 
     Behind the payloads come the parts of the call's `extra`.
     """
-    caller = Caller.model_validate(query["caller"])
-    endpoint: Endpoint = query["endpoint"]
-    reading = _Reading(
-        endpoint, readers[endpoint], query["headers"], caller, query["new_id"], query["aliases"]
-    )
+    caller, new_id = Caller.model_validate(query["caller"]), query["new_id"]
     try:
-        call = reading.call(body, history)
-        prepared = prepare(call, caller, reading.new_id, reading.aliases)
+        call = readers[query["endpoint"]].read(body, query["headers"], new_id, history)
+        prepared = prepare(call, caller, new_id, query["aliases"])
     except HistoryNeededError as needed:
         return {"previous_response_id": needed.previous_response_id}, []
     except InvalidRequestError as error:
@@ -228,11 +227,10 @@ def answer(
         new.append([item.request_id, item.request.model_dump(include=looked_at), item.delay_ms])
         bare = item.request.model_copy(update={"trace_context": None})
         payloads.append(bare.to_payload().encode())
-    rates = [asdict(rate) for rate in prepared.rates]
     reply = {
         "call": asdict(prepared.call),
         "new": new,
-        "rates": rates,
+        "rates": [asdict(rate) for rate in prepared.rates],
         "id": prepared.completion_id,
     }
     if prepared.extra is not None:
@@ -277,24 +275,6 @@ def _error_of(details: dict[str, Any]) -> Exception:
     return ApiError(status, message, **details)
 
 
-def _too_much() -> ApiError:
-    return ApiError(
-        400,
-        "the body takes too much time or memory to read; send fewer or shorter lists and objects",
-        code="body_too_complex",
-    )
-
-
-def _not_read() -> ApiError:
-    return ApiError(
-        503,
-        "the gateway could not read the body, since its machine is short of time or memory or a"
-        " process was ended; try again soon",
-        code="body_not_read",
-        headers={"Retry-After": "5"},
-    )
-
-
 async def _start(arguments: Sequence[str]) -> Process:
     """Raises OSError. With -P, files in the working directory cannot be imported."""
     return await asyncio.create_subprocess_exec(
@@ -328,14 +308,14 @@ async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
     """Read in pieces, as `readexactly` copies all of it at once. Raises EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)
-    found, length = memoryview(bytearray(size)), 0
+    buffer, length = memoryview(bytearray(size)), 0
     while length < size:
         piece = await stream.read(min(size - length, _PIECE_BYTES))
         if not piece:
             raise EOFError
-        found[length : length + len(piece)] = piece
+        buffer[length : length + len(piece)] = piece
         length += len(piece)
-    return found
+    return buffer
 
 
 async def _end(process: Process) -> None:

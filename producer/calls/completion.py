@@ -11,7 +11,7 @@ from uuid import UUID
 
 from promptq.producer.calls.call import MAX_CHOICES, CompletionCall, request_ids
 from promptq.producer.calls.errors import NOT_AGAIN, ApiError
-from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.output.model_text import ExpectedOutput
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.connecting import explained
 from promptq.producer.clients.request_builder import Prompt
@@ -42,7 +42,7 @@ class Completion:
     n: int = 1
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
-    asked: Asked = field(default_factory=Asked)
+    expected: ExpectedOutput = field(default_factory=ExpectedOutput)
     include_usage: bool = False
     detach: bool = False
     echoes: Sequence[str | None] = ()
@@ -50,7 +50,7 @@ class Completion:
     encoding_format: str | None = None
     """See CompletionCall."""
     prefill: str = ""
-    """With what the output begins that is not shown, since the call gave it."""
+    """The beginning of the output that the call gave, which the answer does not repeat."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -58,12 +58,12 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Unix seconds. They come from the id, so they are the same each time it is read."""
+        """Unix seconds, from the id: the same for each reader."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
     def url(self) -> str:
-        """The path of the stream, with what no record of a request holds."""
+        """The path of the stream. Its query has the options that no record of a request has."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
@@ -111,12 +111,12 @@ def new_message_id() -> str:
 
 
 def is_message_id(completion_id: str) -> bool:
-    """Whether it is the id of a completion that is answered as a message."""
+    """Whether the answer of this completion is a message."""
     return completion_id.startswith(_MESSAGE)
 
 
 def check_completion_id(completion_id: str) -> None:
-    """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
+    """Raises RequestNotFoundError for other ids, such as those of other clients' requests."""
     try:
         _uuid_of(completion_id)
     except ValueError:
@@ -134,7 +134,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         n=call.n,
         with_logprobs=call.fields.get("logprobs") is not None,
         with_prompt_logprobs=call.shows_prompt_logprobs,
-        asked=Asked.of(call.fields),
+        expected=ExpectedOutput.of(call.fields),
         include_usage=call.include_usage,
         detach=call.detach,
         echoes=echoes if call.echo else (),
@@ -160,7 +160,7 @@ def stream_completion(
         num_choices=num_choices,
         n=n,
         with_logprobs=first.logprobs is not None,
-        asked=Asked.of(vars(first)),
+        expected=ExpectedOutput.of(vars(first)),
         include_usage=query.get("usage") == "1",
         detach=query.get("detach") == "1",
         echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
@@ -203,8 +203,8 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
-    """`stop`, `length` or `tool_calls`. An expired request ends with `length`, too, and so does one
-    that only echoes its prompt."""
+    """`stop`, `length` or `tool_calls`. Requests that expired or only echo their prompt end with
+    `length`."""
     if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
@@ -216,7 +216,7 @@ def failure(
     num_tokens: int,
     names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """The error for a request that ended after `num_tokens`; None if it has an answer.
+    """The error for a request that ended after `num_tokens` tokens; None if it has an answer.
 
     `names` are those of the endpoint; see `in_api_names`.
     """
@@ -247,13 +247,13 @@ def _failed(error: ErrorInfo) -> ApiError:
     return ApiError(400, error.message, param=field, code=error.code or error.type)
 
 
-async def learned(
+async def with_model_and_style(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
-    """Add what the queue knows as soon as there is an event: its model, and how that writes."""
+    """Adds the queue's model to a completion that has an event. Also returns its output style."""
     if completion.model and not completion.is_chat:
         return completion, None
-    model, style = await model_and_style(served, needs_style=completion.asked.with_tools)
+    model, style = await model_and_style(served, needs_style=completion.expected.with_tools)
     if not completion.model:
         completion = replace(completion, model=model)
     return completion, style
@@ -262,13 +262,13 @@ async def learned(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """The queue's model and how it writes.
+    """The queue's model and its output style.
 
-    Both are known once there is an event, as the worker that sent it has written them before.
+    A worker writes both before it sends events, so both are known once there is an event.
     """
     with explained(served.client.url):
         view = await served.watch.look()
-        is_untold = view.output_style is None and needs_style
-        if not view.model or is_untold:  # perhaps written just now
+        lacks_style = view.output_style is None and needs_style
+        if not view.model or lacks_style:  # perhaps written just now
             view = await served.watch.look(now=True)
     return view.model, view.output_style

@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`.
 
-Those of /v1/messages are as Anthropic's clients expect them.
+Errors of /v1/messages have the form that Anthropic's clients expect.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _word_for(status: int) -> str:
 
 
 class ApiError(Exception):
-    """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs.
+    """An answer other than 2xx. `param` is the wrong field, `code` a word for programs.
 
     `unsupported` are fields of Anthropic's API that are not served.
     """
@@ -120,10 +120,10 @@ class ApiError(Exception):
 def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
-    """An error's message, which begins with the path of a payload's field, and that field.
+    """Returns an error's message and its field with the names that an endpoint has.
 
-    Both get the names that an endpoint has. Keys of `names` are names in a payload. Those with a
-    dot may stand inside of a path, and those with a colon are two parts of a message.
+    The message begins with the path of a payload's field. Keys of `names` are names in a payload. A
+    key with a dot may stand inside the path, and a key with a colon is two parts of a message.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):
@@ -136,7 +136,7 @@ def in_api_names(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer for an error. If it is not one of ours, only the log says more."""
+    """The answer for an error. Only the log has details of an error that is not promptq's."""
     match error:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
@@ -155,43 +155,26 @@ def as_api_error(error: Exception) -> ApiError:
         case TooManyBatchesError():
             return ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN)
         case QueueFullError():
-            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
-            return ApiError(
-                429, str(error), code="queue_full", headers={"Retry-After": str(seconds)}
-            )
-        case RedisAuthError():
-            log_why_unavailable(error)
-            return ApiError(
-                503,
-                "the gateway may not use its Redis server; its log says why",
-                code="queue_unavailable",
-                headers={"Retry-After": "5"},
-            )
-        case RedisFullError():
-            log_why_unavailable(error)
-            return ApiError(
-                503,
-                "the memory of the queue's server is full, so it accepts no request; try again"
-                " later",
-                code="queue_unavailable",
-                headers={"Retry-After": "30"},
-            )
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_ms / 1000)))}
+            return ApiError(429, str(error), code="queue_full", headers=headers)
         case RedisSideError() | RedisError():
             # Details about the server are for the log, not for callers.
             log_why_unavailable(error)
-            return ApiError(
-                503,
-                "the queue cannot be reached at the moment; try again soon",
-                code="queue_unavailable",
-                headers={"Retry-After": "1"},
-            )
+            message, seconds = "the queue cannot be reached at the moment; try again soon", 1
+            if isinstance(error, RedisAuthError):
+                message, seconds = "the gateway may not use its Redis server; its log says why", 5
+            elif isinstance(error, RedisFullError):
+                message = "the memory of the queue's server is full, so it accepts no request"
+                message, seconds = f"{message}; try again later", 30
+            headers = {"Retry-After": str(seconds)}
+            return ApiError(503, message, code="queue_unavailable", headers=headers)
         case PromptqError():
             return ApiError(500, str(error))
     return ApiError(500, "the gateway failed; its log says why", code="gateway")
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns an error of redis-py as an error of ours, for the log."""
+    """Returns an error of redis-py as one of promptq, for the log."""
     try:
         with explained(url):
             raise error
@@ -204,7 +187,7 @@ def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
 
 
 def log_why_unavailable(error: RedisSideError | RedisError) -> None:
-    """Log why calls get 503, but not for each of them."""
+    """Logs why calls get 503, but not for each call."""
     if isinstance(error, RedisAuthError):
         _log_refusal(str(error))
     else:
@@ -213,7 +196,7 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
-    """Log each message of the server once: it would repeat it for every call."""
+    """Logs each message of the server once: the server repeats it for every call."""
     get_logger().error(
         "the Redis server refuses what a gateway does; give the gateway the URL of the user"
         " 'gateway' (promptq acl)",
@@ -223,5 +206,5 @@ def _log_refusal(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
-    """Log a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
+    """Logs a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
     get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

@@ -13,7 +13,7 @@ _FREED_AT_ONCE = 16
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
-    """The format of chats."""
+    """The format of chats. A part of the work is one token."""
     content = []
     for chosen in logprobs:
         content.append(chat_logprob(chosen))
@@ -33,12 +33,12 @@ class FirstToken:
     token: str
 
 
-def tokens_of_prompt(told: TokenEvent | Result) -> list[FirstToken | TokenLogprob]:
-    """The tokens of the prompt, if the event or result tells them."""
-    if not told.prompt_texts:
+def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogprob]:
+    """The tokens of the prompt, if the event or result has them."""
+    if not source.prompt_texts:
         return []
-    first = FirstToken(told.prompt_texts[0])
-    return [first, *(token for token in told.prompt_logprobs or () if token is not None)]
+    first = FirstToken(source.prompt_texts[0])
+    return [first, *(token for token in source.prompt_logprobs or () if token is not None)]
 
 
 def completion_logprobs(
@@ -46,7 +46,7 @@ def completion_logprobs(
 ) -> Work[dict[str, Any]]:
     """The format of completions; `offset` is where the text of the first token begins.
 
-    The likeliest tokens are those that were asked for, and the chosen one.
+    The likeliest tokens are as many as the call wants, and the chosen one.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -62,7 +62,7 @@ def completion_logprobs(
             continue
         token_logprobs.append(chosen.logprob)
         likeliest: dict[str, float] = {}
-        for other in chosen.top or ():  # of several with the same text, the likeliest is told
+        for other in chosen.top or ():  # of several with the same text, only the likeliest
             likeliest.setdefault(_text(other), other.logprob)
         top.append({**likeliest, tokens[-1]: chosen.logprob})
         yield
@@ -74,32 +74,32 @@ def completion_logprobs(
     }
 
 
-def prompt_logprobs(told: Result) -> Work[list[dict[str, Any] | None] | None]:
-    """vLLM's format: for each token of the prompt but the first, it and the likeliest ones by their
-    ids."""
-    if told.prompt_logprobs is None:
+def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
+    """vLLM's format: for each token of the prompt but the first, the token and the likeliest ones
+    by their ids."""
+    if source.prompt_logprobs is None:
         return None
-    found = []
-    for chosen in told.prompt_logprobs:
-        found.append(None if chosen is None else _by_token_id(chosen))
+    tokens = []
+    for chosen in source.prompt_logprobs:
+        tokens.append(None if chosen is None else _by_token_id(chosen))
         yield
-    return found
+    return tokens
 
 
 def _by_token_id(chosen: TokenLogprob) -> dict[str, Any]:
-    found = {str(chosen.token_id): _ranked(chosen, chosen.rank)}
+    by_id = {str(chosen.token_id): _ranked(chosen, chosen.rank)}
     for rank, other in enumerate(chosen.top or (), start=1):
-        found.setdefault(str(other.token_id), _ranked(other, rank))
-    return found
+        by_id.setdefault(str(other.token_id), _ranked(other, rank))
+    return by_id
 
 
 def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
     return {"logprob": token.logprob, "rank": rank, "decoded_token": _text(token)}
 
 
-def freed(told: TokenEvent | Result) -> Work[None]:
-    """Empty its lists of log-probabilities: to free many objects at once takes long."""
-    for items in (told.logprobs, told.prompt_logprobs):
+def free_logprobs(source: TokenEvent | Result) -> Work[None]:
+    """Empties the lists of log-probabilities in parts: freeing many objects at once takes long."""
+    for items in (source.logprobs, source.prompt_logprobs):
         while items:
             del items[-_FREED_AT_ONCE:]
             yield

@@ -1,4 +1,4 @@
-"""The queues that a gateway serves: which one has a model, and what was last seen of each."""
+"""The queues that a gateway serves: finds the queue of a model or a request, and their states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AWAY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServedQueue:
-    """One queue: a client of it, and what is known of it."""
+    """A queue: a client of it, and its state as it was last read."""
 
     client: AsyncClient
     watch: QueueWatch
@@ -85,7 +85,7 @@ class ServedQueues:
         self._reading = asyncio.Lock()
         self._refused: dict[str, float] = {}
         self._away: dict[str, RedisError] = {}
-        """Queues whose server does not answer, and what it was last."""
+        """Queues whose server does not answer, and its last error."""
         self.own = self._served(self._names[0])
 
     async def aclose(self) -> None:
@@ -98,7 +98,7 @@ class ServedQueues:
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Whether it serves this queue, or would once a worker has come to it."""
+        """Whether the gateway serves this queue, now or once a worker has come to the queue."""
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:
@@ -111,14 +111,14 @@ class ServedQueues:
         return [self._served(name) for name in names if not self._is_refused(name)]
 
     async def named(self, name: str) -> ServedQueue:
-        """The queue of this name; the gateway's own for an empty one. Raises ApiError 404."""
+        """The queue of this name; for '' the gateway's own. Raises ApiError 404."""
         if not name:
             return self.own
-        found = await self.all()
-        for served in found:
-            if served.name == name:
-                return served
-        names = ", ".join(queue.name for queue in found)
+        served = await self.all()
+        for queue in served:
+            if queue.name == name:
+                return queue
+        names = ", ".join(queue.name for queue in served)
         raise ApiError(
             404, f"queue: {name[:80]!r} is not served here; served are {names}", param="queue"
         )
@@ -126,7 +126,7 @@ class ServedQueues:
     async def aliases(self) -> Mapping[str, str]:
         """Names of models by the further names that programs use for them.
 
-        The name of a model that is served is nobody's further name.
+        The name of a served model is never the further name of another.
         """
         aliases = (await self._read()).aliases
         if not aliases:
@@ -135,8 +135,8 @@ class ServedQueues:
         return {alias: name for alias, name in aliases.items() if alias not in names}
 
     async def views(self, *, now: bool = False) -> list[Found]:
-        """The queues that this gateway may read, as they were at most a second ago; or as they are
-        `now`, which is then what all others see for a second."""
+        """The queues that this gateway may read, as they were at most a second ago; with `now` as
+        they are. All later calls see that state for a second."""
         served = await self.all(now=now)
         old = [queue for queue in served if now or queue.watch.is_old]
         looks = (queue.watch.look(now=now) for queue in old)
@@ -152,12 +152,12 @@ class ServedQueues:
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
     ) -> Found:
-        """The queue that serves a model, or the gateway's own if none is named.
+        """The queue that serves a model; without a model the gateway's own.
 
-        Of several queues, it is the one with the fewest requests for each worker. `known_as` names
-        a key in Redis that is there once the same request was sent: then it is the queue that has
-        it, so that nothing runs twice. Raises ModelNotServedError, and ModelIsLoadingError while a
-        queue that was named has no model yet.
+        Of several queues, the one with the fewest requests for each worker. `known_as` returns the
+        name of a key in Redis that exists once the same request was sent: the queue that has this
+        key comes first, so that nothing runs twice. Raises ModelNotServedError, and
+        ModelIsLoadingError while a queue that was named has no model yet.
         """
         own = self.own, await self.own.watch.look()
         is_alone = len(self._names) == 1 and not self._finds_others
@@ -171,16 +171,18 @@ class ServedQueues:
             return serving[0]
         if known_as is None:
             return min(serving, key=lambda at: at[1].load(at[0].watch.num_sent))
-        known = await asyncio.gather(*(_has(it, known_as(it.queue.keys)) for it, _ in serving))
+        asking = (_has(queue, known_as(queue.queue.keys)) for queue, _ in serving)
+        known = await asyncio.gather(*asking)
         if any(known):
             return serving[known.index(True)]
         return max(serving, key=lambda at: (at[1].hands_out, _draw(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
-        """The only queue while it has no model, since its first worker may serve this one."""
+        """The only queue while it has no model, since its first worker may bring this model."""
         if len(views) == 1 and not views[0][1].model:
             return views[0]
-        loading = [it.name for it, view in views if it.name in self._names and not view.model]
+        loading = [queue.name for queue, view in views if not view.model]
+        loading = [name for name in loading if name in self._names]
         if loading and len(self._names) > 1:
             raise ModelIsLoadingError(model, loading)
         self._raise_if_away()
@@ -245,7 +247,7 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue that is away, since a request may be there."""
+        """Raises the error of a queue that is away, since it may hold the request."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -257,12 +259,12 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """For `on_unreadable` of processes that write a log."""
+    """Logs a queue that cannot be read, as `on_unreadable` of processes with a log."""
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)
 
 
 class ModelIsLoadingError(ApiError):
-    """A queue that may serve the model has none yet."""
+    """A queue that may serve the model has no model yet."""
 
     def __init__(self, model: str, queues: Sequence[str]) -> None:
         names = ", ".join(queues)
@@ -276,9 +278,9 @@ class ModelIsLoadingError(ApiError):
 
 
 def _draw(key: str) -> bytes:
-    """A rank of a queue: two gateways that take one request at once send it to the highest.
+    """The rank of a queue: two gateways send the same request to the queue of the highest rank.
 
-    So few requests move when a queue comes or goes; see
+    Few requests move when a queue comes or goes; see
     https://en.wikipedia.org/wiki/Rendezvous_hashing.
     """
     return hashlib.sha256(key.encode()).digest()
@@ -301,7 +303,7 @@ class QueueWatch:
 
     @property
     def is_old(self) -> bool:
-        """Whether it is read anew at the next look."""
+        """Whether the next look reads the queue anew."""
         return time.monotonic() - self._seen_at > _FRESH_SECONDS
 
     async def look(self, *, now: bool = False) -> QueueView:

@@ -1,4 +1,4 @@
-"""Takes what calls need of the rates of their caller's key."""
+"""The costs of calls in requests and tokens, which their caller's key has a rate of."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MINUTE_MS = 60_000
 async def take_of_queues(
     own: AsyncRequestQueue, serving: AsyncRequestQueue, holder: str, rates: Sequence[Rate]
 ) -> RateAnswer:
-    """Take tokens at the queue that serves a call, and requests at the gateway's own; all or none.
+    """Takes tokens at the queue that serves a call, and requests at the gateway's own; all or none.
 
-    After a refusal, what a later attempt has to wait for is known of one of the two only.
+    After a refusal, only one of the two queues says how long a later attempt has to wait.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))
@@ -45,35 +45,36 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    said = []
+    """The message for a call that may come again later: names each rate that is used up."""
+    reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
         if answer.reset_ms[rate.name] > _MINUTE_MS:
-            said.append(f"has used more than its {limit}")
+            reasons.append(f"has used more than its {limit}")
         elif left < rate.amount:
-            said.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
+            reasons.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
     seconds = math.ceil((answer.wait_ms or 0) / 1000)
     after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
-    return f"the key {caller.name!r} {' and '.join(said)}; try again in {after}"
+    return f"the key {caller.name!r} {' and '.join(reasons)}; try again in {after}"
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """Returns what `requests`, as for `Client.enqueue_many`, take of their caller's rates.
+    """The costs of `requests`, as for `Client.enqueue_many`, by the caller's rates.
 
-    The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
-    is charged to the account (`account_of`) while it is generated.
+    The tokens are those of the prompt, estimated as a quarter of the payload's bytes. Output is
+    charged to the account (`account_of`) while it is generated.
     """
     rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
-        tokens = sum(_prompt_tokens(request) for request in requests)
+        tokens = sum(len(json.dumps(request, default=str)) // 4 for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
     return rates
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """The account to which the output of a caller's requests is charged.
+    """The account that pays for the output of a caller's requests; None if it has no limit.
 
-    `holder` is the name under which rates are taken. None if the caller has no limit.
+    The server keeps its rates under the name `holder`.
     """
     limit = caller.tokens_per_minute
     return TokenAccount(holder, limit) if limit else None
@@ -89,17 +90,10 @@ def beyond_rates(
 ) -> ApiError:
     """The answer to a call that needs more than a whole minute allows."""
     needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
+    limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     return ApiError(
         429,
-        f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
+        f"this needs {needed}, and the key {caller.name!r} never has more than {limits}",
         code="rate_limit_exceeded",
         headers={**(headers or {}), **NOT_AGAIN},
     )
-
-
-def _limits(rates: Sequence[Rate]) -> str:
-    return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
-
-
-def _prompt_tokens(request: Mapping[str, Any]) -> int:
-    return len(json.dumps(request, default=str)) // 4

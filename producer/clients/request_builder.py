@@ -1,4 +1,4 @@
-"""Makes requests from what callers pass to a client."""
+"""Builds payloads for the queue from fields: of a client's method or a call of the HTTP API."""
 
 from __future__ import annotations
 

@@ -87,11 +87,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
         queues = ServedQueues(open_client, settings.served_queues, on_unreadable=log_unreadable)
         cancels = BackgroundCancels()
-        app.state.call_reader = CallReader(READERS, settings.log_level, settings.log_format)
         app.state.gateway = Gateway(
             settings,
             queues,
             connections[0].connection_pool.connection_kwargs.get("username") or "default",
+            CallReader(READERS, settings.log_level, settings.log_format),
             cancels,
             BodyBudget(
                 max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),
@@ -115,7 +115,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             yield
         finally:
             await end(beside)
-            await app.state.call_reader.aclose()
+            await app.state.gateway.call_reader.aclose()
             await cancels.aclose()
             await queues.aclose()
             for connection in connections:

@@ -1,4 +1,4 @@
-"""Finds out who calls, by the API key of the call."""
+"""The caller of a request, by its API key."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
 
 def _secret_of(request: Request) -> str:
-    """The key that a call comes with, as OpenAI's, Anthropic's or Azure's clients send it; or ''.
+    """The key of a call, as OpenAI's, Anthropic's or Azure's clients send keys; '' without a key.
 
     A page of another site cannot send any of these headers without asking first (CORS).
     """
@@ -100,7 +100,7 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Whether no header shows that a page of another origin sent it, even one of this machine."""
+    """Whether no header names another origin: other servers of this machine are other origins."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")
@@ -119,8 +119,8 @@ def _is_from_this_machine(request: Request) -> bool:
 
 def _names_this_machine(host: str) -> bool:
     """Whether a Host header names this machine. False for rebound and malformed names."""
-    found = _HOST.fullmatch(host)
-    name = (found[1] or found[2]).lower() if found else ""
+    match = _HOST.fullmatch(host)
+    name = (match[1] or match[2]).lower() if match else ""
     return name == "localhost" or _is_loopback(name)
 
 

@@ -1,6 +1,6 @@
-"""Reads the body of an HTTP request, but never more than is allowed.
+"""Reads the body of an HTTP request up to a limit.
 
-A body that is not read, such as that of a caller without a key, is dropped in protocol.py.
+connection_limits.py drops a body that is not read, such as that of a caller without a key.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def body_pieces(
 
 
 class BodyBudget:
-    """Counts bytes when they come, not when they are announced."""
+    """Limits the bytes of bodies in memory, for each tenant and in all."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
@@ -86,7 +86,7 @@ class BodyBudget:
             hold.release()
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Raises ApiError 429 if the tenant has too much on its way, 503 if all together have."""
+        """Raises ApiError 429 if the tenant would hold too many bytes, 503 if all tenants would."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(
@@ -114,7 +114,7 @@ class BodyBudget:
 
 
 class Hold:
-    """The part of the budget that one request has taken."""
+    """The part of the budget that one request uses."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -135,7 +135,7 @@ class Hold:
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Give all of it back when nobody needs the bytes any longer. May be called again."""
+        """Releases all bytes of the request. May be called again."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
-"""The most bytes of a request's line and headers. A little more may be read at once."""
+"""The most bytes of a request's line and headers. One read may bring a few more."""
 
 PIECES = "promptq.pieces"
-"""The ASGI extension whose `write(piece)` sends a part of the body after the head was sent. It does
-that directly: `send` goes through every layer of the application. If the client reads slowly, it
-returns something `Unfinished`.
+"""The ASGI extension whose `write(piece)` sends a part of the body after the head was sent.
+
+`write` is direct, while `send` goes through every layer of the application. `write` returns an
+`Unfinished` function if the client reads slowly.
 """
 
 Unfinished = Callable[[], Awaitable[None]] | None
@@ -36,7 +37,7 @@ _WINDOW_SECONDS = 15.0
 """The time in which a body must bring `_WINDOW_BYTES` more, or end. It begins anew with each such
 progress: an allowance that grew with the bytes could be saved up, and then spent in silence."""
 _WINDOW_BYTES = 65_536
-"""The first bytes, up to this number, may take `_SILENCE_SECONDS`. A small body has no more."""
+"""The first bytes, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no more."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from typing import Protocol
 
 from promptq.producer.calls.errors import ApiError
@@ -52,62 +52,49 @@ class _Zlib:
         return piece
 
 
-_Making = Callable[[bytes], tuple[_Decoder, type[Exception]]]
-"""Returns a decoder for a member that begins so, and the error that it raises for wrong data."""
-
-
-def _gzip(_begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    return _Zlib(16 + zlib.MAX_WBITS), zlib.error
-
-
-def _deflate(begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """Also decodes data without the header of zlib, which some clients leave out."""
-    has_header = begin[0] & 0x0F == 8
-    return _Zlib(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS), zlib.error
-
-
-def _zstd(_begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd  # here, as few clients use it
-    window = zstd.DecompressionParameter.window_log_max
-    return zstd.ZstdDecompressor(options={window: _MOST_WINDOW_LOG}), zstd.ZstdError
-
-
-_DECODERS: dict[str, _Making] = {
-    "gzip": _gzip,
-    "x-gzip": _gzip,
-    "deflate": _deflate,
-    "zstd": _zstd,
-}
+_CODINGS = ("gzip", "x-gzip", "deflate", "zstd")
 _SERVED = "gzip, deflate, zstd"
+
+
+def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
+    """A decoder for a member that begins so, and the error that it raises for wrong data."""
+    if coding == "zstd":
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd  # here, as few clients use it
+        window = zstd.DecompressionParameter.window_log_max
+        return zstd.ZstdDecompressor(options={window: _MOST_WINDOW_LOG}), zstd.ZstdError
+    if coding != "deflate":
+        return _Zlib(16 + zlib.MAX_WBITS), zlib.error
+    has_header = begin[0] & 0x0F == 8  # some clients leave out the header of zlib
+    return _Zlib(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS), zlib.error
 
 
 def codings_of(headers: Sequence[str]) -> list[str]:
     """The codings of a body with these headers `Content-Encoding`, in the order of decoding.
 
-    Raises ApiError 415 for one that is not served.
+    Raises ApiError 415 for a coding that is not served.
     """
-    found = [coding.strip().lower() for coding in ",".join(headers).split(",")]
-    found = [coding for coding in found if coding not in ("", "identity")]
-    wrong = [coding for coding in found if coding not in _DECODERS]
-    if wrong or len(found) > _MOST_CODINGS:
-        told = f"{wrong[0][:80]!r} is not one of" if wrong else f"at most {_MOST_CODINGS} of"
+    codings = [coding.strip().lower() for coding in ",".join(headers).split(",")]
+    codings = [coding for coding in codings if coding not in ("", "identity")]
+    wrong = [coding for coding in codings if coding not in _CODINGS]
+    if wrong or len(codings) > _MOST_CODINGS:
+        reason = f"{wrong[0][:80]!r} is not one of" if wrong else f"at most {_MOST_CODINGS} of"
         raise ApiError(
             415,
-            f"Content-Encoding: {told} {_SERVED}",
+            f"Content-Encoding: {reason} {_SERVED}",
             param="Content-Encoding",
             code="unsupported_encoding",
             headers={"Accept-Encoding": _SERVED},
         )
-    return found[::-1]
+    return codings[::-1]
 
 
 async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
-    """The pieces without this coding. Between two of them the event loop has its turn.
+    """The decoded pieces. Between two pieces the event loop has its turn.
 
-    Raises ApiError 400 for a body that is not so coded or does not end.
+    Raises ApiError 400 for a body that is not in this coding or does not end.
     """
     decoder: _Decoder | None = None
     wrong_data: type[Exception] = zlib.error
@@ -118,7 +105,7 @@ async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[b
                 num_members += 1
                 if num_members > _MOST_SMALL_MEMBERS + num_bytes // _MEMBER_BYTES:
                     raise _wrong(f"has too many small parts in {coding}")
-                decoder, wrong_data = _DECODERS[coding](data)
+                decoder, wrong_data = _decoder_of(coding, data)
             try:
                 piece = decoder.decompress(data, _PIECE_BYTES)
             except wrong_data as error:

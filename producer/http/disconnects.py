@@ -24,13 +24,6 @@ class Answer(Protocol):
         """Whether the requests continue when the client leaves."""
 
 
-class Presence:
-    """Set `is_over` when all is sent: a client that leaves later interrupts nothing."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-
-
 @asynccontextmanager
 async def cancelled_if_client_leaves(
     gateway: Gateway,
@@ -39,12 +32,13 @@ async def cancelled_if_client_leaves(
     answer: Answer,
     *,
     errors: tuple[type[Exception], ...] = (),
-) -> AsyncIterator[Presence]:
-    """Interrupt the `with` block when the client leaves, and raise ClientLeftError.
+) -> AsyncIterator[asyncio.Event]:
+    """Interrupts the `with` block when the client leaves, and raises ClientLeftError.
 
     Cancels the requests of the answer then, unless the client detached, and after each of `errors`.
+    Yields an event to set when all is sent: a client that leaves later interrupts nothing.
     """
-    presence, has_left = Presence(), False
+    is_sent, has_left = asyncio.Event(), False
     working = asyncio.current_task()
     assert working is not None
 
@@ -52,13 +46,13 @@ async def cancelled_if_client_leaves(
         nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
-        if not presence.is_over:
+        if not is_sent.is_set():
             has_left = True
             working.cancel()
 
     watching = asyncio.create_task(watch())
     try:
-        yield presence
+        yield is_sent
     except asyncio.CancelledError:
         if has_left and working.uncancel() == 0:
             if not answer.detach:
@@ -69,5 +63,5 @@ async def cancelled_if_client_leaves(
         gateway.cancels.cancel(served.client, answer.request_ids)
         raise
     finally:
-        presence.is_over = True
+        is_sent.set()
         watching.cancel()

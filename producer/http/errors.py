@@ -21,7 +21,7 @@ from promptq.shared.errors import PromptqError
 
 _MESSAGES = "/v1/messages"
 _MEANINGS = {
-    400: "something is wrong with what was asked; `param` names the field",
+    400: "a field is wrong; `param` names it",
     401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
     " it is not known",
     403: "more than the API key allows",
@@ -47,7 +47,7 @@ class ClientLeftError(Exception):
 
 
 class ErrorObject(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -62,7 +62,7 @@ class ErrorAnswer(BaseModel):
 
 
 class MessagesErrorObject(BaseModel):
-    """What went wrong with a call of /v1/messages."""
+    """An error of a call of /v1/messages."""
 
     type: str
     message: str
@@ -82,11 +82,11 @@ def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
     """The errors of an endpoint or a router, for the API's description."""
-    found: dict[int | str, dict[str, Any]] = {
+    answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
     # Without this entry FastAPI describes its own error 422, which our clients never get.
-    return {**found, "default": {"model": model, "description": "any other error"}}
+    return {**answers, "default": {"model": model, "description": "any other error"}}
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:
@@ -97,7 +97,7 @@ def response_of(error: ApiError, path: str) -> JSONResponse:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give all errors of all routes the form of their path."""
+    """Answers all errors of all routes in the form of their API."""
 
     def answered(request: Request, error: ApiError) -> JSONResponse:
         return response_of(error, request.scope["path"])
@@ -140,14 +140,14 @@ def add_handlers(app: FastAPI) -> None:
         where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
         field = ".".join(where)
         if first["type"] == "json_invalid":
-            told = f"the body is not JSON: {first['ctx']['error']}"
-            return answered(request, ApiError(400, told))
-        told = f"{field or 'body'}: {first['msg']}"
-        return answered(request, ApiError(400, told, param=field or None))
+            message = f"the body is not JSON: {first['ctx']['error']}"
+            return answered(request, ApiError(400, message))
+        message = f"{field or 'body'}: {first['msg']}"
+        return answered(request, ApiError(400, message, param=field or None))
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Names the path that was probably meant, and the calls that there are."""
+    """The message for a path that is not served: names the likeliest path, and all that are."""
     served = [*app.openapi()["paths"]]
     # Often the base URL of a client has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from promptq.producer.calls.call import read_json
+from promptq.producer.calls.call import read_object
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller
 from promptq.producer.http.bodies import read_body
@@ -27,24 +27,18 @@ _MOST_FIELDS = 100
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
     """A dependency that gives a route its body, as JSON of this model or type.
 
-    Raises ApiError, RequestValidationError.
+    Raises ApiError, InvalidRequestError, RequestValidationError.
     """
     adapter = TypeAdapter(kind)
 
     async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:
         with gateway.bodies.hold(caller.party) as hold:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
-            body = await read_body(request, most, hold)
+            fields = read_object(await read_body(request, most, hold))
+        if len(fields) > _MOST_FIELDS:
+            raise ApiError(400, f"the body has {len(fields)} fields")
         try:
-            given = read_json(body)
-        except ValueError as error:
-            raise ApiError(400, str(error)) from None
-        if not isinstance(given, dict):
-            raise ApiError(400, "the body is not a JSON object")
-        if len(given) > _MOST_FIELDS:
-            raise ApiError(400, f"the body has {len(given)} fields")
-        try:
-            return adapter.validate_python(given)
+            return adapter.validate_python(fields)
         except ValidationError as error:
             raise RequestValidationError(error.errors(include_url=False)[:1]) from None
 

@@ -19,14 +19,14 @@ _UNKNOWN = "unknown"
 """The label for paths without a route and for unknown methods, so that strangers cannot create
 time series."""
 POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
-"""Paths that are asked all the time, and would fill logs and traces."""
+"""Paths that monitoring calls all the time, which would fill logs and traces."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 _HEADERS = (b"traceparent", b"tracestate")
 
 
 class HttpMeter:
-    """Counts what a gateway has answered."""
+    """Counts the answers of a gateway."""
 
     def __init__(self) -> None:
         self._answered: Counter[tuple[str, str, str]] = Counter()
@@ -80,15 +80,11 @@ class _Measured:
             handler: Any = getattr(scope.get("route"), "path", _UNKNOWN)
             method = scope["method"] if scope["method"] in _METHODS else _UNKNOWN
             self._meter.end(handler, method, status, seconds)
-            _log_answer(scope, status, seconds, self._logs)
-
-
-def _log_answer(scope: Scope, status: str, seconds: float, logs: bool) -> None:
-    """Log with the `request_id` that the route has bound, but without the query, maybe a secret."""
-    level = "info" if logs and scope["path"] not in POLLED else "debug"
-    method, path = scope["method"], scope["path"]
-    line: Any = getattr(get_logger(), level)
-    line("answered", method=method, path=path, status=int(status), ms=round(seconds * 1000, 1))
+            # With the `request_id` that the route has bound, but without the query, maybe a secret.
+            path, ms = scope["path"], round(seconds * 1000, 1)
+            is_shown = self._logs and path not in POLLED
+            log: Any = get_logger().info if is_shown else get_logger().debug
+            log("answered", method=scope["method"], path=path, status=int(status), ms=ms)
 
 
 def measure_http(app: FastAPI, *, logs: bool = True) -> FastAPI:
@@ -110,7 +106,7 @@ class _Traced:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        given = {
+        headers = {
             name.decode(): value.decode("latin-1")
             for name, value in scope["headers"]
             if name in _HEADERS
@@ -119,7 +115,7 @@ class _Traced:
         with self._tracing.tracer.start_as_current_span(
             method,
             # A pipelined request begins inside the span of the request before it.
-            context=self._tracing.parent(given) or Context(),
+            context=self._tracing.parent(headers) or Context(),
             kind=SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": scope["path"]},
         ) as span:

@@ -23,29 +23,6 @@ def operation(
     `hidden` are fields of a payload that the endpoint does not have or names differently.
     `descriptions` replace those of fields.
     """
-    schema = _body_schema(kind, hidden, descriptions)
-    parameters = [
-        _header(
-            header, schema["properties"][name], f"the field `{name}`, if the body does not have it"
-        )
-        for name, header in HEADERS.items()
-        if name in schema["properties"]
-    ]
-    if "stream" in schema["properties"]:
-        about = "with `stream`: continue after this event"
-        parameters.append(_header("Last-Event-ID", {"type": "string"}, about))
-    body = {"content": {"application/json": {"schema": schema}}, "required": True}
-    return {"parameters": parameters, "requestBody": body}
-
-
-def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "schema": schema, "description": description}
-
-
-def _body_schema(
-    kind: type[BodyOptions], hidden: Set[str], descriptions: Mapping[str, str]
-) -> dict[str, Any]:
-    """The endpoint's options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
     fields["output_prefix"] = OutputPrefix.model_json_schema()
@@ -56,5 +33,19 @@ def _body_schema(
         fields[name]["description"] = description
     rest = {name: value for name, value in fields.items() if name not in hidden}
     properties = {**rest, **own["properties"]}
+    parameters = [
+        _header(header, properties[name], f"the field `{name}`, if the body does not have it")
+        for name, header in HEADERS.items()
+        if name in properties
+    ]
+    if "stream" in properties:
+        about = "with `stream`: continue after this event"
+        parameters.append(_header("Last-Event-ID", {"type": "string"}, about))
     required = own.get("required", [])
-    return {"type": "object", "properties": properties, "required": required}
+    schema = {"type": "object", "properties": properties, "required": required}
+    body = {"content": {"application/json": {"schema": schema}}, "required": True}
+    return {"parameters": parameters, "requestBody": body}
+
+
+def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "schema": schema, "description": description}

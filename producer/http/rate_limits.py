@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Depends
 
@@ -17,6 +18,7 @@ from promptq.producer.calls.rate_costs import (
     too_little_left,
 )
 from promptq.producer.http.auth import ThisCaller
+from promptq.producer.http.errors import described
 from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.shared.queue.scripts import Rate
 
@@ -27,11 +29,15 @@ async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
 
 
 async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
-    """Takes one request from the caller's rate for a read of what may be large."""
+    """Takes one request from the caller's rate for a read whose answer may be large."""
     await admit_call(gateway, caller)
 
 
-COUNTED_READ = Depends(count_read)
+COUNTED_READ: dict[str, Any] = {
+    "dependencies": [Depends(count_read)],
+    "responses": described(429),
+}
+"""Options of a route whose answer may be large: each read takes one request from a rate."""
 
 
 async def take(
@@ -42,13 +48,13 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Take from the caller's rates. Returns the headers that report them.
+    """Takes from the caller's rates. Returns the headers that report them.
 
     Requests are counted at the gateway's own queue, since a call is counted before its body says
     which model it is for. Tokens are counted at the queue that serves the call: its workers charge
     the output there.
 
-    Raises ApiError 429. With `is_last_try` that is delayed for callers who come back too early.
+    Raises ApiError 429. With `is_last_try`, callers who come back too early wait for this error.
     """
     if not rates:
         return {}

@@ -37,17 +37,14 @@ _LAST_SECONDS = 2.0
 
 
 class KeyUses:
-    """The uses that one gateway has written down."""
+    """Records when keys are used."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._noted: dict[str, float] = {}
 
     async def note(self, secret: str) -> None:
-        """Write down that a known key is used, unless that was done within the last minute.
-
-        If it cannot be written, it is left out.
-        """
+        """Record the use of a known key, at most once a minute. Does nothing without the server."""
         hashed, now = api_keys.hash_of(secret), time.monotonic()
         if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
             return
@@ -58,7 +55,7 @@ class KeyUses:
 
 
 class Refusals:
-    """Keys that are beyond their rate at one gateway, and when each of them may come again."""
+    """When each key that is beyond its rate may come again to this gateway."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
@@ -75,15 +72,6 @@ class Refusals:
         return max(1, wait_ms - int(seconds * 1000))
 
 
-def call_reader_of(request: Request) -> CallReader:
-    """The `CallReader` of the gateway that serves an HTTP request."""
-    found: CallReader = request.app.state.call_reader
-    return found
-
-
-ThisCallReader = Annotated[CallReader, Depends(call_reader_of)]
-
-
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """One gateway process: its settings, the queues that it serves, and what it keeps in memory."""
@@ -91,7 +79,8 @@ class Gateway:
     settings: GatewaySettings
     queues: ServedQueues
     redis_user: str
-    """The user that the Redis server knows it as."""
+    """The gateway's user name on the Redis server."""
+    call_reader: CallReader
     cancels: BackgroundCancels
     bodies: BodyBudget
     """The budget for bodies in memory."""
@@ -126,14 +115,14 @@ ThisGateway = Annotated[Gateway, Depends(gateway_of)]
 
 
 class BackgroundCancels:
-    """Each call runs in its own task. If the server is away, it tries again for a minute."""
+    """Cancels requests in tasks, which try for a minute while the server is away."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger()
 
     def cancel(self, client: AsyncClient, request_ids: Sequence[str]) -> None:
-        """End these requests of a client's queue soon."""
+        """Cancel these requests of a client's queue soon."""
         task = asyncio.create_task(self._cancel(client, list(request_ids)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

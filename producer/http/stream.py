@@ -38,13 +38,15 @@ class Frames(Protocol):
     """Makes the frames (server-sent events) of an answer from the events of its requests."""
 
     async def begin(self) -> None:
-        """Write what comes before all output, if that is to be sent at once."""
+        """Write the frames that come before all output. There are none by default."""
+        return
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         """Write an event of the request at `place`. Raises ApiError for one that failed."""
 
     async def finish(self) -> None:
-        """Write what comes after the last event of all requests."""
+        """Write the frames that come after the last event of all requests; none by default."""
+        return
 
     def error(self, error: ApiError) -> bytes:
         """The last frame of an answer that breaks off."""
@@ -100,7 +102,7 @@ class EventStream(Response):
         try:
             async with cancelled_if_client_leaves(
                 self._gateway, receive, self._served, self._streamed
-            ) as presence:
+            ) as is_sent:
                 out.begin_after(self._header_seconds)
                 frames = self._begin(out)
                 try:
@@ -108,15 +110,15 @@ class EventStream(Response):
                 except Exception as error:  # whatever it is, the client must hear of it
                     if not isinstance(error, ApiError | PromptqError | RedisError):
                         get_logger().exception("a stream failed", request_ids=request_ids)
-                    told = error if isinstance(error, ApiError) else as_api_error(error)
+                    shown = error if isinstance(error, ApiError) else as_api_error(error)
                     # If one answer failed, nobody reads the others. But if the gateway failed, such
                     # as with a server that is away, the client may come back for all of them.
-                    if told is error and len(request_ids) > 1:
+                    if shown is error and len(request_ids) > 1:
                         self._gateway.cancels.cancel(self._served.client, request_ids)
                     if not out.has_begun:
-                        raise told from None
-                    await out.write_all(frames.error(told))
-                presence.is_over = True
+                        raise shown from None
+                    await out.write_all(frames.error(shown))
+                is_sent.set()
                 await out.end()
         except ClientLeftError:
             if not out.has_begun:
@@ -127,8 +129,8 @@ class EventStream(Response):
     async def _stream(self, frames: Frames, request_ids: list[str]) -> None:
         await frames.begin()
         following = [
-            asyncio.create_task(self._served.client.follow(it, partial(frames.write, place)))
-            for place, it in enumerate(request_ids)
+            asyncio.create_task(self._served.client.follow(one_id, partial(frames.write, place)))
+            for place, one_id in enumerate(request_ids)
         ]
         try:
             await asyncio.gather(*following)  # the first error ends all of them
@@ -137,8 +139,8 @@ class EventStream(Response):
         await frames.finish()
 
 
-def sent(frames: str) -> bytes:
-    """Frames as bytes. Clients find the lines of frames in many ways."""
+def frame_bytes(frames: str) -> bytes:
+    """Frames as bytes, in which no client finds further ends of lines."""
     return one_line(frames).encode()
 
 
@@ -151,10 +153,10 @@ class FramesInTurns(StreamingResponse):
             for frame in frames:
                 made.append(frame)
                 if time.perf_counter() > until:
-                    yield sent("".join(made))
+                    yield frame_bytes("".join(made))
                     await turns.give_way()
                     until, made = time.perf_counter() + SLICE_SECONDS, []
-            yield sent("".join(made))
+            yield frame_bytes("".join(made))
 
         super().__init__(parts(), media_type="text/event-stream")
 

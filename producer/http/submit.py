@@ -1,19 +1,20 @@
-"""From the body of a call to its requests in the queue that serves its model."""
+"""Reads a call's body, and enqueues its payloads in the queue that serves its model."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
 
-from promptq.producer.calls.call_reader import CallReader, Endpoint
+from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import Completion, completion_of, failure
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared
+from promptq.producer.calls.payloads import Prepared
 from promptq.producer.calls.queues import Found, ServedQueue
 from promptq.producer.http.bodies import Hold, body_pieces
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
@@ -21,7 +22,6 @@ from promptq.producer.http.rate_limits import admit_call, take
 from promptq.producer.http.state import Gateway
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.protocol.request import NewRequest
 from promptq.shared.runtime.logs import bind
 
 Growing = Callable[[int], None]
@@ -37,7 +37,7 @@ def with_headers(headers: Mapping[str, str], response: Response) -> Response:
 async def begin(
     gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold | None = None
 ) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-    """Enqueue a call as `enqueue`. Returns the queue, the completion, and headers on the rates."""
+    """Enqueues a call. Returns the queue, the completion, and headers that report the rates."""
     call = prepared.call
     served, view = await place_of(gateway, caller, prepared)
     enqueued, rates = await enqueue(gateway, served, caller, prepared, hold)
@@ -52,7 +52,9 @@ async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Foun
     call = prepared.call
     if call.model:
         check_model(caller, call.model)
-    served, view = await gateway.queues.of_model(call.model, _known_as(prepared.new[0]))
+    key = prepared.new[0].request.idempotency_key
+    known_as = None if key is None else partial(Keys.idempotency, key=key)
+    served, view = await gateway.queues.of_model(call.model, known_as)
     check_model(caller, call.model or view.model)
     if not (view.has_worker or call.wait_for_worker):
         raise ApiError(
@@ -64,12 +66,6 @@ async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Foun
     return served, view
 
 
-def _known_as(new: NewRequest) -> Callable[[Keys], str] | None:
-    """The key in Redis of a request that is sent again."""
-    key = new.request.idempotency_key
-    return None if key is None else lambda keys: keys.idempotency(key)
-
-
 async def enqueue(
     gateway: Gateway,
     served: ServedQueue,
@@ -77,7 +73,7 @@ async def enqueue(
     prepared: Prepared,
     hold: Hold | None = None,
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Enqueue a call. Returns the ids, and headers that report the caller's rates.
+    """Enqueues a call. Returns the ids, and headers that report the caller's rates.
 
     Frees the payloads, and releases the hold on them. Raises ApiError 429, and what the client
     raises.
@@ -94,7 +90,7 @@ async def enqueue(
 async def _take_rest(
     gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
 ) -> Mapping[str, str]:
-    """Take what the call needs beyond `admit_call`. Raises ApiError 429."""
+    """Takes the call's cost but for the request that `admit_call` took. Raises ApiError 429."""
     rest = [
         replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
         for rate in prepared.rates
@@ -134,16 +130,16 @@ async def read_call(
     request: Request,
     gateway: Gateway,
     caller: Caller,
-    call_reader: CallReader,
     endpoint: Endpoint,
     *,
     check: Callable[[], Awaitable[object]] | None = None,
     history: History | None = None,
 ) -> AsyncIterator[tuple[Prepared, Hold]]:
-    """Count a call, and read it. Yields it and the hold on its body, which ends with the block.
+    """Takes a call from the caller's rate, and reads it: yields its payloads to enqueue.
 
-    `check` runs before the body is read. `history` returns the items of a response that the call
-    continues; its last argument notes their size.
+    Also yields the hold on its body, which ends with the block. `check` runs before the body is
+    read. `history` returns the items of a response that the call continues; its last argument notes
+    their size.
     """
     await admit_call(gateway, caller)
     if check is not None:
@@ -158,7 +154,7 @@ async def read_call(
             return await history(response_id, caller, lambda size: hold.grow_to(num_bytes + size))
 
         aliases = await gateway.queues.aliases()
-        prepared = await call_reader.prepare(
+        prepared = await gateway.call_reader.prepare(
             endpoint, body, request.headers, caller, aliases, history_of
         )
         hold.grow_to(prepared.num_bytes)

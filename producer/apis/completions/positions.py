@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from promptq.shared.errors import InvalidRequestError
+from promptq.producer.calls.call import wrong_field
 
 _SEPARATOR = "/"
 _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
@@ -41,11 +41,8 @@ def event_id(completion_id: str, positions: Iterable[str]) -> str:
 def read_event_id(text: str) -> tuple[str, list[Position]]:
     """The completion and the positions of its choices. Raises InvalidRequestError."""
     completion_id, _, rest = text.strip().rpartition(_SEPARATOR)
-    found = [_CHOICE.fullmatch(part) for part in rest.split(".")]
-    if not completion_id or None in found:
-        raise InvalidRequestError(
-            f"Last-Event-ID: {text[:200]!r} is not the id of an event of a stream",
-            field="Last-Event-ID",
-        )
-    positions = [Position(int(match[1]), int(match[2]), bool(match[3])) for match in found if match]
+    matches = [_CHOICE.fullmatch(part) for part in rest.split(".")]
+    if not completion_id or None in matches:
+        raise wrong_field("Last-Event-ID", f"{text[:200]!r} is not the id of an event of a stream")
+    positions = [Position(int(each[1]), int(each[2]), bool(each[3])) for each in matches if each]
     return completion_id, positions

@@ -1,9 +1,11 @@
-"""Reads a call of /v1/completions or /v1/chat/completions: its body and headers, as requests."""
+"""Reads a call of /v1/chat/completions or /v1/completions: from its body to a payload's fields.
+
+`read_chat` returns a chat's `CompletionCall`, whose payloads `prepare` (calls/payloads.py) makes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -25,9 +27,9 @@ from promptq.producer.calls.call import (
     read_options,
     refuse,
     with_effort,
+    wrong_field,
 )
 from promptq.producer.clients.request_builder import Prompt
-from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Objects
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,8 +45,8 @@ class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
     )
 
     @classmethod
-    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return in_our_names(given)
+    def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return in_our_names(fields)
 
 
 class CompletionOptions(CallOptions):
@@ -64,7 +66,7 @@ class ChatOptions(CallOptions):
     messages: Objects = Field(min_length=1)
     logprobs: bool = Field(False, description="report each token's log-probability")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="and for each, so many likeliest tokens"
+        None, ge=0, le=20, description="and for each, this number of likeliest tokens"
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
     reasoning_effort: str | None = Field(
@@ -80,7 +82,7 @@ class ChatOptions(CallOptions):
 
 
 def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    """Returns the call. Raises InvalidRequestError naming the field or header that is wrong."""
     options, fields = read_options(ChatOptions, body, headers)
     _check_streaming(options, fields)
     if options.max_completion_tokens is not None:
@@ -88,27 +90,26 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     if options.logprobs:
         fields["logprobs"] = options.top_logprobs or 0
     elif options.top_logprobs:
-        raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
+        raise wrong_field("top_logprobs", "needs logprobs: true")
     if options.reasoning_effort is not None:
         fields["chat_template_kwargs"] = with_effort(
             options.reasoning_effort, fields.get("chat_template_kwargs", {})
         )
-    refuse("prompt", fields)
-    refuse("embed", fields)
-    refuse("tokenize", fields)
+    refuse(fields, ["prompt", "embed", "tokenize"])
     check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = options.messages
-    return _call(options, fields, len(body), is_chat=True, prompts=[None])
+    shows_prompt_logprobs = "prompt_logprobs" in fields
+    return _call(options, fields, body, [None], shows_prompt_logprobs=shows_prompt_logprobs)
 
 
 def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    """Returns the call. Raises InvalidRequestError naming the field or header that is wrong."""
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
-    fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
-    refuse("messages", fields)
-    refuse("embed", fields)
-    refuse("tokenize", fields)
+    min_tokens = fields.get("min_tokens", 0)
+    least = min_tokens if isinstance(min_tokens, int) else 0
+    fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, least))
+    refuse(fields, ["messages", "embed", "tokenize"])
     prompts = prompts_of("prompt", options.prompt)
     check_size_of_call(len(body), fields, len(prompts), options.n)
     shows_prompt_logprobs = "prompt_logprobs" in fields
@@ -121,9 +122,12 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         wanted = fields.get("logprobs", of_ids)
         if wanted is not None:
             fields.setdefault("prompt_logprobs", wanted)
-    call = _call(options, fields, len(body), is_chat=False, prompts=prompts)
-    return replace(
-        call,
+    return _call(
+        options,
+        fields,
+        body,
+        prompts,
+        is_chat=False,
         echo=options.echo,
         echo_only=echo_only,
         shows_prompt_logprobs=shows_prompt_logprobs,
@@ -132,44 +136,28 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 def _check_streaming(options: CallOptions, fields: Mapping[str, Any]) -> None:
     if options.stream and "prompt_logprobs" in fields:
-        raise InvalidRequestError(
-            "prompt_logprobs: cannot be streamed; leave out stream, or ask a completion for echo"
-            " and logprobs",
-            field="prompt_logprobs",
+        raise wrong_field(
+            "prompt_logprobs",
+            "cannot be streamed; leave out stream, or ask a completion for echo and logprobs",
         )
     if options.stream_options and not options.stream:
-        raise InvalidRequestError("stream_options: needs stream: true", field="stream_options")
+        raise wrong_field("stream_options", "needs stream: true")
 
 
 def _call(
     options: CallOptions,
     fields: dict[str, Any],
-    body_bytes: int,
-    *,
-    is_chat: bool,
+    body: bytes,
     prompts: list[Prompt | None],
+    **answer: bool,
 ) -> CompletionCall:
-    stream_options = options.stream_options or {}
     if len(prompts) * options.n > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"n: {len(prompts)} prompts with {options.n} answers each are more than the"
+        raise wrong_field(
+            "n",
+            f"{len(prompts)} prompts with {options.n} answers each are more than the"
             f" {MAX_CHOICES} answers that one call may ask for",
-            field="n",
         )
-    return CompletionCall(
-        is_chat=is_chat,
-        fields=fields,
-        prompts=prompts,
-        n=options.n,
-        stream=options.stream,
-        include_usage=stream_options.get("include_usage", False),
-        detach=options.detach,
-        wait_for_worker=options.wait_for_worker,
-        shows_prompt_logprobs="prompt_logprobs" in fields,
-        body_bytes=body_bytes,
+    include_usage = (options.stream_options or {}).get("include_usage", False)
+    return options.call(
+        fields, len(body), prompts=prompts, n=options.n, include_usage=include_usage, **answer
     )
-
-
-def _min_tokens(fields: Mapping[str, Any]) -> int:
-    given = fields.get("min_tokens", 0)
-    return given if isinstance(given, int) else 0

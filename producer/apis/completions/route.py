@@ -23,19 +23,19 @@ from promptq.producer.apis.completions.write import (
     role_chunks,
     usage_chunk,
 )
-from promptq.producer.calls.call import CompletionCall, request_ids
-from promptq.producer.calls.call_reader import CallReader, Endpoint
+from promptq.producer.calls.call import CompletionCall, request_ids, wrong_field
+from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
     check_completion_id,
     completion_of,
     failure,
-    learned,
+    with_model_and_style,
 )
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.logprobs import freed
-from promptq.producer.calls.prepare import Prepared, payloads_of
+from promptq.producer.calls.logprobs import free_logprobs
+from promptq.producer.calls.payloads import Prepared, payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold
@@ -43,10 +43,9 @@ from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
-from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, Out
+from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.producer.http.stream import EventStream, Frames, Out
 from promptq.producer.http.submit import begin, read_call, with_headers
-from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
@@ -66,10 +65,10 @@ router = APIRouter(
     response_class=Response,
 )
 async def create_chat_completion(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+    request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
     """Answer a chat, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, "chats")
+    return await _create(request, gateway, caller, "chats")
 
 
 @router.post(
@@ -81,23 +80,17 @@ async def create_chat_completion(
     ),
     response_class=Response,
 )
-async def create_completion(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
-) -> Response:
+async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, "completions")
+    return await _create(request, gateway, caller, "completions")
 
 
 async def _create(
-    request: Request,
-    gateway: Gateway,
-    caller: Caller,
-    call_reader: CallReader,
-    endpoint: Endpoint,
+    request: Request, gateway: Gateway, caller: Caller, endpoint: Endpoint
 ) -> Response:
     last_event_id = request.headers.get("last-event-id")
     check = partial(check_stream, gateway, caller, last_event_id) if last_event_id else None
-    async with read_call(request, gateway, caller, call_reader, endpoint, check=check) as read:
+    async with read_call(request, gateway, caller, endpoint, check=check) as read:
         return await respond(request, gateway, caller, *read)
 
 
@@ -109,7 +102,7 @@ async def respond(
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         if not call.stream:
-            raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
+            raise wrong_field("Last-Event-ID", "needs stream: true")
         return await _resume(gateway, call, last_event_id)
     served, completion, rates = await begin(gateway, caller, prepared, hold)
     if call.stream:
@@ -134,17 +127,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     bind(request_id=completion_id)
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
     completion = completion_of(call, completion_id, (await served.watch.look()).model)
-    check_positions(completion, have)
     return stream_of(gateway, served, completion, have)
-
-
-def check_positions(completion: Completion, have: list[Position]) -> None:
-    """Raises InvalidRequestError unless there is one position for each choice."""
-    if len(have) != completion.num_choices:
-        raise InvalidRequestError(
-            f"Last-Event-ID: has {len(have)} positions for {completion.num_choices} choices",
-            field="Last-Event-ID",
-        )
 
 
 async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Completion) -> Response:
@@ -156,13 +139,13 @@ async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Compl
             results = [result] * completion.num_choices
             break
         results.append(result)
-    completion, style = await learned(served, completion)
+    completion, style = await with_model_and_style(served, completion)
     turns = served.client.turns
     body = await turns.run(answer(completion, results, style))
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
     text = await turns.run(written(body))
     for result in results:
-        await turns.run(freed(result))
+        await turns.run(free_logprobs(result))
     return Response(text, headers=headers, media_type="application/json")
 
 
@@ -174,13 +157,20 @@ def stream_of(
     *,
     is_new: bool = False,
 ) -> EventStream:
-    """The stream of a completion, from where its client stopped reading."""
+    """The stream of a completion, from where its client stopped reading.
+
+    Raises InvalidRequestError unless `have` is empty or has one position for each choice.
+    """
     have = have or [Position()] * completion.num_choices
+    if len(have) != completion.num_choices:
+        raise wrong_field(
+            "Last-Event-ID", f"has {len(have)} positions for {completion.num_choices} choices"
+        )
     begin = partial(_Frames, served, completion, have)
     return EventStream(gateway, served, completion, begin, is_new=is_new)
 
 
-class _Frames:
+class _Frames(Frames):
     """The frames of a completion: chunks of all its choices, then its usage and the end."""
 
     def __init__(
@@ -194,9 +184,6 @@ class _Frames:
         self._writers: list[ChoiceWriter] = []
         self._positions: list[str] = []
         self._num_tokens = 0
-
-    async def begin(self) -> None:
-        """Nothing comes before the first token."""
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         """Write an event of the choice at `place`."""
@@ -224,7 +211,7 @@ class _Frames:
     async def _write_in_turns(self, place: int, event: TokenEvent) -> None:
         turns = self._served.client.turns
         chunk = await turns.run(self._writers[place].chunk_in_parts(event))
-        await turns.run(freed(event))
+        await turns.run(free_logprobs(event))
         if (finish := self._write_chunk(place, chunk)) is not None:
             await finish()
 
@@ -238,7 +225,7 @@ class _Frames:
     async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
         async with self._learning:
             if not self._writers:
-                self._completion, style = await learned(self._served, self._completion)
+                self._completion, style = await with_model_and_style(self._served, self._completion)
                 self._writers = [
                     ChoiceWriter(self._completion, index, have, style)
                     for index, have in enumerate(self._have)

@@ -13,7 +13,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
-from promptq.producer.calls.call import IGNORED, ONLY_VALUE, name_of_tool, tools_named
+from promptq.producer.calls.call import (
+    IGNORED,
+    ONLY_VALUE,
+    name_of_tool,
+    tools_named,
+    without_none,
+    wrong_field,
+)
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
 from promptq.shared.runtime.logs import get_logger
@@ -46,7 +53,7 @@ _WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 
 
 class FixedFields(BaseModel):
-    """Accepted with the only value that is served, which needs no word."""
+    """Accepted with the only value that is served. The log does not mention them."""
 
     add_generation_prompt: Literal[True] | None = Field(None, description=ONLY_VALUE)
     continue_final_message: Literal[False] | None = Field(None, description=ONLY_VALUE)
@@ -63,28 +70,26 @@ def warn_of(field: str) -> None:
     get_logger().warning("a field of a call has no effect", field=field)
 
 
-def in_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body, with those that have other names elsewhere under ours.
+def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Renames fields of a body that have other names in other servers' APIs.
 
     Raises InvalidRequestError for what is not served.
     """
-    fields = {**given}
+    fields = {**body}
     if fields.get("seed") == -1:  # vLLM's word for none
         del fields["seed"]
     for name, instead in _FORMER.items():
         if name in fields:
-            raise InvalidRequestError(
-                f"{name}: is the former name of {instead}; send {instead}", field=name
-            )
+            raise wrong_field(name, f"is the former name of {instead}; send {instead}")
     newer = fields.get("structured_outputs")
     for kind, value in newer.items() if isinstance(newer, dict) else ():
         former = f"guided_{kind}"
         if former in fields and fields[former] == value:  # some clients send both names
             del fields[former]
-    asked = [name for name in ("response_format", *_FORMS) if name in fields]
-    if len(asked) > 1:
-        raise InvalidRequestError(f"{asked[1]}: cannot be combined with {asked[0]}", field=asked[1])
-    for name in asked:
+    formats = [name for name in ("response_format", *_FORMS) if name in fields]
+    if len(formats) > 1:
+        raise wrong_field(formats[1], f"cannot be combined with {formats[0]}")
+    for name in formats:
         if name in _FORMS:
             fields["response_format"] = _format_of(name, fields.pop(name))
     choice = fields.get("tool_choice")
@@ -101,40 +106,37 @@ _FORMS = (
 """Names of vLLM, the newer one first."""
 
 
-def _format_of(name: str, given: Any) -> dict[str, Any]:
+def _format_of(name: str, value: Any) -> dict[str, Any]:
     """The `response_format` that asks for the same."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
-        if isinstance(given, dict):  # vLLM's own class may be written out whole
-            given = {key: value for key, value in given.items() if value is not None}
-        if not (isinstance(given, dict) and len(given) == 1 and {*given} <= _KINDS):
-            raise InvalidRequestError(
-                f'{name}: must be one of {{"json": SCHEMA}}, {{"regex": TEXT}},'
-                ' {"choice": [TEXT, ...]}, {"grammar": LARK} and {"json_object": true}; other forms'
-                " are not served",
-                field=name,
+        if isinstance(value, dict):  # vLLM's own class may be written out whole
+            value = without_none(value)
+        if not (isinstance(value, dict) and len(value) == 1 and {*value} <= _KINDS):
+            raise wrong_field(
+                name,
+                'must be one of {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},'
+                ' {"grammar": LARK} and {"json_object": true}; other forms are not served',
             )
-        [(kind, given)] = given.items()
+        [(kind, value)] = value.items()
     if kind in ("regex", "choice", "grammar"):
-        asked = {"type": kind, kind: given}
+        response_format = {"type": kind, kind: value}
         try:
-            wanted_output(asked, None, None)
+            wanted_output(response_format, None, None)
         except ValueError as error:
-            told = str(error).replace("response_format", name, 1)
-            raise InvalidRequestError(told, field=name) from None
-        return asked
-    if kind == "json_object" and given is True:
+            message = str(error).replace("response_format", name, 1)
+            raise InvalidRequestError(message, field=name) from None
+        return response_format
+    if kind == "json_object" and value is True:
         return {"type": "json_object"}
-    if kind == "json" and isinstance(given, str):  # as vLLM takes it, too
+    if kind == "json" and isinstance(value, str):  # as vLLM takes it, too
         try:
-            given = from_json(given)
+            value = from_json(value)
         except ValueError as error:
-            raise InvalidRequestError(
-                f"{name}: the schema is not JSON: {error}", field=name
-            ) from None
-    if not isinstance(given, dict):
-        raise InvalidRequestError(f"{name}: the schema must be a JSON object", field=name)
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}
+            raise wrong_field(name, f"the schema is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise wrong_field(name, "the schema must be a JSON object")
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": value}}
 
 
 _KINDS = {"json", "json_object", "regex", "choice", "grammar"}
@@ -149,10 +151,10 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-        raise InvalidRequestError(
-            'tool_choice: allowed_tools must be like {"mode": "auto" or "required", "tools":'
+        raise wrong_field(
+            "tool_choice",
+            'allowed_tools must be like {"mode": "auto" or "required", "tools":'
             ' [{"type": "function", "function": {"name": ...}}]}',
-            field="tool_choice",
         )
     tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     try:

@@ -19,7 +19,7 @@ from promptq.producer.calls.logprobs import (
     tokens_of_prompt,
 )
 from promptq.producer.calls.output.model_text import ModelText, Piece, read_whole
-from promptq.producer.calls.output.tool_calls import ToolDelta, call_id
+from promptq.producer.calls.output.tool_calls import ToolDelta, chat_call
 from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.runtime.large_json import written
@@ -52,10 +52,10 @@ def answer(
 
 
 def failure_of(results: Sequence[Result]) -> ApiError | None:
-    """The first failure among the results. A deadline is one only if there is no output at all."""
+    """The first failure among the results. A deadline is a failure only without any output."""
     num_tokens = sum(len(result.token_ids) for result in results)
-    found = (failure(result.finish_reason, result.error, num_tokens) for result in results)
-    return next((error for error in found if error is not None), None)
+    failures = (failure(result.finish_reason, result.error, num_tokens) for result in results)
+    return next((error for error in failures if error is not None), None)
 
 
 def _choice(
@@ -65,15 +65,15 @@ def _choice(
     body: dict[str, Any]
     if completion.is_chat:
         request_id = completion.request_ids[index]
-        read = read_whole(result.text, style, completion.asked, request_id)
+        read = read_whole(result.text, style, completion.expected)
         message: dict[str, Any] = {"role": "assistant", "content": read.content}
         message |= {"refusal": None, "annotations": []}
         if read.reasoning:
             message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
-        if completion.asked.is_forced or read.calls:
+        if completion.expected.is_forced or read.calls:
             message["content"] = read.content or None
         if num_calls := len(read.calls):
-            message["tool_calls"] = read.calls
+            message["tool_calls"] = [chat_call(request_id, delta) for delta in read.calls]
         body, shown = {"message": message}, (yield from chat_logprobs(logprobs))
     else:
         text, tokens = result.text, [*logprobs]
@@ -109,10 +109,10 @@ class ChoiceWriter:
         self._is_chat = completion.is_chat
         self._with_logprobs = completion.with_logprobs
         self._request_id = completion.request_ids[index]
-        self._reader = ModelText(style if completion.is_chat else None, completion.asked)
+        self._reader = ModelText(style if completion.is_chat else None, completion.expected)
         self._echoes, self._echo_only = bool(completion.echoes), completion.echo_only
         self._echo = (completion.echoes[index] if completion.echoes else None) or ""
-        self._is_first = have.is_start and not _tells_roles_first(completion)
+        self._is_first = have.is_start and not _roles_come_first(completion)
         self._num_chars = 0
         self._offset = 0
         self._before, self._after = _frame_of(completion)
@@ -126,7 +126,7 @@ class ChoiceWriter:
         return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
 
     def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Like `chunk`, for an event that may bring many log-probabilities."""
+        """Like `chunk`, for an event with many log-probabilities: `chunk` is faster without."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
@@ -138,13 +138,13 @@ class ChoiceWriter:
         if self._echo_only:
             text, logprobs = "", []
         of_prompt = tokens_of_prompt(event) if self._echoes else []
-        if of_prompt and not self._echo:  # it was given as token ids
+        if of_prompt and not self._echo:  # the call gave it as token ids
             self._echo = "".join(event.prompt_texts or ())
         chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
         if event.index < have.tokens or have.ended:
-            # The client has read all or a part of it. What separates its parts reads it again.
+            # The client has read some of this text, but the reader of calls must read it again.
             self._reader.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
             self._offset += text_length([*of_prompt, *known])
@@ -192,12 +192,7 @@ class ChoiceWriter:
     def _call(self, delta: ToolDelta) -> dict[str, Any]:
         if delta.name is None:
             return {"index": delta.index, "function": {"arguments": delta.arguments}}
-        return {
-            "index": delta.index,
-            "id": call_id(self._request_id, delta.index),
-            "type": "function",
-            "function": {"name": delta.name, "arguments": delta.arguments},
-        }
+        return {"index": delta.index, **chat_call(self._request_id, delta)}
 
     def _logprobs(self, logprobs: list[FirstToken | TokenLogprob]) -> Work[str | None]:
         if not logprobs:
@@ -224,7 +219,7 @@ def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
 
     OpenAI's client (`chat.completions.stream`) finds a choice by the number of choices before it.
     """
-    if not (_tells_roles_first(completion) and all(position.is_start for position in have)):
+    if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []
     before, after = _frame_of(completion)
     rest = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -237,7 +232,7 @@ def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
     return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
 
 
-def _tells_roles_first(completion: Completion) -> bool:
+def _roles_come_first(completion: Completion) -> bool:
     return completion.is_chat and completion.num_choices > 1
 
 

@@ -1,4 +1,4 @@
-"""Reads a call of /v1/embeddings."""
+"""Reads a call of /v1/embeddings: from its body to the fields of payloads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from promptq.producer.calls.call import (
     check_size_of_call,
     prompts_of,
     read_options,
+    refuse,
+    without_none,
+    wrong_field,
 )
-from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Pooling, SamplingParams
 
 NAMES = {
@@ -25,6 +27,7 @@ NAMES = {
 """Names of fields here, by their names in a payload; see `in_api_names`."""
 MAX_INPUTS = 2048
 """The limit of the OpenAI API."""
+_OF_OTHER_ENDPOINTS = ("prompt", "messages", "embed", "tokenize", "detach", "stream")
 
 
 class EmbeddingOptions(BodyOptions):
@@ -32,7 +35,7 @@ class EmbeddingOptions(BodyOptions):
 
     input: str | list[Any] = Field(description="text or token ids, or a list of either")
     dimensions: int | None = Field(
-        None, ge=1, description="keep so many numbers of each vector; left out: all"
+        None, ge=1, description="keep this many numbers of each vector; left out: all"
     )
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64`: of little-endian float32"
@@ -43,41 +46,28 @@ class EmbeddingOptions(BodyOptions):
 
 
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    """Returns the call. Raises InvalidRequestError naming the field or header that is wrong."""
     options, fields = read_options(EmbeddingOptions, body, headers)
-    for name in (
-        *SamplingParams.model_fields,
-        "prompt",
-        "messages",
-        "embed",
-        "tokenize",
-        "detach",
-        "stream",
-    ):
-        if name in fields:
-            raise InvalidRequestError(f"{name}: is not a field of this endpoint", field=name)
+    refuse(fields, [*SamplingParams.model_fields, *_OF_OTHER_ENDPOINTS])
     if not options.input:
-        raise InvalidRequestError("input: is empty", field="input")
+        raise wrong_field("input", "is empty")
     prompts = prompts_of("input", options.input)
     if len(prompts) > MAX_INPUTS:
-        raise InvalidRequestError(
-            f"input: {len(prompts)} inputs are more than the {MAX_INPUTS} of one call",
-            field="input",
+        raise wrong_field(
+            "input", f"{len(prompts)} inputs are more than the {MAX_INPUTS} of one call"
         )
     for place, prompt in enumerate(prompts):
         if not prompt:
-            raise InvalidRequestError(f"input: item {place} is empty", field="input")
+            raise wrong_field("input", f"item {place} is empty")
     check_size_of_call(len(body), fields, len(prompts), named="input")
-    asked = {"pooling": options.pooling, "dimensions": options.dimensions}
-    fields["embed"] = {name: value for name, value in asked.items() if value is not None}
+    fields["embed"] = without_none({"pooling": options.pooling, "dimensions": options.dimensions})
     if not options.normalize:
         fields["embed"]["normalize"] = False
-    return CompletionCall(
+    return options.call(
+        fields,
+        len(body),
         is_chat=False,
-        fields=fields,
         prompts=prompts,
-        wait_for_worker=options.wait_for_worker,
-        body_bytes=len(body),
         encoding_format=options.encoding_format,
         form="embeddings",
         names=NAMES,

@@ -9,14 +9,14 @@ from starlette.responses import Response
 
 from promptq.producer.apis.embeddings.read import EmbeddingOptions
 from promptq.producer.apis.embeddings.write import embeddings_json, failure_of_embedding
-from promptq.producer.calls.completion import learned
+from promptq.producer.calls.completion import with_model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
-from promptq.producer.http.state import ThisCallReader, ThisGateway
+from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.submit import begin, read_call, with_headers
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Result
@@ -35,17 +35,15 @@ _READ_AT_ONCE = 16
     openapi_extra=operation(EmbeddingOptions, hidden=TOOL_FIELDS),
     response_class=Response,
 )
-async def create_embeddings(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
-) -> Response:
+async def create_embeddings(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Turn one text or several into vectors."""
-    async with read_call(request, gateway, caller, call_reader, "embeddings") as (prepared, hold):
+    async with read_call(request, gateway, caller, "embeddings") as (prepared, hold):
         served, completion, rates = await begin(gateway, caller, prepared, hold)
     async with cancelled_if_client_leaves(
         gateway, request.receive, served, completion, errors=(ApiError,)
     ):
         results = await _results(served, completion.request_ids)
-        completion, _ = await learned(served, completion)
+        completion, _ = await with_model_and_style(served, completion)
         body = await embeddings_json(completion, results)
     headers = {**rates, "X-Request-Id": completion.id}
     return with_headers(headers, Response(body, media_type="application/json"))

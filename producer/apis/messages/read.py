@@ -1,4 +1,4 @@
-"""Reads a call of /v1/messages: from Anthropic's fields to a chat."""
+"""Reads a call of /v1/messages: from Anthropic's fields to those of a chat's payload."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from promptq.producer.calls.call import (
     BodyOptions,
     CompletionCall,
     GeneratingOptions,
+    check_effort,
+    check_one_of,
     read_options,
     refuse,
     with_effort,
+    without_none,
+    wrong_field,
 )
 from promptq.producer.calls.errors import ApiError
-from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Objects, Texts
 
 NAMES = {
@@ -31,12 +34,11 @@ NAMES = {
 An output's prefix is the last message, if that is the assistant's.
 """
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
-"""Fields of a payload that ask for what a message does not have."""
+"""Fields of a payload whose effect a message cannot show."""
 _UNSUPPORTED = ("thread", "context_management")
 """Fields that Anthropic's tool runners send. After this error they go on without `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
-_LONGEST_EFFORT = 100
 
 Message = dict[str, Any]
 
@@ -87,25 +89,16 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
     """The chat that a call becomes. Raises InvalidRequestError naming the field that is wrong."""
     options, fields = read_options(MessageOptions, body, headers)
     prefill = _set_chat(options, fields)
-    own_fields = {
-        "max_tokens": options.max_tokens,
-        "stop": options.stop_sequences or None,
-        "temperature": options.temperature,
-        "response_format": _format_of(options.output_config or {}),
-        "output_prefix": {"text": prefill} if prefill else None,
-    }
-    fields |= {name: value for name, value in own_fields.items() if value is not None}
-    return CompletionCall(
-        is_chat=True,
-        fields=fields,
-        prompts=[None],
-        stream=options.stream,
-        detach=options.detach,
-        wait_for_worker=options.wait_for_worker,
-        body_bytes=len(body),
-        form="message",
-        names=NAMES,
+    fields |= without_none(
+        {
+            "max_tokens": options.max_tokens,
+            "stop": options.stop_sequences or None,
+            "temperature": options.temperature,
+            "response_format": _format_of(options.output_config or {}),
+            "output_prefix": {"text": prefill} if prefill else None,
+        }
     )
+    return options.call(fields, len(body), form="message", names=NAMES)
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
@@ -114,24 +107,15 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     _format_of(options.output_config or {})
     if prefill := _set_chat(options, fields):
         fields["messages"].append({"role": "assistant", "content": prefill})
-    return CompletionCall(
-        is_chat=True,
-        fields={**fields, "tokenize": True},
-        prompts=[None],
-        wait_for_worker=options.wait_for_worker,
-        body_bytes=len(body),
-        form="count",
-        names=NAMES,
-    )
+    return options.call({**fields, "tokenize": True}, len(body), form="count", names=NAMES)
 
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
-    """Set the fields of a payload that make up the chat. Returns what the answer begins with.
+    """Sets the fields of a payload that make up the chat. Returns the beginning of the answer.
 
     Raises InvalidRequestError, ApiError.
     """
-    for name, other in NAMES.items():
-        refuse(name, fields, other)
+    refuse(fields, NAMES, NAMES)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
             400,
@@ -140,33 +124,28 @@ def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
             code="thread_unsupported_request",
             unsupported=unsupported,
         )
-    for name in _WITHOUT_ANSWER:
-        refuse(name, fields)
+    refuse(fields, _WITHOUT_ANSWER)
     fields["messages"], prefill = chat_of(options.messages, options.system)
     tools, tool_choice = payload_tools(options.tools, options.tool_choice)
-    own_fields = {
-        "tools": tools or None,
-        "tool_choice": tool_choice,
-        "chat_template_kwargs": _template_variables(options, fields),
-    }
-    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    variables = _template_variables(options, fields)
+    chat_fields = {"tools": tools or None, "tool_choice": tool_choice}
+    fields |= without_none({**chat_fields, "chat_template_kwargs": variables})
     return prefill
 
 
 def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The `response_format` of a payload."""
     for name in config:
-        if name not in ("effort", "format"):
-            raise _wrong("output_config", f"{name[:80]!r} is not one of effort, format")
-    given = config.get("format")
-    if given is None:
+        check_one_of("output_config", name, ("effort", "format"))
+    wanted = config.get("format")
+    if wanted is None:
         return None
-    is_schema = isinstance(given, dict) and given.keys() == {"type", "schema"}
-    if not is_schema or given["type"] != "json_schema" or not isinstance(given["schema"], dict):
-        raise _wrong(
+    is_schema = isinstance(wanted, dict) and wanted.keys() == {"type", "schema"}
+    if not is_schema or wanted["type"] != "json_schema" or not isinstance(wanted["schema"], dict):
+        raise wrong_field(
             "output_config.format", 'must be like {"type": "json_schema", "schema": {...}}'
         )
-    described = {"name": "output", "schema": given["schema"], "strict": True}
+    described = {"name": "output", "schema": wanted["schema"], "strict": True}
     return {"type": "json_schema", "json_schema": described}
 
 
@@ -174,31 +153,25 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
     """The variables of the chat template; None if there are none."""
     thinking = options.thinking or {}
     for name in thinking:
-        if name not in _THINKING:
-            raise _wrong("thinking", f"{name[:80]!r} is not one of {', '.join(_THINKING)}")
+        check_one_of("thinking", name, _THINKING)
     kind = thinking.get("type")
-    if options.thinking is not None and kind not in _THINKING_TYPES:
-        raise _wrong(
-            "thinking", f"type {str(kind)[:80]!r} is not one of {', '.join(_THINKING_TYPES)}"
-        )
+    if options.thinking is not None:
+        check_one_of("thinking", kind, _THINKING_TYPES, "type")
     if thinking.get("display") not in (None, "summarized"):
-        raise _wrong("thinking.display", "is not served but for 'summarized'; thinking is shown")
+        raise wrong_field(
+            "thinking.display", "is not served but for 'summarized'; thinking is shown"
+        )
     effort = (options.output_config or {}).get("effort")
-    if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
-        raise _wrong("output_config.effort", f"must be a text of 1 to {_LONGEST_EFFORT} characters")
+    check_effort("output_config.effort", effort)
     if kind == "disabled":
         effort = "none"
-    given = fields.get("chat_template_kwargs")
-    if (kind is None and effort is None) or not isinstance(given, dict | None):
-        return given
+    kwargs = fields.get("chat_template_kwargs")
+    if (kind is None and effort is None) or not isinstance(kwargs, dict | None):
+        return kwargs
     variables = {} if kind in (None, "disabled") else {"enable_thinking": True}
     if effort is not None:
         variables = with_effort(effort, variables)
-    return variables | (given or {})
-
-
-def _wrong(field: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {what}", field=field)
+    return variables | (kwargs or {})
 
 
 def chat_of(
@@ -206,19 +179,16 @@ def chat_of(
 ) -> tuple[list[Message], str]:
     """The messages of a chat, and the text with which its answer begins.
 
-    That is the text of a last message of the assistant, which is none of the messages then.
-    Messages of the same role that follow each other become one.
-
-    Raises InvalidRequestError for what is not served, such as an image.
+    A last message of the assistant becomes that text. Messages of the same role that follow each
+    other become one. Raises InvalidRequestError for a block that is not served, such as an image.
     """
     chat: list[Message] = []
     if system:
         chat.append({"role": "system", "content": _text_of("system", system)})
     for index, message in enumerate(messages):
         where = f"messages: message {index}"
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _SERVED:
-            raise _invalid(f"{where}: role {str(role)[:80]!r} is not one of {', '.join(_SERVED)}")
+        role: Any = message.get("role")
+        check_one_of(where, role, [*_SERVED], "role")
         blocks = _blocks_of(where, message.get("content"), _SERVED[role])
         if role == "user":
             _add_user(chat, where, blocks)
@@ -228,9 +198,10 @@ def chat_of(
         return chat, ""
     last = chat.pop()
     if last.keys() > {"role", "content"}:
-        raise _invalid(
-            f"messages: message {len(messages) - 1}: is the assistant's and the last one, which"
-            " the answer goes on with, so it may have text alone"
+        raise wrong_field(
+            "messages",
+            f"message {len(messages) - 1}: is the assistant's and the last one, which"
+            " the answer goes on with, so it may have text alone",
         )
     return chat, last["content"]
 
@@ -247,7 +218,7 @@ def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any
             texts = []
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str):
-            raise _invalid(f"{where}: a tool_result needs tool_use_id, a text")
+            raise wrong_field(where, "a tool_result needs tool_use_id, a text")
         content = _text_of(f"{where}: tool_result", block.get("content") or "")
         chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
     if texts or not blocks:
@@ -258,7 +229,7 @@ def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
     message = _plain("assistant", [block for block in blocks if block["type"] == "text"])
     thinking = [block.get("thinking") for block in blocks if block["type"] == "thinking"]
     if not all(isinstance(text, str) for text in thinking):
-        raise _invalid(f"{where}: a block of type 'thinking' needs thinking, a text")
+        raise wrong_field(where, "a block of type 'thinking' needs thinking, a text")
     if reasoning := "".join(map(str, thinking)):
         message["reasoning_content"] = reasoning
     calls = [_call(where, block) for block in blocks if block["type"] == "tool_use"]
@@ -273,7 +244,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     call_id, name, arguments = (block.get(member) for member in ("id", "name", "input"))
     arguments = {} if arguments is None else arguments
     if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
-        raise _invalid(f"{where}: a tool_use needs id and name, texts, and input, an object")
+        raise wrong_field(where, "a tool_use needs id and name, texts, and input, an object")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -299,27 +270,23 @@ def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _invalid(f"{where}: content must be text or a list of blocks")
+        raise wrong_field(where, "content must be text or a list of blocks")
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else block
         if not isinstance(block, Mapping) or kind not in served:
-            raise _invalid(
-                f"{where}: a block of type {str(kind)[:80]!r} is not served; served are"
-                f" {', '.join(served)}"
+            raise wrong_field(
+                where,
+                f"a block of type {str(kind)[:80]!r} is not served; served are {', '.join(served)}",
             )
         if kind == "text" and not isinstance(block.get("text"), str):
-            raise _invalid(f"{where}: a block of type 'text' needs text")
+            raise wrong_field(where, "a block of type 'text' needs text")
     return content
-
-
-def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, field=message.partition(":")[0])
 
 
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Any]:
-    """The `tools` and the `tool_choice` of a payload; the latter is None if it says nothing.
+    """The `tools` and the `tool_choice` of a payload; the latter is None without effect.
 
     Raises InvalidRequestError for tools that Anthropic runs, such as a web search.
     """
@@ -327,27 +294,23 @@ def payload_tools(
     if choice is None:
         return functions, None
     for name in choice:
-        if name not in _OF_CHOICE:
-            raise _invalid(f"tool_choice: {name[:80]!r} is not one of {', '.join(_OF_CHOICE)}")
-    kind = choice.get("type")
+        check_one_of("tool_choice", name, _OF_CHOICE)
+    kind: Any = choice.get("type")
+    check_one_of("tool_choice", kind, (*_CHOICES, "tool"), "type")
     if kind == "tool":
         return functions, {"type": "function", "function": {"name": choice.get("name")}}
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise _invalid(
-            f"tool_choice: type {str(kind)[:80]!r} is not one of {', '.join(_CHOICES)}, tool"
-        )
     return functions, _CHOICES[kind] if functions or kind == "any" else None
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":
-        raise _invalid(
-            f"tools: a tool of type {str(kind)[:80]!r} is not served, only those with an"
-            " input_schema are"
+        raise wrong_field(
+            "tools",
+            f"a tool of type {str(kind)[:80]!r} is not served, only those with an input_schema are",
         )
     if not (isinstance(tool.get("name"), str) and isinstance(tool.get("input_schema"), dict)):
-        raise _invalid('tools: a tool must be like {"name": ..., "input_schema": {...}}')
+        raise wrong_field("tools", 'a tool must be like {"name": ..., "input_schema": {...}}')
     function = {
         name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None
     }

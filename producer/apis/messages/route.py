@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
-from promptq.producer.calls.completion import Completion, learned
+from promptq.producer.calls.completion import Completion, with_model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
@@ -17,8 +17,8 @@ from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import MessagesErrorAnswer, described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
-from promptq.producer.http.state import Gateway, ThisCallReader, ThisGateway
-from promptq.producer.http.stream import EventStream, Out, sent
+from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
 from promptq.producer.http.submit import begin, prompt_tokens, read_call, with_headers
 from promptq.shared.protocol.events import TokenEvent
 
@@ -36,11 +36,9 @@ router = APIRouter(
 @router.post(
     "/v1/messages", openapi_extra=operation(MessageOptions, hidden=_HIDDEN), response_class=Response
 )
-async def create_message(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
-) -> Response:
+async def create_message(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Answer a conversation, in one piece or, with `stream`, as it is generated."""
-    async with read_call(request, gateway, caller, call_reader, "messages") as (prepared, hold):
+    async with read_call(request, gateway, caller, "messages") as (prepared, hold):
         served, completion, rates = await begin(gateway, caller, prepared, hold)
     headers = {**rates, "Request-Id": completion.id}
     if prepared.call.stream:
@@ -53,10 +51,10 @@ async def create_message(
 
 @router.post("/v1/messages/count_tokens", openapi_extra=operation(CountOptions, hidden=_HIDDEN))
 async def count_tokens(
-    request: Request, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+    request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, int]:
     """Count the tokens of a conversation. A worker does that, in the order of the queue."""
-    async with read_call(request, gateway, caller, call_reader, "counts") as (prepared, hold):
+    async with read_call(request, gateway, caller, "counts") as (prepared, hold):
         result, _ = await prompt_tokens(request, gateway, caller, prepared, hold)
     return {"input_tokens": result.usage.prompt_tokens}
 
@@ -69,7 +67,7 @@ def message_stream(
     return EventStream(gateway, served, completion, begin, is_new=is_new)
 
 
-class _Frames:
+class _Frames(Frames):
     """The frames of a message."""
 
     def __init__(self, served: ServedQueue, completion: Completion, out: Out) -> None:
@@ -78,28 +76,19 @@ class _Frames:
         self._out = out
         self._writer: MessageWriter | None = None
 
-    async def begin(self) -> None:
-        """Nothing comes before the first event."""
-
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         if self._writer is None:
-            return partial(self._learn_and_write, event)
-        return self._write(self._writer, event)
-
-    async def finish(self) -> None:
-        """The frames of the last event end the message."""
+            return partial(self._learn_and_write, place, event)
+        frames = self._writer.write(event)
+        return self._out.write(frame_bytes(frames)) if frames else None
 
     def error(self, error: ApiError) -> bytes:
         return error_frame(error)
 
-    def _write(self, writer: MessageWriter, event: TokenEvent) -> Unfinished:
-        frames = writer.write(event)
-        return self._out.write(sent(frames)) if frames else None
-
-    async def _learn_and_write(self, event: TokenEvent) -> None:
-        self._writer = await _writer_of(self._served, self._completion)
+    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
+        self._writer = MessageWriter(*await with_model_and_style(self._served, self._completion))
         self._out.keepalive = PING  # nothing but a comment may come before the first event
-        if (finish := self._write(self._writer, event)) is not None:
+        if (finish := self.write(place, event)) is not None:
             await finish()
 
 
@@ -107,11 +96,7 @@ async def _whole(served: ServedQueue, completion: Completion) -> str:
     """The message, once it is over. Raises ApiError if there is no answer."""
     events: list[TokenEvent] = []
     await served.client.follow(completion.id, events.append)
-    writer = await _writer_of(served, completion)
+    writer = MessageWriter(*await with_model_and_style(served, completion))
     for event in events:
         writer.write(event)
     return writer.whole
-
-
-async def _writer_of(served: ServedQueue, completion: Completion) -> MessageWriter:
-    return MessageWriter(*await learned(served, completion))

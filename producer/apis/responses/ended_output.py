@@ -1,4 +1,4 @@
-"""The output of a response that is over, as it is kept when the queue has forgotten it."""
+"""The output of a response that is over. Its record keeps the output longer than the queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
-from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.events import ErrorInfo, Stats, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
@@ -20,7 +19,7 @@ _MOST_MS = 1e12
 
 
 class Piece(BaseModel):
-    """The text of one event, and the log-probabilities of its tokens, if they were asked for."""
+    """The text of one event, and the log-probabilities of its tokens if the call wants them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -43,7 +42,7 @@ class Ending(BaseModel):
 class EndedOutput(BaseModel):
     """The output of a response, event by event, so that a later stream is the same as the first.
 
-    `model` and `style` (JSON) are those that the queue had when this was made.
+    `model` and `style` (JSON) are the queue's at the end of the response.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -55,13 +54,20 @@ class EndedOutput(BaseModel):
 
     @classmethod
     def of(cls, events: Sequence[TokenEvent], model: str, style: OutputStyle | None) -> Self:
-        """Of all events of a request, its last event included."""
+        """The output of all events of a request, which include the last one."""
         return cls(
             model=model,
             style=None if style is None else style.to_json(),
             pieces=[piece for event in events for piece in _pieces_of(event)],
             ending=ending_of(events[-1]),
         )
+
+    @classmethod
+    def failed(cls, error_type: str, message: str) -> Self:
+        """The output of a response whose events cannot be read."""
+        error = ErrorInfo(type=error_type, message=message)
+        ending = Ending(finish_reason=FinishReason.ERROR, error=error)
+        return cls(model="", pieces=[], ending=ending)
 
     @classmethod
     def parse(cls, text: bytes) -> Work[Self]:
@@ -83,7 +89,7 @@ class EndedOutput(BaseModel):
 
 
 def _pieces_of(event: TokenEvent) -> Iterator[Piece]:
-    """An event as pieces of which none has many log-probabilities: those are worked on at once."""
+    """An event as pieces with few log-probabilities each: a piece is written in one slice."""
     logprobs = event.logprobs or []
     yield Piece(text=event.text, logprobs=logprobs[:_FEW] or None)
     for begin in range(_FEW, len(logprobs), _FEW):
@@ -102,19 +108,3 @@ def ending_of(event: TokenEvent) -> Ending:
         usage=event.usage or Usage(),
         took_ms=took_ms if 0 <= took_ms < _MOST_MS else 0.0,  # a stranger may have written it
     )
-
-
-def not_kept() -> EndedOutput:
-    """The output of a response whose request the queue no longer knows."""
-    return _none("not_kept", "the queue forgot the output before a gateway could keep it")
-
-
-def spoilt(error: SpoiltRecordError) -> EndedOutput:
-    """The output of a response whose request has a record that a stranger spoilt."""
-    return _none("spoilt_record", str(error))
-
-
-def _none(error_type: str, message: str) -> EndedOutput:
-    error = ErrorInfo(type=error_type, message=message)
-    ending = Ending(finish_reason=FinishReason.ERROR, error=error)
-    return EndedOutput(model="", pieces=[], ending=ending)

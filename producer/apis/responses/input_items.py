@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from promptq.shared.errors import InvalidRequestError
+from promptq.producer.calls.call import check_one_of, wrong_field
 
 _ROLES = ("user", "assistant", "system", "developer")
 _PREFIXES = {
@@ -19,20 +19,20 @@ _PREFIXES = {
 """Prefixes of the ids of items, by the types that are served."""
 
 
-def read_items(given: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
+def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
     """The items of an `input`, in their full form. `unique` makes their ids unique.
 
     The id is the first member of each, so that it is found without reading the rest.
 
     Raises InvalidRequestError for what is not text, a function call, its output or reasoning.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not given:
-        raise InvalidRequestError("input: is empty, and there is nothing to answer", field="input")
+    if isinstance(text_or_items, str):
+        text_or_items = [{"role": "user", "content": text_or_items}]
+    if not text_or_items:
+        raise wrong_field("input", "is empty, and there is nothing to answer")
     items = []
-    for index, item in enumerate(given):
-        checked = _checked(index, item)
+    for index, item in enumerate(text_or_items):
+        checked = _checked(f"input: item {index}", item)
         item_id = f"{_PREFIXES[checked['type']]}_{unique}_in{index}"
         items.append({"id": item_id, **checked} | {"id": item_id})
     return items
@@ -60,7 +60,9 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant" or reasoning:
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(_tool_call(item))
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
             case _:
                 role = "system" if item["role"] == "developer" else item["role"]
                 messages.append({"role": role, "content": _text_of_parts(item["content"])})
@@ -70,55 +72,56 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _checked(index: int, item: Any) -> dict[str, Any]:
+def _checked(place: str, item: Any) -> dict[str, Any]:
     """The item in its full form. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
-        raise _wrong(index, "is not an object")
+        raise wrong_field(place, "is not an object")
     kind = item.get("type") or ("message" if "role" in item else None)
     match kind:
         case "message":
             role = item.get("role")
-            if role not in _ROLES:
-                raise _wrong(index, f"role {str(role)[:80]!r} is not one of {', '.join(_ROLES)}")
+            check_one_of(place, role, _ROLES, "role")
             part = "output_text" if role == "assistant" else "input_text"
-            content = _parts(index, "content", item.get("content"), part)
+            content = _parts(place, "content", item.get("content"), part)
             return {"status": "completed", **item, "type": kind, "content": content}
         case "function_call":
             if item.get("arguments") is None:
                 item = {**item, "arguments": "{}"}
             for name in ("call_id", "name", "arguments"):
                 if not isinstance(item.get(name), str):
-                    raise _wrong(index, f"a function_call needs {name}, a text")
+                    raise wrong_field(place, f"a function_call needs {name}, a text")
             if item.get("status") != "incomplete" and not _is_object(item["arguments"]):
                 shown = repr(item["arguments"][:80])
-                raise _wrong(index, f"arguments must be a JSON object, as text, got {shown}")
+                raise wrong_field(place, f"arguments must be a JSON object, as text, got {shown}")
             return {"status": "completed", **item, "type": kind}
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):
-                raise _wrong(index, "a function_call_output needs call_id, a text")
+                raise wrong_field(place, "a function_call_output needs call_id, a text")
             output = item.get("output")
             if not isinstance(output, str):
-                output = _parts(index, "output", output, "input_text")
+                output = _parts(place, "output", output, "input_text")
             return {"status": "completed", **item, "type": kind, "output": output}
         case "reasoning":
             texts = item.get("content")
             if texts is not None:
-                texts = _parts(index, "content", texts, "reasoning_text")
+                texts = _parts(place, "content", texts, "reasoning_text")
             return {"summary": [], **item, "type": kind, "content": texts}
     known = ", ".join(_PREFIXES)
-    raise _wrong(index, f"type {str(kind)[:80]!r} is not served; served are {known}")
+    raise wrong_field(place, f"type {str(kind)[:80]!r} is not served; served are {known}")
 
 
-def _parts(index: int, name: str, content: Any, default: str) -> list[dict[str, Any]]:
+def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
     """The parts of a content. A text is one part, of the type `default`."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):
-        raise _wrong(index, f"{name} must be text or a list of parts")
+        raise wrong_field(place, f"{name} must be text or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else part
         if not isinstance(part, Mapping) or not isinstance(_text_of(part), str):
-            raise _wrong(index, f"a part of type {str(kind)[:80]!r} is not served, only text is")
+            raise wrong_field(
+                place, f"a part of type {str(kind)[:80]!r} is not served, only text is"
+            )
     return content
 
 
@@ -130,19 +133,9 @@ def _text_of_parts(content: str | Iterable[Mapping[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(map(_text_of, content))
 
 
-def _tool_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as in chats."""
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
-
-
 def _is_object(text: str) -> bool:
     try:
         read = from_json(text.strip() or "{}", allow_inf_nan=False)
     except ValueError:
         return False
     return read is None or isinstance(read, dict)
-
-
-def _wrong(index: int, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"input: item {index}: {what}", field="input")

@@ -1,9 +1,8 @@
-"""Reads a call of /v1/responses: from its fields to a chat."""
+"""Reads a call of /v1/responses: from its fields to those of a chat's payload."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -18,14 +17,17 @@ from promptq.producer.calls.call import (
     GeneratingOptions,
     HistoryNeededError,
     StreamOptions,
+    check_effort,
+    check_one_of,
     read_options,
     refuse,
     tools_named,
     with_effort,
+    without_none,
+    wrong_field,
 )
 from promptq.producer.calls.output.model_text import needed_of
-from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
+from promptq.shared.protocol.request import Objects
 from promptq.shared.queue.spoilt import UNREADABLE
 
 NAMES = {
@@ -52,7 +54,6 @@ _OTHER_INCLUDES = (
 
 _UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
 """Members of a tool that an answer repeats as null if the call has none."""
-_LONGEST_EFFORT = 100
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -91,7 +92,7 @@ class ResponseOptions(InputOptions, GeneratingOptions):
     max_output_tokens: int | None = Field(None, ge=1)
     include: list[str] | None = Field(None, description=f"`{LOGPROBS}`")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="so many likeliest tokens of each; needs `include`"
+        None, ge=0, le=20, description="this number of likeliest tokens of each; needs `include`"
     )
     store: bool = Field(True, description="keep it, so that it can be read and continued later")
     background: bool = Field(False, description="answer at once, and go on without the client")
@@ -117,36 +118,28 @@ def read_response(
     _check_options(options)
     own = _set_chat(options, fields, response_id, history)
     with_logprobs = LOGPROBS in (options.include or ())
-    own_fields = {
-        "response_format": payload_format(options.text),
-        "max_tokens": options.max_output_tokens,
-        "logprobs": (options.top_logprobs or 0) if with_logprobs else None,
-    }
-    fields |= {name: value for name, value in own_fields.items() if value is not None}
-    completion = CompletionCall(
-        is_chat=True,
-        fields=fields,
-        prompts=[None],
-        stream=options.stream,
-        detach=options.detach or options.background,
-        wait_for_worker=options.wait_for_worker,
-        body_bytes=len(body) + len(history or b""),
-        form="response",
-        names=NAMES,
+    fields |= without_none(
+        {
+            "response_format": payload_format(options.text),
+            "max_tokens": options.max_output_tokens,
+            "logprobs": (options.top_logprobs or 0) if with_logprobs else None,
+        }
     )
+    detach = options.detach or options.background
     call = ResponseCall(
         id=response_id,
         model=options.model or "",
         echo=_echo(options, fields),
         background=options.background,
         store=options.store,
-        detach=completion.detach,
+        detach=detach,
         reading=needed_of(fields),
         with_logprobs=with_logprobs,
         previous_response_id=options.previous_response_id,
     )
     lines = b"\n".join(to_json(item) for item in own) if options.store else b""
-    return replace(completion, extra=NewResponse(call, lines))
+    num_bytes, extra = len(body) + len(history or b""), NewResponse(call, lines)
+    return options.call(fields, num_bytes, detach=detach, form="response", names=NAMES, extra=extra)
 
 
 def read_input_count(
@@ -156,25 +149,16 @@ def read_input_count(
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
     _set_chat(options, fields, response_id, history)
-    return CompletionCall(
-        is_chat=True,
-        fields={**fields, "tokenize": True},
-        prompts=[None],
-        wait_for_worker=options.wait_for_worker,
-        body_bytes=len(body) + len(history or b""),
-        form="input_count",
-        names=NAMES,
-    )
+    num_bytes = len(body) + len(history or b"")
+    return options.call({**fields, "tokenize": True}, num_bytes, form="input_count", names=NAMES)
 
 
 def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
-    """Set the fields of a payload that make up the chat. Returns the call's own items."""
-    for name, other in NAMES.items():
-        refuse(name, fields, other)
-    for name in ("embed", "prompt_logprobs", "tokenize"):
-        refuse(name, fields)
+    """Sets the fields of a payload that make up the chat. Returns the call's own items."""
+    refuse(fields, NAMES, NAMES)
+    refuse(fields, ["embed", "prompt_logprobs", "tokenize"])
     own = read_items(options.input, response_id.removeprefix("resp_"))
     if options.previous_response_id and history is None:
         raise HistoryNeededError(options.previous_response_id)
@@ -182,71 +166,44 @@ def _set_chat(
         earlier = [from_json(line) for line in (history or b"").splitlines()]
         fields["messages"] = messages_of([*earlier, *own])
     except UNREADABLE:  # its own items were checked
-        raise InvalidRequestError(
-            "previous_response_id: what is kept of the conversation is spoilt",
-            field="previous_response_id",
+        raise wrong_field(
+            "previous_response_id", "what is kept of the conversation is spoilt"
         ) from None
     if options.instructions:
         fields["messages"].insert(0, {"role": "system", "content": options.instructions})
     tools, tool_choice = payload_tools(options.tools, options.tool_choice)
-    own_fields = {
-        "tools": tools or None,
-        "tool_choice": tool_choice,
-        "chat_template_kwargs": _template_variables(options, fields),
-    }
-    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    variables = _template_variables(options, fields)
+    chat_fields = {"tools": tools or None, "tool_choice": tool_choice}
+    fields |= without_none({**chat_fields, "chat_template_kwargs": variables})
     return own
-
-
-def check_history(num_bytes: int) -> None:
-    """Raises InvalidRequestError if a conversation is longer than a payload may be."""
-    if num_bytes > MAX_PAYLOAD_BYTES:
-        raise InvalidRequestError(
-            f"previous_response_id: the conversation has more than the {MAX_PAYLOAD_BYTES} bytes"
-            " allowed",
-            field="previous_response_id",
-        )
 
 
 def _check_options(options: ResponseOptions) -> None:
     for name in options.include or ():
         if name != LOGPROBS and name not in _OTHER_INCLUDES:
-            raise InvalidRequestError(
-                f"include: {name[:80]!r} is not served; {LOGPROBS!r} is", field="include"
-            )
+            raise wrong_field("include", f"{name[:80]!r} is not served; {LOGPROBS!r} is")
     if options.top_logprobs and LOGPROBS not in (options.include or ()):
-        raise InvalidRequestError(
-            f"top_logprobs: needs include: [{LOGPROBS!r}]", field="top_logprobs"
-        )
+        raise wrong_field("top_logprobs", f"needs include: [{LOGPROBS!r}]")
     if options.background and not options.store:
-        raise InvalidRequestError("background: needs store: true", field="background")
+        raise wrong_field("background", "needs store: true")
 
 
-def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any:
+    """The variables of the chat template that the call changes; None if it changes none."""
     for name in options.reasoning or ():
-        if name not in _REASONING:
-            raise InvalidRequestError(
-                f"reasoning: {name[:80]!r} is not one of {', '.join(_REASONING)}", field="reasoning"
-            )
+        check_one_of("reasoning", name, _REASONING)
     effort = (options.reasoning or {}).get("effort")
-    given = fields.get("chat_template_kwargs")
-    if effort is None:
-        return None
-    if not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
-        raise InvalidRequestError(
-            f"reasoning.effort: must be a text of 1 to {_LONGEST_EFFORT} characters",
-            field="reasoning.effort",
-        )
-    variables: dict[str, Any] = with_effort(effort, {} if given is None else given)
-    return variables
+    check_effort("reasoning.effort", effort)
+    kwargs = fields.get("chat_template_kwargs")
+    return None if effort is None else with_effort(effort, {} if kwargs is None else kwargs)
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
-    """The members of the response object that repeat what was asked for."""
+    """The members of the response object that repeat the call's fields."""
     described = (options.text or {}).get("format") or {"type": "text"}
     if described["type"] == "json_schema":
         described = {"description": None, "strict": True, **described}
-    told = {
+    members = {
         "frequency_penalty": fields.get("frequency_penalty", 0.0),
         "instructions": options.instructions,
         "max_output_tokens": options.max_output_tokens,
@@ -269,69 +226,60 @@ def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
         "truncation": "disabled",
         "user": options.user,
     }
-    return to_json(told).decode()[1:-1]
+    return to_json(members).decode()[1:-1]
 
 
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 ) -> tuple[list[Tool], Any]:
-    """The `tools` and the `tool_choice` of a payload; the latter is None if it says nothing.
+    """The `tools` and the `tool_choice` of a payload; the latter is None without effect.
 
     Raises InvalidRequestError for tools that this API has beside functions, such as `web_search`.
     """
     nested = [_function(tool) for tool in tools or ()]
-    if not isinstance(tool_choice, Mapping):
-        if tool_choice is not None and tool_choice not in _WORDS:
-            raise _wrong_choice(tool_choice)
+    if tool_choice is None or tool_choice in _WORDS:
         return nested, tool_choice if nested or tool_choice == "required" else None
-    match tool_choice.get("type"):
-        case "function":
+    kind = tool_choice
+    if isinstance(tool_choice, Mapping):
+        kind = tool_choice.get("type")
+        if kind == "function":
             return nested, {"type": "function", "function": {"name": tool_choice.get("name")}}
-        case "allowed_tools":
+        if kind == "allowed_tools":
             return _allowed(nested, tool_choice), tool_choice["mode"]
-    raise _wrong_choice(tool_choice.get("type"))
+    known = ", ".join((*_WORDS, "function", "allowed_tools"))
+    raise wrong_field("tool_choice", f"{str(kind)[:80]!r} is not one of {known}")
 
 
 def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The `response_format` of a payload for `text`. Raises InvalidRequestError."""
     for name in text or ():
-        if name not in ("format", "verbosity"):
-            raise InvalidRequestError(
-                f"text: {name[:80]!r} is not one of format, verbosity", field="text"
-            )
+        check_one_of("text", name, ("format", "verbosity"))
     described = (text or {}).get("format")
     if described is None:
         return None
-    kind = described.get("type") if isinstance(described, Mapping) else described
-    if kind not in _FORMATS:
-        raise InvalidRequestError(
-            f"text.format: {str(kind)[:80]!r} is not one of {', '.join(_FORMATS)}",
-            field="text.format",
-        )
+    kind: Any = described.get("type") if isinstance(described, Mapping) else described
+    check_one_of("text.format", kind, _FORMATS)
+    if not isinstance(described, Mapping):
+        raise wrong_field("text.format", f'must be an object, such as {{"type": "{kind}"}}')
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": kind}
     for name in described:
-        if name not in ("type", *_SCHEMA):
-            raise InvalidRequestError(
-                f"text.format: {name[:80]!r} is not one of type, {', '.join(_SCHEMA)}",
-                field="text.format",
-            )
+        check_one_of("text.format", name, ("type", *_SCHEMA))
     return {"type": kind, kind: {name: described[name] for name in _SCHEMA if name in described}}
 
 
 def _function(tool: Mapping[str, Any]) -> Tool:
     kind = tool.get("type")
     if kind != "function":
-        raise InvalidRequestError(
-            f"tools: a tool of type {str(kind)[:80]!r} is not served, only functions are",
-            field="tools",
+        raise wrong_field(
+            "tools", f"a tool of type {str(kind)[:80]!r} is not served, only functions are"
         )
     if not isinstance(tool.get("name"), str):
-        raise InvalidRequestError(
-            'tools: a function must be like {"type": "function", "name": ..., "parameters": {...}}',
-            field="tools",
+        raise wrong_field(
+            "tools",
+            'a function must be like {"type": "function", "name": ..., "parameters": {...}}',
         )
     function = {name: tool[name] for name in _FUNCTION if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -341,17 +289,6 @@ def _allowed(tools: list[Tool], choice: Mapping[str, Any]) -> list[Tool]:
     listed = choice.get("tools")
     mode = choice.get("mode")
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-        raise InvalidRequestError(
-            "tool_choice: allowed_tools needs a mode, auto or required, and tools",
-            field="tool_choice",
-        )
+        raise wrong_field("tool_choice", "allowed_tools needs a mode, auto or required, and tools")
     names = [tool.get("name") if isinstance(tool, Mapping) else tool for tool in listed]
     return tools_named(names, tools)
-
-
-def _wrong_choice(given: Any) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"tool_choice: {str(given)[:80]!r} is not one of {', '.join(_WORDS)}, function,"
-        " allowed_tools",
-        field="tool_choice",
-    )

@@ -16,17 +16,17 @@ from promptq.producer.apis.responses.ended_output import EndedOutput, ending_of
 from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
-from promptq.producer.apis.responses.write import ResponseWriter, error_frame, written
+from promptq.producer.apis.responses.write import ResponseWriter, error_frame, finished_writer
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import Prepared
+from promptq.producer.calls.payloads import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.state import Gateway
-from promptq.producer.http.stream import EventStream, Out, sent
+from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
 from promptq.producer.http.submit import enqueue, place_of, with_headers
 from promptq.shared.errors import PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
@@ -38,28 +38,25 @@ JSON = "application/json"
 async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Store and enqueue a call, and answer it."""
+    """Stores and enqueues a call, and answers it."""
     records = ResponseRecords(gateway)
     answering, rates = await _begin(gateway, records, caller, prepared, hold)
     call = answering.call
     if prepared.call.stream:
-        stream = stream_of(gateway, answering, is_new=not call.background)
-        return with_headers(rates, stream)
+        return with_headers(rates, stream_of(gateway, answering, is_new=not call.background))
     headers = {"X-Request-Id": call.id, **({"X-Stream-Url": call.url} if call.url else {})}
     if call.background and answering.stored is not None:
         is_new = call.id == prepared.completion_id
         whole = call.object("queued") if is_new else await records.current(answering.stored)
     else:
-        async with cancelled_if_client_leaves(
-            gateway, request.receive, answering.served, answering
-        ):
+        async with cancelled_if_client_leaves(gateway, request.receive, answering.served, call):
             whole = await _whole(answering)
     return with_headers({**rates, **headers}, Response(whole, media_type=JSON))
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredResponse:
-    """A response whose client waits for it, from after event number `after`.
+    """A response whose client waits for the events after number `after`.
 
     `stored` is its record, if it has one. With `at_once`, the first events do not wait for output,
     and an error is an event.
@@ -72,22 +69,6 @@ class AnsweredResponse:
     after: int = -1
     at_once: bool = False
 
-    @property
-    def id(self) -> str:
-        return self.call.id
-
-    @property
-    def url(self) -> str:
-        return self.call.url
-
-    @property
-    def request_ids(self) -> list[str]:
-        return [self.call.id]
-
-    @property
-    def detach(self) -> bool:
-        return self.call.detach
-
     async def keep(self, output: EndedOutput) -> None:
         """Keep the output. If that fails now, the records do it later."""
         if self.stored is not None:
@@ -95,10 +76,8 @@ class AnsweredResponse:
                 await self.records.stored.end(self.stored, output)
 
     async def refuse(self, error: ApiError) -> None:
-        """Raises the error, after which nobody knows of the response."""
-        if self.stored is not None:
-            with suppress(RedisError, PromptqError):
-                await self.records.stored.forget(self.id, self.stored.tenant)
+        """Forgets the response, and raises the error."""
+        await _forget(self.records, self.stored)
         raise error
 
 
@@ -107,10 +86,10 @@ def stream_of(
 ) -> EventStream:
     """The stream of a response that is not over yet."""
     begin = partial(_Frames, answering)
-    return EventStream(gateway, answering.served, answering, begin, is_new=is_new)
+    return EventStream(gateway, answering.served, answering.call, begin, is_new=is_new)
 
 
-class _Frames:
+class _Frames(Frames):
     """The frames of a response that is not over yet."""
 
     def __init__(self, answering: AnsweredResponse, out: Out) -> None:
@@ -139,18 +118,18 @@ class _Frames:
         await self._answering.keep(output)
 
     def error(self, error: ApiError) -> bytes:
-        return sent(error_frame(error, self._writer.next_number))
+        return frame_bytes(error_frame(error, self._writer.next_number))
 
     def _opening(self) -> bytes:
         if self._is_open:
             return b""
         self._is_open = True
-        return sent(self._writer.opening())
+        return frame_bytes(self._writer.opening())
 
     def _write(self, event: TokenEvent) -> Unfinished:
-        frames = self._opening() + sent(self._writer.write(event.text, event.logprobs))
+        frames = self._opening() + frame_bytes(self._writer.write(event.text, event.logprobs))
         if event.is_last:
-            frames += sent(self._writer.end(ending_of(event)))
+            frames += frame_bytes(self._writer.end(ending_of(event)))
         return self._out.write(frames) if frames else None
 
     async def _learn_and_write(self, event: TokenEvent) -> None:
@@ -163,9 +142,9 @@ class _Frames:
 async def _whole(answering: AnsweredResponse) -> str:
     """The response object, once it is over. Raises ApiError if there is no answer."""
     events: list[TokenEvent] = []
-    await answering.served.client.follow(answering.id, events.append)
+    await answering.served.client.follow(answering.call.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
-    writer = await answering.served.client.turns.run(written(answering.call, output))
+    writer = await answering.served.client.turns.run(finished_writer(answering.call, output))
     if (error := writer.failure_of(output.ending)) is not None:
         await answering.refuse(error)
     await answering.keep(output)
@@ -175,7 +154,7 @@ async def _whole(answering: AnsweredResponse) -> str:
 async def _begin(
     gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
-    """Store and enqueue a call. Returns its answer to be, and headers that report the rates."""
+    """Stores and enqueues a call. Returns the response, and headers that report the rates."""
     new = prepared.extra
     assert isinstance(new, NewResponse)
     served, view = await place_of(gateway, caller, prepared)
@@ -187,12 +166,16 @@ async def _begin(
         await records.stored.add(replace(new, call=call), tenant, served.name)
     try:
         [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
-        if enqueued != call.id:  # that of an earlier call with this idempotency key
+        if enqueued != call.id:  # an earlier call had this idempotency key
             bind(request_id=enqueued)
             call = replace(call, id=enqueued)
             await _forget(records, stored)
-            stored = await _known(records, call) if stored is not None else None
-            call = call if stored is None else stored.call
+            if stored is not None:
+                try:
+                    stored = await records.stored.get(call.id)
+                    call = stored.call
+                except RequestNotFoundError:
+                    stored = None
     except BaseException:
         await asyncio.shield(_forget(records, stored))
         raise
@@ -201,14 +184,7 @@ async def _begin(
 
 
 async def _forget(records: ResponseRecords, stored: StoredResponse | None) -> None:
-    """Forget a response that was not enqueued. Without a server it is forgotten later."""
+    """Forgets a response. While the server is away, only its record's expiry does that."""
     if stored is not None:
         with suppress(RedisError, PromptqError):
             await records.stored.forget(stored.call.id, stored.tenant)
-
-
-async def _known(records: ResponseRecords, call: ResponseCall) -> StoredResponse | None:
-    try:
-        return await records.stored.get(call.id)
-    except RequestNotFoundError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
@@ -11,7 +12,7 @@ from uuid import UUID
 from pydantic_core import to_json
 
 from promptq.producer.calls.call_reader import Payload
-from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.output.model_text import ExpectedOutput
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.events import Usage
 from promptq.shared.queue.request_queue import new_request_id
@@ -25,8 +26,8 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class ResponseCall:
     """All that a response is written from, beside its output.
 
-    `echo` are the members of the object that repeat what was asked for, as JSON without braces. It
-    may be megabytes, so it is made once and never read again.
+    `echo` are the members of the object that repeat the call's fields, as JSON without braces. They
+    may be megabytes, so they are written once and never read again.
     """
 
     id: str
@@ -36,13 +37,17 @@ class ResponseCall:
     store: bool = True
     detach: bool = False
     reading: dict[str, Any] = field(default_factory=dict)
-    """The fields of its payload from which `Asked` says how its output is to be read."""
+    """The fields of its payload that `ExpectedOutput.of` needs."""
     with_logprobs: bool = False
     previous_response_id: str | None = None
 
     @property
-    def asked(self) -> Asked:
-        return Asked.of(self.reading)
+    def request_ids(self) -> list[str]:
+        return [self.id]
+
+    @property
+    def expected(self) -> ExpectedOutput:
+        return ExpectedOutput.of(self.reading)
 
     @property
     def unique(self) -> str:
@@ -51,7 +56,7 @@ class ResponseCall:
 
     @property
     def created(self) -> int:
-        """Unix seconds. They come from the id, so they are the same each time it is read."""
+        """Unix seconds, from the id: the same for each reader."""
         return self._created_ms // 1000
 
     @property
@@ -97,20 +102,15 @@ def new_response_id() -> str:
 
 def is_response_id(text: str) -> bool:
     """Returns whether a text has the form of a response's id."""
-    unique = text.removeprefix(_PREFIX)
-    return len(text) == len(_PREFIX) + 32 and unique.isalnum() and _is_hex(unique)
+    return re.fullmatch(_PREFIX + "[0-9a-f]{32}", text) is not None
 
 
 def not_known(response_id: str) -> RequestNotFoundError:
-    """The error for a response that there is not, or that is another tenant's."""
+    """The error for a response that is unknown or another tenant's."""
     return RequestNotFoundError(
         f"no response {response_id[:80]!r} is known; it never was stored, or it was deleted or has"
         " expired"
     )
-
-
-def _is_hex(text: str) -> bool:
-    return all(letter in "0123456789abcdef" for letter in text)
 
 
 def _usage(usage: Usage | None) -> str:

@@ -1,7 +1,7 @@
-"""Looks after stored responses: how each stands, and that its output is kept once it is over.
+"""Looks after stored responses: reads the state of each, and keeps its output once it is over.
 
-The queue keeps a result for an hour by default. Whoever reads a response first after its end keeps
-its output, and a task of each gateway looks for those that nobody read.
+The queue keeps a result for an hour by default. The first read of a response after its end keeps
+its output, and a task of each gateway looks for responses that nobody has read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import suppress
 
 from redis.exceptions import RedisError
 
-from promptq.producer.apis.responses.ended_output import EndedOutput, not_kept, spoilt
-from promptq.producer.apis.responses.read import check_history
+from promptq.producer.apis.responses.ended_output import EndedOutput
 from promptq.producer.apis.responses.response_call import Status, not_known
 from promptq.producer.apis.responses.stored_responses import StoredResponse, StoredResponses
-from promptq.producer.apis.responses.write import written
+from promptq.producer.apis.responses.write import finished_writer
+from promptq.producer.calls.call import wrong_field
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
@@ -26,7 +26,7 @@ from promptq.producer.clients.connecting import explained
 from promptq.producer.http.state import Gateway
 from promptq.shared.errors import RedisSideError, RequestNotFoundError, SpoiltRecordError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.request import RequestState
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, RequestState
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.lookups import state_of
 from promptq.shared.queue.spoilt import UNREADABLE, alone, note, spoilt_record
@@ -34,10 +34,10 @@ from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000
-"""A response is looked at again after so long. Most are kept before that, by who reads them."""
+"""The time between two looks at a response. Most readers come earlier, so their reads keep it."""
 _PAGE = 200
 MOST_LINKS = 500
-"""The most responses of one conversation. Each call reads all of them, one by one."""
+"""The most responses of one conversation. Each call reads all of them one by one."""
 _BEGIN_SECONDS = 60.0
 """A response is stored before its request is enqueued, which takes less than this."""
 
@@ -74,7 +74,7 @@ class ResponseRecords:
         )
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
-        """The output, which is kept from then on; None while the response is not over."""
+        """Returns the output, and keeps it; None while the response is not over."""
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
@@ -88,7 +88,9 @@ class ResponseRecords:
         if state is not None and not state.is_final:
             return None
         events: list[TokenEvent] = []
-        output = not_kept()
+        output = EndedOutput.failed(
+            "not_kept", "the queue forgot the output before a gateway could keep it"
+        )
         if state is not None:
             try:
                 await served.client.follow(response_id, events.append)
@@ -97,15 +99,20 @@ class ResponseRecords:
                 pass
             except SpoiltRecordError as error:
                 note(error)
-                output = spoilt(error)
+                output = EndedOutput.failed("spoilt_record", str(error))
         await self.stored.end(stored, output)
         return output
+
+    async def cancel(self, stored: StoredResponse) -> None:
+        """Cancel a response, unless it is over."""
+        if await self.output(stored) is None:
+            await (await self.served(stored)).client.cancel(stored.call.id)
 
     async def current(self, stored: StoredResponse) -> str:
         """The response object as JSON."""
         output = await self.output(stored)
         if output is not None:
-            return (await self.stored.turns.run(written(stored.call, output))).whole
+            return (await self.stored.turns.run(finished_writer(stored.call, output))).whole
         state, is_cancelled = await self._state(await self.served(stored), stored.call.id)
         status: Status = "in_progress"
         if is_cancelled:  # its worker will notice
@@ -117,15 +124,15 @@ class ResponseRecords:
     async def history(
         self, response_id: str, caller: Caller, on_size: Callable[[int], object]
     ) -> bytes:
-        """The items of a response and of all that it continues, as JSON, one a line.
+        """The items of a response and of all responses before it, as JSON, one a line.
 
-        `on_size` is told of how many bytes there are so far. Raises ApiError 400 if one of them is
-        not there or not over, InvalidRequestError if the conversation is too long.
+        Calls `on_size` with the number of bytes so far. Raises ApiError 400 if a response is
+        unknown or not over, InvalidRequestError if the conversation is longer than a payload.
         """
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # a stranger may have written a circle
+        while previous and previous not in seen:  # a stranger may have finished_writer a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"
@@ -133,33 +140,33 @@ class ResponseRecords:
                     "conversation_too_long",
                 )
             seen.add(previous)
-            stored = await self._previous(previous, caller)
+            try:
+                stored = await self.get(previous, caller)
+            except RequestNotFoundError as error:
+                raise _no_history(str(error), "previous_response_not_found") from None
             output = await self.output(stored)
             if output is None:
                 raise _no_history(
                     f"the response {previous!r} is not over", "previous_response_not_over"
                 )
             lines = await self.stored.input_lines(stored)
-            writer = await self.stored.turns.run(written(stored.call, output))
+            writer = await self.stored.turns.run(finished_writer(stored.call, output))
             lines += [item.encode() for item in writer.items]
             turns.append(b"\n".join(lines))
             num_bytes += len(turns[-1]) + 1
-            check_history(num_bytes)
+            if num_bytes > MAX_PAYLOAD_BYTES:
+                raise wrong_field(
+                    "previous_response_id",
+                    f"the conversation has more than the {MAX_PAYLOAD_BYTES} bytes allowed",
+                )
             on_size(num_bytes)
             previous = stored.call.previous_response_id or ""
         return b"\n".join(reversed(turns))
 
-    async def _previous(self, response_id: str, caller: Caller) -> StoredResponse:
-        try:
-            return await self.get(response_id, caller)
-        except RequestNotFoundError:
-            told = str(not_known(response_id))
-            raise _no_history(told, "previous_response_not_found") from None
-
     async def _state(
         self, served: ServedQueue, response_id: str
     ) -> tuple[RequestState | None, bool]:
-        """The state of its request, None if it is unknown; and whether somebody cancelled it."""
+        """The state of its request, None if unknown, and whether somebody cancelled the request."""
         key = served.queue.keys.request(response_id)
         fields = ["HMGET", key, "state", "cancelled"]
         reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)
@@ -168,18 +175,18 @@ class ResponseRecords:
         return (None, False) if state is None else (state_of(state), cancelled is not None)
 
     async def keep_all(self) -> None:
-        """Keep the output of responses that nobody reads, for ever."""
+        """Keep the output of responses that nobody reads. Runs until it is cancelled."""
         while True:
-            found: list[StoredResponse] = []
+            due: list[StoredResponse] = []
             try:
-                found = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
-                for stored in found:
+                due = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
+                for stored in due:
                     # ApiError: this gateway does not serve its queue, and another one may.
                     with alone(f"response {stored.call.id}"), suppress(ApiError):
                         await self.output(stored)
             except (RedisError, RedisSideError) as error:
                 get_logger().debug("responses could not be looked at", error=str(error))
-            if len(found) < _PAGE:
+            if len(due) < _PAGE:
                 await asyncio.sleep(_LOOK_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""Responses, as in the OpenAI API: made, read again, continued, cancelled and deleted."""
+"""Routes of /v1/responses: creates, reads, continues, cancels and deletes responses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, resp
 from promptq.producer.apis.responses.response_call import is_response_id
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.write import ResponseWriter, frames_of
+from promptq.producer.calls.call import wrong_field
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described, method_not_allowed
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.rate_limits import COUNTED_READ
-from promptq.producer.http.state import ThisCallReader, ThisGateway
+from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.stream import FramesInTurns
 from promptq.producer.http.submit import prompt_tokens, read_call
 from promptq.shared.runtime.logs import bind
@@ -53,16 +54,11 @@ TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
     responses=described(408, 409, 413, 429, 500),
 )
 async def create_response(
-    request: Request,
-    gateway: ThisGateway,
-    caller: ThisCaller,
-    call_reader: ThisCallReader,
-    records: TheseRecords,
+    request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
     """Answer a conversation: whole, with `stream` as it is generated, or in the background."""
-    async with read_call(
-        request, gateway, caller, call_reader, "responses", history=records.history
-    ) as read:
+    history = records.history
+    async with read_call(request, gateway, caller, "responses", history=history) as read:
         return await respond(request, gateway, caller, *read)
 
 
@@ -72,16 +68,11 @@ async def create_response(
     responses=described(408, 409, 413, 429, 500),
 )
 async def count_input_tokens(
-    request: Request,
-    gateway: ThisGateway,
-    caller: ThisCaller,
-    call_reader: ThisCallReader,
-    records: TheseRecords,
+    request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> dict[str, object]:
     """Count the tokens of a conversation. A worker does that, in the order of the queue."""
-    async with read_call(
-        request, gateway, caller, call_reader, "input_counts", history=records.history
-    ) as read:
+    history = records.history
+    async with read_call(request, gateway, caller, "input_counts", history=history) as read:
         result, _ = await prompt_tokens(request, gateway, caller, *read)
     return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
 
@@ -94,12 +85,7 @@ async def refuse_other_calls(request: Request, name: str) -> None:
     raise HTTPException(404)
 
 
-@router.get(
-    "/v1/responses/{response_id}",
-    response_class=Response,
-    dependencies=[COUNTED_READ],
-    responses=described(429),
-)
+@router.get("/v1/responses/{response_id}", response_class=Response, **COUNTED_READ)
 async def retrieve_response(
     response_id: str,
     gateway: ThisGateway,
@@ -111,7 +97,7 @@ async def retrieve_response(
     """Read a stored response, or with `stream` its events after the number `starting_after`."""
     bind(request_id=response_id)
     if starting_after is not None and not stream:
-        raise ApiError(400, "starting_after: needs stream=true", param="starting_after")
+        raise wrong_field("starting_after", "needs stream=true")
     stored = await records.get(response_id, caller)
     if not stream:
         return Response(await records.current(stored), media_type=JSON)
@@ -121,7 +107,7 @@ async def retrieve_response(
         writer = ResponseWriter(stored.call, after)
         return FramesInTurns(records.stored.turns, frames_of(writer, output))
     served = await records.served(stored)
-    call = replace(stored.call, detach=True)  # who only reads it does not cancel it
+    call = replace(stored.call, detach=True)  # a reader that leaves does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
     return stream_of(gateway, answering)
 
@@ -133,8 +119,7 @@ async def delete_response(
     """Delete a stored response. One that is not over is cancelled."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
-    if await records.output(stored) is None:
-        await (await records.served(stored)).client.cancel(response_id)
+    await records.cancel(stored)
     await records.stored.forget(response_id, stored.tenant)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -150,17 +135,11 @@ async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRe
             "only a response with background: true can be cancelled; to cancel another one, close"
             " its connection or delete it",
         )
-    if await records.output(stored) is None:
-        await (await records.served(stored)).client.cancel(response_id)
+    await records.cancel(stored)
     return Response(await records.current(stored), media_type=JSON)
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    response_class=Response,
-    dependencies=[COUNTED_READ],
-    responses=described(429),
-)
+@router.get("/v1/responses/{response_id}/input_items", response_class=Response, **COUNTED_READ)
 async def list_input_items(
     response_id: str,
     caller: ThisCaller,
@@ -169,7 +148,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """List the items that a stored response was given, without those of earlier responses."""
+    """List the input items of a stored response, without those of earlier responses."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     lines = await records.stored.input_lines(stored)
@@ -179,7 +158,7 @@ async def list_input_items(
     if after is not None:
         ids = [id_of(line) for line in lines]
         if after.encode("utf-8", "replace") not in ids:
-            raise ApiError(400, f"after: no item {after[:80]!r} is known", param="after")
+            raise wrong_field("after", f"no item {after[:80]!r} is known")
         begin = ids.index(after.encode()) + 1
     page = lines[begin : begin + limit]
     first, last = "null", "null"

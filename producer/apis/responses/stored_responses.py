@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -76,33 +76,32 @@ class StoredResponses:
         if reply[0] == "full":
             raise self._full(tenant, reply[1], int(reply[2]))
 
-    async def end(self, stored: StoredResponse, output: EndedOutput) -> bool:
-        """Store the output. Returns False if it has one already, or was deleted."""
-        fields: dict[str, str | bytes] = {"result": await self.turns.run(output.to_json())}
-        reply = await self._run("end", stored.tenant, stored.call.id, fields)
-        return reply[0] == "ok"
+    async def end(self, stored: StoredResponse, output: EndedOutput) -> None:
+        """Store the output, unless the record has an output already or was deleted."""
+        result = await self.turns.run(output.to_json())
+        await self._run("end", stored.tenant, stored.call.id, {"result": result})
 
-    async def forget(self, response_id: str, tenant: str) -> bool:
-        """Delete a record. Returns whether there was one."""
-        return (await self._run("forget", tenant, response_id, {}))[0] == "ok"
+    async def forget(self, response_id: str, tenant: str) -> None:
+        """Delete a record, if there is one."""
+        await self._run("forget", tenant, response_id, {})
 
     async def get(self, response_id: str, tenants: Sequence[str] | None = None) -> StoredResponse:
-        """A record; if `tenants` are given, only one of theirs. Raises RequestNotFoundError."""
+        """A record; with `tenants`, only one of theirs. Raises RequestNotFoundError."""
         if is_response_id(response_id):  # otherwise it might name another key
-            found = await self._queue.run(self._read(response_id))
-            if found is not None and (tenants is None or found.tenant in tenants):
-                return found
+            record = await self._queue.run(self._read(response_id))
+            if record is not None and (tenants is None or record.tenant in tenants):
+                return record
         raise not_known(response_id)
 
     async def input_lines(self, stored: StoredResponse) -> list[bytes]:
-        """The items of its own input, each as JSON."""
+        """The items of the response's input, each as JSON, without earlier responses' items."""
         key = self._keys.response(stored.call.id)
         return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
 
     async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
-        """Some responses without output at which nobody looked for so long, the oldest look first.
+        """Some responses without output at which no gateway looked for `not_since_ms`.
 
-        They count as looked at now.
+        Those of the oldest look come first. All of them count as looked at now.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses
@@ -112,17 +111,17 @@ class StoredResponses:
         if not ids:
             return []
         records = await self._queue.run([self._read(response_id) for response_id in ids])
-        found = [record for record in records if record is not None and record.result is None]
-        gone = {*ids} - {record.call.id for record in found}
+        unfinished = [each for each in records if each is not None and each.result is None]
+        gone = {*ids} - {record.call.id for record in unfinished}
         calls: list[Call[Any]] = [
-            Call("", ["ZADD", key, "XX", now, record.call.id], int) for record in found
+            Call("", ["ZADD", key, "XX", now, record.call.id], int) for record in unfinished
         ]
         calls += [Call("", ["ZREM", key, response_id], int) for response_id in gone]
         await self._queue.run(calls)
-        return found
+        return unfinished
 
     async def _run(
-        self, what: str, tenant: str, response_id: str, fields: dict[str, str | bytes]
+        self, what: str, tenant: str, response_id: str, fields: Mapping[str, str | bytes]
     ) -> list[str]:
         num_bytes = sum(len(value) for value in fields.values())
         if what == "add":
@@ -147,12 +146,12 @@ class StoredResponses:
     def _full(self, tenant: str, what: str, kept: int) -> ApiError:
         _, most, most_bytes = self._limits
         whose = f"the tenant {tenant!r}" if tenant else "the tenant without a name"
-        told = f"{kept} stored responses, and may have {most}"
+        usage = f"{kept} stored responses, and may have {most}"
         if what == "bytes":
-            told = f"{kept} bytes of stored responses, and may have {most_bytes}"
+            usage = f"{kept} bytes of stored responses, and may have {most_bytes}"
         return ApiError(
             413,
-            f"store: {whose} has {told}; delete some, or send store: false",
+            f"store: {whose} has {usage}; delete some, or send store: false",
             param="store",
             code="response_quota_exceeded",
             headers=NOT_AGAIN,
@@ -160,7 +159,7 @@ class StoredResponses:
 
 
 def _lines(reply: bytes | None) -> list[bytes]:
-    """The items of an input. Raises an error for what no gateway wrote."""
+    """The items of an input. Raises an error for an input that no gateway wrote."""
     lines = (reply or b"").split(b"\n")
     for line in lines:
         id_of(line).decode()
@@ -169,10 +168,10 @@ def _lines(reply: bytes | None) -> list[bytes]:
 
 
 def _record(response_id: str, reply: Any) -> StoredResponse | None:
-    """The record; None if there is none."""
+    """The record of a reply; None without a record."""
     if None in reply[:-1]:
         return None
     tenant, queue, options, echo = (field.decode() for field in reply[:-1])
     call = _CALLS.validate_python({**json.loads(options), "id": response_id, "echo": echo})
-    _ = call.asked  # raises an error if a stranger wrote it
+    _ = call.expected  # raises an error if a stranger wrote it
     return StoredResponse(call, tenant, queue, reply[-1])

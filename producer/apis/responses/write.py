@@ -19,7 +19,7 @@ from promptq.producer.apis.responses.response_call import ResponseCall, Status
 from promptq.producer.calls.completion import failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import chat_logprob
-from promptq.producer.calls.output.model_text import Asked
+from promptq.producer.calls.output.model_text import ExpectedOutput
 from promptq.producer.calls.output.output_text import Kind, OutputText
 from promptq.producer.calls.output.output_text import Piece as TextPiece
 from promptq.producer.calls.output.tool_calls import call_id
@@ -36,7 +36,7 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""By status. OpenAI has no event for a cancelled response; it is incomplete."""
+"""By status. OpenAI has no event for a cancelled response; `response.incomplete` ends it."""
 
 
 class ResponseWriter:
@@ -55,7 +55,7 @@ class ResponseWriter:
         self._model = call.model
         self._number = 0
         self._has_begun = False
-        self._text = OutputText(None, Asked())
+        self._text = OutputText(None, ExpectedOutput())
         self._item: _Item | None = None
         self._num_calls = 0
         self._logprobs: list[str] = []  # of tokens whose text is still to come, as JSON
@@ -63,20 +63,20 @@ class ResponseWriter:
 
     @property
     def next_number(self) -> int:
-        """The sequence number of what comes next."""
+        """The sequence number of the next event."""
         return self._number
 
     def learn(self, model: str, style: OutputStyle | None) -> None:
         """Sets the model and its output style. Call it before `write`."""
         self._model = self._call.model or model
-        self._text = OutputText(style, self._call.asked)
+        self._text = OutputText(style, self._call.expected)
 
     def opening(self) -> str:
         """The events before any output."""
         first: Status = "queued" if self._call.background else "in_progress"
-        self._tell("response.created", f'"response":{self._object(first)}')
+        self._event("response.created", f'"response":{self._object(first)}')
         if self._call.background:
-            self._tell("response.queued", f'"response":{self._object("queued")}')
+            self._event("response.queued", f'"response":{self._object("queued")}')
         else:
             self._begin()
         return self._take()
@@ -105,18 +105,17 @@ class ResponseWriter:
         if self._item is not None:
             self._close("completed" if status == "completed" else "incomplete")
         incomplete = "max_output_tokens" if status == "incomplete" else None
-        told = _error_object(error) if error is not None and status == "failed" else None
         self.whole = self._call.object(
             status,
             self.items,
             model=self._model,
             usage=ending.usage,
-            error=told,
+            error=_error_object(error) if error is not None and status == "failed" else None,
             incomplete=incomplete,
             took_ms=ending.took_ms,
         )
         name = _LAST_EVENTS.get(status, "response.incomplete")
-        self._tell(name, f'"response":{self.whole}')
+        self._event(name, f'"response":{self.whole}')
         return self._take()
 
     def failure_of(self, ending: Ending) -> ApiError | None:
@@ -128,10 +127,10 @@ class ResponseWriter:
         return self._call.object(status, model=self._model)
 
     def _begin(self) -> None:
-        """Tell once that it is on its way: of one in the background, with its first output."""
+        """Writes the event `in_progress` once; in the background that is with the first output."""
         if not self._has_begun:
             self._has_begun = True
-            self._tell("response.in_progress", f'"response":{self._object("in_progress")}')
+            self._event("response.in_progress", f'"response":{self._object("in_progress")}')
 
     def _write(self, pieces: Sequence[TextPiece]) -> None:
         for piece in pieces:
@@ -145,15 +144,15 @@ class ResponseWriter:
     def _open(self, kind: Kind, name: str | None) -> None:
         index = len(self.items)
         item_id = f"{_PREFIXES[kind]}_{self._call.unique}_{index}"
-        called = ""
+        tool_call_id = ""
         if kind == "call":
-            called = call_id(self._call.id, self._num_calls)
+            tool_call_id = call_id(self._call.id, self._num_calls)
             self._num_calls += 1
-        self._item = item = _Item(kind, item_id, name or "", called)
+        self._item = item = _Item(kind, item_id, name or "", tool_call_id)
         place = f'"output_index":{index}'
-        self._tell("response.output_item.added", f'{place},"item":{item.begun()}')
+        self._event("response.output_item.added", f'{place},"item":{item.opening()}')
         if kind != "call":
-            self._tell(
+            self._event(
                 "response.content_part.added",
                 f'"item_id":{quoted(item_id)},{place},"content_index":0,"part":{item.part("")}',
             )
@@ -186,22 +185,22 @@ class ResponseWriter:
         place, text = self._place(item), "".join(item.texts)
         name = f"response.{_TEXTS[item.kind]}.done"
         if item.kind == "call":
-            self._tell(name, f'{place},"name":{quoted(item.name)},"arguments":{quoted(text)}')
+            self._event(name, f'{place},"name":{quoted(item.name)},"arguments":{quoted(text)}')
         else:
             logprobs = ",".join(item.logprobs)
             more = f',"logprobs":[{logprobs}]' if item.kind == "content" else ""
-            self._tell(name, f'{place},"text":{quoted(text)}{more}')
+            self._event(name, f'{place},"text":{quoted(text)}{more}')
             part = item.part(text, logprobs)
-            self._tell("response.content_part.done", f'{place},"part":{part}')
-        index, done = len(self.items), item.done(status)
-        self._tell("response.output_item.done", f'"output_index":{index},"item":{done}')
+            self._event("response.content_part.done", f'{place},"part":{part}')
+        index, done = len(self.items), item.closing(status)
+        self._event("response.output_item.done", f'"output_index":{index},"item":{done}')
         self.items.append(done)
 
     def _place(self, item: _Item) -> str:
         place = f'"item_id":{quoted(item.id)},"output_index":{len(self.items)}'
         return place if item.kind == "call" else f'{place},"content_index":0'
 
-    def _tell(self, kind: str, members: str) -> None:
+    def _event(self, kind: str, members: str) -> None:
         number, self._number = self._number, self._number + 1
         if number > self._after:
             self._frame(kind, members, number)
@@ -227,24 +226,24 @@ _TEXTS: dict[Kind, str] = {
 class _Item:
     """An output item that is being written: a message, a function call or reasoning."""
 
-    def __init__(self, kind: Kind, item_id: str, name: str, called: str) -> None:
+    def __init__(self, kind: Kind, item_id: str, name: str, tool_call_id: str) -> None:
         self.kind = kind
         self.id = item_id
         self.name = name
         self.texts: list[str] = []
         self.logprobs: list[str] = []
         """The log-probabilities of each token, as JSON."""
-        self._called = called
+        self._tool_call_id = tool_call_id
 
-    def begun(self) -> str:
+    def opening(self) -> str:
         return self._json("in_progress", "", [])
 
-    def done(self, status: str) -> str:
+    def closing(self, status: str) -> str:
         text = "".join(self.texts)
         return self._json(status, text, [self.part(text, ",".join(self.logprobs))])
 
     def part(self, text: str, logprobs: str = "") -> str:
-        """Its one part of content as JSON."""
+        """The item's one part of content as JSON."""
         if self.kind == "reasoning":
             return f'{{"type":"reasoning_text","text":{quoted(text)}}}'
         return (
@@ -258,7 +257,7 @@ class _Item:
         match self.kind:
             case "call":
                 return (
-                    f'{head},"type":"function_call","call_id":{quoted(self._called)}'
+                    f'{head},"type":"function_call","call_id":{quoted(self._tool_call_id)}'
                     f',"name":{quoted(self.name)},"arguments":{quoted(text)}}}'
                 )
             case "reasoning":
@@ -266,7 +265,7 @@ class _Item:
         return f'{head},"type":"message","role":"assistant",{content}}}'
 
 
-def written(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
+def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
     """The writer of a response that is over, without frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
@@ -284,13 +283,11 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """An event that says why a stream breaks off. OpenAI's client raises it."""
-    told: Any = error.body["error"]
-    body = {"type": "error", "sequence_number": number, **{name: told[name] for name in _TOLD}}
-    return f"event: error\ndata: {json.dumps({**body, 'error': told})}\n\n"
-
-
-_TOLD = ("code", "message", "param")
+    """An event with the reason why a stream breaks off. OpenAI's client raises it."""
+    details: Any = error.body["error"]
+    shown = {name: details[name] for name in ("code", "message", "param")}
+    body = {"type": "error", "sequence_number": number, **shown, "error": details}
+    return f"event: error\ndata: {json.dumps(body)}\n\n"
 
 
 def _error_object(error: ApiError) -> dict[str, Any]:

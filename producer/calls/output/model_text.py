@@ -1,7 +1,7 @@
 """Reads a model's text as reasoning, content and calls: all of it, or piece by piece.
 
-What a piece gives depends on the text so far alone, not on how it was cut before. So the pieces of
-a text, put together, are the same as the whole text gives, and a stream can be read again.
+The result depends on the text alone, not on the pieces in which it came. So a stream can be read
+again, and all pieces together are equal to the whole text's result.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from promptq.producer.calls.output.tool_calls import (
     ParameterTypes,
     ToolDelta,
     ToolText,
-    call_id,
     merged,
 )
 from promptq.shared.protocol.output_style import OutputStyle
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The parts of a chat's call that say how to read its answer."""
+class ExpectedOutput:
+    """The form of the output that a chat's call allows: how to read the text of its answer."""
 
     with_tools: bool = False
     """Whether the model was shown tools."""
     is_forced: bool = False
     """Whether the whole text is the call of a tool."""
     with_reasoning: bool = False
-    """Whether the text may begin with reasoning. It is not so where a grammar binds the text."""
+    """Whether the text may begin with reasoning. A text that a grammar binds may not."""
     types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Asked:
-        """Of the fields of a chat's payload."""
+    def of(cls, fields: Mapping[str, Any]) -> ExpectedOutput:
+        """The expected output for the fields of a chat's payload."""
         tools, choice = fields.get("tools"), fields.get("tool_choice")
         wanted = fields.get("response_format")
         is_json = isinstance(wanted, Mapping) and wanted.get("type") != "text"
@@ -61,7 +60,7 @@ class Piece:
         return bool(self.reasoning or self.content or self.calls)
 
     def __add__(self, later: Piece) -> Piece:
-        """Both as one. A call has one delta in it."""
+        """Both pieces as one, in which each call has one delta."""
         return Piece(
             self.reasoning + later.reasoning,
             self.content + later.content,
@@ -72,14 +71,14 @@ class Piece:
 class ModelText:
     """Reads a text piece by piece. Without a style, all of it is content."""
 
-    def __init__(self, style: OutputStyle | None, asked: Asked) -> None:
+    def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reasoning: ReasoningText | None = None
         self._tools: ToolText | None = None
-        style = style and style.of_chat(with_tools=asked.with_tools)
-        if style is not None and asked.with_reasoning and style.reasoning_marks:
+        style = style and style.of_chat(with_tools=expected.with_tools)
+        if style is not None and expected.with_reasoning and style.reasoning_marks:
             self._reasoning = ReasoningText(style.reasoning_before, style.reasoning_after)
-        if style is not None and asked.with_tools and style.has_calls:
-            self._tools = ToolText(style, forced=asked.is_forced, types=asked.types)
+        if style is not None and expected.with_tools and style.has_calls:
+            self._tools = ToolText(style, forced=expected.is_forced, types=expected.types)
 
     @property
     def is_plain(self) -> bool:
@@ -99,7 +98,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         reasoning, text = "", ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
@@ -113,41 +112,23 @@ class ModelText:
         return Piece(reasoning, *self._tools.feed(text))
 
 
-@dataclass(frozen=True, slots=True)
-class WholeText:
-    """A text that has ended. `calls` are as in a message of the OpenAI API."""
-
-    reasoning: str
-    content: str
-    calls: list[dict[str, Any]]
-
-
-def read_whole(text: str, style: OutputStyle | None, asked: Asked, request_id: str) -> WholeText:
-    """Read a text that has ended, the output of this request."""
-    reader = ModelText(style, asked)
-    piece = reader.feed(text) + reader.finish()
-    calls = [
-        {
-            "id": call_id(request_id, delta.index),
-            "type": "function",
-            "function": {"name": delta.name, "arguments": delta.arguments},
-        }
-        for delta in piece.calls
-    ]
-    return WholeText(piece.reasoning, piece.content, calls)
+def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -> Piece:
+    """Reads a text that has ended."""
+    reader = ModelText(style, expected)
+    return reader.feed(text) + reader.finish()
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The little of a payload's fields from which `Asked.of` gives the same."""
-    asked = Asked.of(fields)
+    """The smallest fields for which `ExpectedOutput.of` returns the same as for these."""
+    expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
-    if asked.with_tools:
+    if expected.with_tools:
         needed["tools"] = [
             {"function": {"name": name, "parameters": {"properties": _schemas(types)}}}
-            for name, types in asked.types.items()
+            for name, types in expected.types.items()
         ] or [{}]
-        needed["tool_choice"] = "required" if asked.is_forced else "auto"
-    if not (asked.with_reasoning or asked.is_forced):
+        needed["tool_choice"] = "required" if expected.is_forced else "auto"
+    if not (expected.with_reasoning or expected.is_forced):
         needed["response_format"] = {"type": "json_object"}
     return needed
 
@@ -157,28 +138,28 @@ def _schemas(types: Mapping[str, frozenset[str]]) -> dict[str, dict[str, list[st
 
 
 def _types(tools: Sequence[Any]) -> dict[str, dict[str, frozenset[str]]]:
-    found: dict[str, dict[str, frozenset[str]]] = {}
+    by_tool: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
             continue
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        of_one = found.setdefault(function["name"], {})
+        of_one = by_tool.setdefault(function["name"], {})
         for name, schema in (properties if isinstance(properties, Mapping) else {}).items():
             of_one[name] = _types_of(schema)
-    return found
+    return by_tool
 
 
 def _types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema names; none if it allows any, or says so in another way."""
+    """The JSON types that a schema names; none if it names none in a known way."""
     if not isinstance(schema, Mapping):
         return frozenset()
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset({given})
-    if isinstance(given, list):
-        return frozenset(name for name in given if isinstance(name, str))
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    if isinstance(kind, list):
+        return frozenset(name for name in kind if isinstance(name, str))
     for either in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(either), list) and branches:
             of_each = [_types_of(branch) for branch in branches]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from promptq.producer.calls.output import model_text
-from promptq.producer.calls.output.model_text import Asked, ModelText
+from promptq.producer.calls.output.model_text import ExpectedOutput, ModelText
 from promptq.shared.protocol.output_style import OutputStyle
 
 Kind = Literal["reasoning", "content", "call"]
@@ -22,22 +22,22 @@ class Piece:
 
 
 class OutputText:
-    """Reads a text in any pieces. Where parts begin and end depends on the text alone."""
+    """Reads a text in any pieces. Their borders do not change where parts begin and end."""
 
-    def __init__(self, style: OutputStyle | None, asked: Asked) -> None:
-        self._reader = ModelText(style, asked)
+    def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
+        self._reader = ModelText(style, expected)
 
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces whose kind is certain now."""
         if self._reader.is_plain:
             return [Piece("content", text)] if text else []
         pieces: list[Piece] = []
-        for letter in text:  # one by one, as the reader does not tell what came first
+        for letter in text:  # one by one, as a piece of the reader has no order of its parts
             pieces += _in_order(self._reader.feed(letter))
         return _joined(pieces)
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         return _joined(_in_order(self._reader.finish()))
 
 

@@ -8,22 +8,22 @@ from collections.abc import Callable
 class ReasoningText:
     """Reads the text up to the end of its reasoning, and passes on the rest.
 
-    White space around the reasoning belongs to neither part. What is given of a text depends only
-    on the text so far.
+    White space around the reasoning belongs to neither part. The result depends only on the text so
+    far.
     """
 
     def __init__(self, before: str, after: str) -> None:
         self._before, self._after = before.strip(), after.strip()
         self._held = ""
-        self._has_begun = False  # whether some reasoning was given
+        self._has_begun = False  # whether some reasoning was returned
         self._state: Callable[[str], tuple[str, str]] = self._at_start
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Read more text. Gives the reasoning and the rest that are certain now."""
+        """Reads more text. Returns the reasoning and the rest that are certain now."""
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         held, self._held = self._held, ""
         return (held.rstrip(), "") if self._state == self._inside else ("", held)
 
@@ -48,10 +48,10 @@ class ReasoningText:
             self._held, self._state = "", self._at_rest
             rest = self._at_rest(held[end + len(self._after) :])[1]
             return held[:end].rstrip(), rest
-        given = held[: len(held) - overlap(held, self._after)].rstrip()
-        self._has_begun = self._has_begun or bool(given)
-        self._held = held[len(given) :]
-        return given, ""
+        certain = held[: len(held) - overlap(held, self._after)].rstrip()
+        self._has_begun = self._has_begun or bool(certain)
+        self._held = held[len(certain) :]
+        return certain, ""
 
     def _at_rest(self, text: str) -> tuple[str, str]:
         text = text.lstrip()
@@ -64,6 +64,6 @@ class ReasoningText:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many letters at the end of a text may be the beginning of a mark that is not there."""
+    """The number of letters at the end of a text that may begin a mark."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

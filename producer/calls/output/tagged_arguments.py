@@ -18,15 +18,15 @@ _TYPES: dict[type, frozenset[str]] = {
     type(None): frozenset({"null"}),
 }
 _PYTHON = {"True": True, "False": False, "None": None}
-"""Templates write these of earlier calls, so models write them too."""
+"""Templates write earlier calls with these words, so models write them too."""
 _LONGEST_KEY = 256
 
 
 class TaggedArguments:
     """Reads arguments letter by letter.
 
-    A value is text where the schema says `string` alone. Else it is JSON if it is JSON of a type
-    that the schema allows, and text if it is not.
+    A value is text if its schema has the type `string` alone. Another value is JSON if its JSON has
+    a type that the schema allows, and text otherwise.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TaggedArguments:
         self._state: Callable[[], str] = self._between
 
     def feed(self, letter: str) -> str:
-        """Read the next letter. Gives the JSON that it makes certain."""
+        """Reads the next letter. Returns the JSON that is certain now."""
         self._held += letter
         return self._state()
 

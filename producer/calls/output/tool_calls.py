@@ -20,11 +20,11 @@ from promptq.producer.calls.output.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
 
 _STRING, _NAME = "", "\0"
-"""Stand for the tool's name among the literals of a head: as a JSON string, and up to a mark."""
+"""Stand for the tool's name in a head, among literals: as a JSON string, and up to a mark."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
-"""In letters, with white space. What is longer is content."""
+"""In letters, with white space. A longer text is content."""
 
 _index = attrgetter("index")
 
@@ -84,7 +84,7 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Read more text. Gives what is certain now: content, and pieces of calls."""
+        """Reads more text. Returns the content and the pieces of calls that are certain now."""
         for letter in text:
             if letter == _HALF_CHARACTER and self._forced and self._state != self._in_arguments:
                 continue  # a mark was cut
@@ -92,7 +92,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Returns what was held back when the text ended."""
+        """Ends the text. Returns the part that was held back."""
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
                 self._begin_call("")
@@ -324,9 +324,15 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """The id of a request's call. It is the same each time the request is read."""
+    """The id of a request's call, the same for each reader."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
+
+
+def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
+    """A call that begins with this delta, as in a message of the OpenAI API."""
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"id": call_id(request_id, delta.index), "type": "function", "function": function}
 
 
 def _squeezed(text: str) -> str:
@@ -334,7 +340,7 @@ def _squeezed(text: str) -> str:
 
 
 def _without(text: str, mark: str) -> str:
-    """The text before the mark at its end, of which white space does not count."""
+    """The text before the mark at its end, whose white space does not count."""
     for letter in reversed(mark):
         text = text.rstrip().removesuffix(letter)
     return text.strip()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.caller import check_model, check_scope
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.prepare import prepare
+from promptq.producer.calls.payloads import prepare
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.gateway.dashboard.pages import ThisQueue
 from promptq.producer.http.auth import ThisAdmin, is_of_own_page

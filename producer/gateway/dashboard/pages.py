@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from promptq.producer.admin.timeline import Timeline
 from promptq.producer.calls.errors import ApiError, as_api_error
-from promptq.producer.calls.logprobs import freed
+from promptq.producer.calls.logprobs import free_logprobs
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.dashboard import request_search
@@ -172,7 +172,7 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Returns a page of requests, and what was searched to find them."""
+    """Returns a page of requests, and a description of the search."""
     return await request_search.search(
         served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
@@ -261,7 +261,7 @@ async def _request(
         async with aclosing(served.client.stream(request_id)) as events:
             async for event in events:
                 text = await served.client.turns.run(_shown(event))
-                await served.client.turns.run(freed(event))
+                await served.client.turns.run(free_logprobs(event))
                 await mailbox.put(message("tokens", text))
         is_over.set()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from promptq.producer.calls.output.model_text import Asked, read_whole
+from promptq.producer.calls.output.model_text import ExpectedOutput, read_whole
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import NO_ARGUMENTS, ToolCallOutput, ToolSchema
 from promptq.shared.protocol.output_style import OutputStyle
@@ -82,7 +82,7 @@ def test_calls_are_read_and_forced_as_the_template_with_tools_writes_them(
     assert text_of(tokenizer, tools=TOOLS).startswith("Hiwith tools")
 
     style = OutputStyle.from_json(style_of(tokenizer).to_json())
-    read = read_whole("Well." + HERMES.calls, style, Asked.of({"tools": TOOLS}), "r")
+    read = read_whole("Well." + HERMES.calls, style, ExpectedOutput.of({"tools": TOOLS}))
     assert (read.content, len(read.calls)) == ("Well.", 2)
 
     size = tokenizer.num_tokens
@@ -107,7 +107,7 @@ def test_reasoning_is_that_of_the_template_that_renders_the_chat(
         text = "".join(map(stream.push, tokenizer.encode_text("Hm.</think>Yes"))) + stream.flush()
         is_reasoning = reasons == ("tool_use" if fields == {"tools": TOOLS} else "default")
         assert text == "<think>" * is_reasoning + "Hm.</think>Yes"
-        read = read_whole("<think>Hm.</think>Yes", style, Asked.of(fields), "r")
+        read = read_whole("<think>Hm.</think>Yes", style, ExpectedOutput.of(fields))
         assert (read.reasoning, read.content) == (
             ("Hm.", "Yes") if is_reasoning else ("", "<think>Hm.</think>Yes")
         )

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from promptq.producer.calls.output.model_text import Asked, ModelText, Piece, needed_of
+from promptq.producer.calls.output.model_text import ExpectedOutput, ModelText, Piece, needed_of
 from promptq.shared.protocol.output_style import OutputStyle
 from tests.worker.text.families import ARGUMENTS, FAMILIES, NAMES, TOOLS, Family
 
-ASKED = Asked.of({"tools": TOOLS})
-FORCED = Asked.of({"tools": TOOLS, "tool_choice": "required"})
+ASKED = ExpectedOutput.of({"tools": TOOLS})
+FORCED = ExpectedOutput.of({"tools": TOOLS, "tool_choice": "required"})
 THINKING = OutputStyle(
     before="<tool_call>\n",
     after="\n</tool_call>",
@@ -24,7 +24,9 @@ THINKING = OutputStyle(
 )
 
 
-def pieces_of(text: str, style: OutputStyle | None, asked: Asked, cuts: list[int]) -> Piece:
+def pieces_of(
+    text: str, style: OutputStyle | None, asked: ExpectedOutput, cuts: list[int]
+) -> Piece:
     """All pieces of a text that is cut there, put together."""
     reader, at = ModelText(style, asked), 0
     whole = Piece()
@@ -36,7 +38,9 @@ def pieces_of(text: str, style: OutputStyle | None, asked: Asked, cuts: list[int
     return whole
 
 
-def read(text: str, style: OutputStyle | None = None, asked: Asked = ASKED) -> tuple[Any, ...]:
+def read(
+    text: str, style: OutputStyle | None = None, asked: ExpectedOutput = ASKED
+) -> tuple[Any, ...]:
     """What a whole text gives. Letter by letter gives the same."""
     whole = pieces_of(text, style, asked, [])
     assert pieces_of(text, style, asked, list(range(len(text)))) == whole
@@ -91,7 +95,7 @@ def some_text(family: Family) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("asked", [ASKED, FORCED], ids=["free", "forced"])
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_cut_gives_the_same(asked: Asked, data: st.DataObject) -> None:
+def test_any_cut_gives_the_same(asked: ExpectedOutput, data: st.DataObject) -> None:
     family = FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))]
     style = family.style
     if data.draw(st.booleans()):
@@ -137,10 +141,10 @@ def test_reasoning_before_a_call() -> None:
 def test_only_what_was_asked_for_is_looked_for() -> None:
     """A grammar leaves no place for reasoning, and without tools there are no calls."""
     text = "<think>a</think>" + FAMILIES["Hermes"].calls
-    json_asked = Asked.of({"response_format": {"type": "json_object"}})
+    json_asked = ExpectedOutput.of({"response_format": {"type": "json_object"}})
     assert read(text, THINKING, json_asked) == ("", text, [])
-    assert read(text, THINKING, Asked.of({}))[1] == FAMILIES["Hermes"].calls
-    none = Asked.of({"tools": TOOLS, "tool_choice": "none"})
+    assert read(text, THINKING, ExpectedOutput.of({}))[1] == FAMILIES["Hermes"].calls
+    none = ExpectedOutput.of({"tools": TOOLS, "tool_choice": "none"})
     assert read(text, THINKING, none)[1] == FAMILIES["Hermes"].calls
     assert read(text, None) == ("", text, [])
 
@@ -175,7 +179,7 @@ def test_tagged_values_have_the_types_of_the_schema() -> None:
     tool = {"function": {"name": "f", "parameters": {"properties": types}}}
     inside = "".join(f"<parameter={it}>\n{value}\n</parameter>\n" for it, value in values.items())
     text = f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"
-    asked = Asked.of({"tools": [tool]})
+    asked = ExpectedOutput.of({"tools": [tool]})
     [(name, arguments)] = read(text, FAMILIES["Qwen3-Coder"].style, asked)[2]
     expected = {
         "text": "5\n<p>", "maybe": "5", "count": 5, "flag": True, "kind": "1", "any": [5],
@@ -199,4 +203,4 @@ def test_tagged_values_have_the_types_of_the_schema() -> None:
     ],
 )
 def test_little_of_a_call_is_needed_to_read_its_answer(fields: dict[str, Any]) -> None:
-    assert Asked.of(needed_of(fields)) == Asked.of(fields)
+    assert ExpectedOutput.of(needed_of(fields)) == ExpectedOutput.of(fields)

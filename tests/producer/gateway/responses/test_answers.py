@@ -325,6 +325,8 @@ def test_an_answer_by_schema(stories: OpenAI) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "needs include"),
         ({"include": ["everything"]}, "include", "'everything' is not served"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "'xml' is not one of"),
+        ({"text": {"format": "text"}}, "text.format", 'an object, such as {"type": "text"}'),
+        ({"text": {"format": "json_object"}}, "text.format", "must be an object"),
         ({"text": {"form": 1}}, "text", "'form' is not one of"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format: json_schema"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' is not one of"),

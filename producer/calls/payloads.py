@@ -1,4 +1,7 @@
-"""Composes the requests of a call, as far as its caller may make them."""
+"""Turns a call of an API, such as a chat, into payloads for the queue, if its caller may make them.
+
+`compose` (clients/request_builder.py) builds and checks each payload.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from promptq.shared.queue.scripts import Rate
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that was read: the requests to enqueue, and what they take of the caller's rates.
+    """A call whose payloads are ready: requests to enqueue, and their cost by the caller's rates.
 
-    `call` holds only what its answer needs.
+    `call` has only the fields that its answer needs.
     """
 
     call: CompletionCall
@@ -41,7 +44,7 @@ class Prepared:
 def prepare(
     call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
 ) -> Prepared:
-    """Compose a call's requests, as far as its caller may make them. Slow for a large body.
+    """Makes a call's payloads, if its caller may make them. Slow for a large body.
 
     `aliases` are names of models by the further names that programs use for them. Raises
     InvalidRequestError, ApiError 403.
@@ -59,7 +62,7 @@ def prepare(
 def composed(
     call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
 ) -> list[NewRequest]:
-    """Compose the requests of a call. Raises InvalidRequestError with its endpoint's names."""
+    """Makes requests with payloads. Raises InvalidRequestError with the call's names of fields."""
     try:
         return compose(requests, account)
     except InvalidRequestError as error:
@@ -84,7 +87,10 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 async def payloads_of(
     served: ServedQueue, caller: Caller, request_ids: Sequence[str]
 ) -> list[bytes]:
-    """The payloads. Raises RequestNotFoundError for ids that are unknown or not the caller's."""
+    """Reads payloads from the queue, by the requests' ids.
+
+    Raises RequestNotFoundError for ids that are unknown or not the caller's.
+    """
     queue = served.queue
     names = [queue.keys.request(request_id) for request_id in request_ids]
     reading: list[Call[list[bytes | None]]] = [
