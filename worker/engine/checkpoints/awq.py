@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from promptq.shared.errors import UnsupportedModelError
-from promptq.worker.engine.checkpoints.packed_integers import offsets_of, unpacked
+from promptq.worker.engine.checkpoints.unpacking import unpack, weight_of
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
@@ -25,7 +25,6 @@ class AWQ:
     bits = 4
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModelError for a variant that is not supported."""
         version = config.get("version", config.get("format", "gemm"))
         bits = config.get("bits", config.get("w_bit"))
         if str(version).lower() != "gemm":
@@ -33,15 +32,12 @@ class AWQ:
         if bits != 4:
             raise UnsupportedModelError(f"awq: its weights have {bits} bits, and 4 are read")
 
-    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
         scales = parts["scales"].T.float()
-        numbers, zeros = _outputs(parts["qweight"]), _outputs(parts["qzeros"])
-        group = -(-numbers.shape[1] // scales.shape[1])
-        return QuantizedWeight.of_numbers(numbers, scales, 4, group, offsets_of(zeros, scales, 4))
+        return weight_of(_outputs(parts["qweight"]), scales, _outputs(parts["qzeros"]), 4)
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:
-    """int32 [inputs, outputs / 8] to uint8 [outputs, inputs]."""
-    numbers = unpacked(words, 4).view(len(words), -1, 8)
+    """Returns uint8 [outputs, inputs] for int32 [inputs, outputs / 8]."""
+    numbers = unpack(words, 4).view(len(words), -1, 8)
     return numbers[:, :, _PLACES].flatten(1).T

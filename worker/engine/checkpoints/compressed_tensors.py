@@ -13,14 +13,8 @@ import torch
 
 from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.checkpoints.fp8 import scaled
-from promptq.worker.engine.checkpoints.packed_integers import (
-    are_in_order,
-    offsets_of,
-    scattered,
-    unpacked,
-)
+from promptq.worker.engine.checkpoints.unpacking import unpack, weight_of
 from promptq.worker.engine.quantization.modules import FewBits
-from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _FORMATS = {
     "dense",
@@ -38,7 +32,6 @@ class CompressedTensors:
     marker = "weight_scale"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModelError for a variant that is not supported."""
         groups = (config.get("config_groups") or {}).values()
         formats = {config.get("format"), *(group.get("format") for group in groups)} - {None}
         schemes = [group.get("weights") or {} for group in groups]
@@ -61,12 +54,11 @@ class CompressedTensors:
         self.bits = min((scheme.get("num_bits", 8) for scheme in schemes), default=8)
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
-        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
         scales = parts[self.marker]
         if "weight_packed" in parts:
             packed, (outputs, inputs) = parts["weight_packed"], parts["weight_shape"].tolist()
             bits = 8 if packed.shape[1] > -(-inputs // 8) else 4
-            numbers = unpacked(packed, bits)[:, :inputs]
+            numbers = unpack(packed, bits)[:, :inputs]
         else:
             weight = parts["weight"]
             if weight.dtype.is_floating_point:
@@ -75,14 +67,9 @@ class CompressedTensors:
             numbers = (weight.short() + 128).to(torch.uint8)
         scales = scales.float().reshape(-1, scales.shape[-1] if scales.dim() == 2 else 1)
         scales = scales.expand(outputs, -1)
-        offsets = None
         if (zeros := parts.get("weight_zero_point")) is not None:
             if zeros.dtype == torch.int32:  # packed along the outputs
-                zeros = unpacked(zeros.T, bits).T[:outputs]
+                zeros = unpack(zeros.T, bits).T[:outputs]
             else:
                 zeros = zeros.reshape(-1, scales.shape[1]).short() + (1 << (bits - 1))
-            offsets = offsets_of(zeros, scales, bits)
-        group = -(-inputs // scales.shape[1])
-        if (groups := parts.get("weight_g_idx")) is not None and not are_in_order(groups, group):
-            return scattered(numbers, scales, offsets, groups, bits)
-        return QuantizedWeight.of_numbers(numbers, scales, bits, group, offsets)
+        return weight_of(numbers, scales, zeros, bits, parts.get("weight_g_idx"))

@@ -21,15 +21,16 @@ class FP8:
         self._block = config.get("weight_block_size")
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FP8Weight | torch.Tensor:
-        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
         return scaled(parts["weight"], parts[self.marker], self._block)
 
 
 def scaled(
     weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
 ) -> FP8Weight | torch.Tensor:
-    """A weight [outputs, inputs] with scales of its outputs or of all, or in fp32 one with scales
-    of blocks."""
+    """Returns a weight [outputs, inputs] with a scale for each output, or else in fp32.
+
+    `scales` are one for all numbers, one for each output, or one for each block [outputs, inputs].
+    """
     scales, (outputs, inputs) = scales.float(), weight.shape
     if block is not None and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1])):
         scales = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)

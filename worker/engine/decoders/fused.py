@@ -11,7 +11,6 @@ Each sum is left to the norm after it, which reads the hidden state anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -32,17 +31,14 @@ from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: torch.Tensor  # [hidden size]
-    qkv: Product
-    head_norms: torch.Tensor | None  # [2, head size]: the query's, the key's
-    cache: LayerCache
-    scoring: Scoring
-    output: Product
-    inner_norm: torch.Tensor  # [hidden size]
-    gate_up: Product
-    down: Product
+    def __init__(self, layer: LlamaLayer, cache: LayerCache, scoring: Scoring) -> None:
+        self.qkv, self.gate_up = _fuse(layer)
+        self.output, self.down = fused(layer.output), fused(layer.down)
+        self.input_norm, self.inner_norm = layer.input_norm, layer.inner_norm
+        norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+        self.head_norms = torch.stack(norms) if norms else None  # [2, head size]
+        self.cache, self.scoring = cache, scoring
 
 
 class FusedDecoder(LlamaDecoder):
@@ -70,7 +66,7 @@ class FusedDecoder(LlamaDecoder):
         self._epsilon = parts.epsilon
         self._rotary = Rotary(*parts.rotations(max_length, parts.norm))
         self._layers = [
-            _layer(layer, cache, Scoring(parts.scale, pattern))
+            _Layer(layer, cache, Scoring(parts.scale, pattern))
             for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)
         ]
 
@@ -88,7 +84,7 @@ class FusedDecoder(LlamaDecoder):
     def _states(
         self, hidden: torch.Tensor, update: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """The final norm of some rows of the last sum."""
+        """Returns the final norm of some rows of the last sum."""
         hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
         return add_rms_norm(hidden, update, self._norm, self._epsilon)
 
@@ -128,21 +124,5 @@ class FusedDecoder(LlamaDecoder):
 
 
 def _fuse(layer: LlamaLayer) -> tuple[Product, Product]:
-    """The layer's QKV, and its gate and up."""
+    """Returns the layer's QKV, and its gate and up."""
     return fused(layer.query, layer.key, layer.value), fused(layer.gate, layer.up)
-
-
-def _layer(layer: LlamaLayer, cache: LayerCache, scoring: Scoring) -> _Layer:
-    qkv, gate_up = _fuse(layer)
-    norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
-    return _Layer(
-        input_norm=layer.input_norm,
-        qkv=qkv,
-        head_norms=torch.stack(norms) if norms else None,
-        cache=cache,
-        scoring=scoring,
-        output=fused(layer.output),
-        inner_norm=layer.inner_norm,
-        gate_up=gate_up,
-        down=fused(layer.down),
-    )

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from ctypes import byref, c_void_p
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from promptq.worker.engine.quantization.modules import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes of weights that it can compute with."""
+"""The dtypes in which the decoder computes."""
 
 _FREED_BYTES = 2**26
 """Freed weights go back to the system once they have this many bytes."""
@@ -62,9 +62,8 @@ class NativeDecoder(LlamaDecoder):
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
         self._dtype = parts.norm.dtype if self._is_packed else torch.float32
-        self._kept: list[torch.Tensor] = []  # that the native code refers to
         cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
-        self._kept += [cosine, sine]
+        self._kept = [cosine, sine]  # and all else that the native code refers to
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
             is_packed=self._is_packed,
@@ -79,7 +78,7 @@ class NativeDecoder(LlamaDecoder):
             scale=parts.scale,
         )
         weights = library.ModelWeights(
-            embedding=self._kept_weight(parts.embedding),
+            embedding=self._weight(parts.embedding, keeps=self._is_packed),
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             norm=self._keep(parts.norm),
@@ -95,7 +94,7 @@ class NativeDecoder(LlamaDecoder):
         freed_bytes = 0
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
-            if releases and (freed_bytes := freed_bytes + release(layer.linears)) >= _FREED_BYTES:
+            if releases and (freed_bytes := freed_bytes + _release(layer.linears)) >= _FREED_BYTES:
                 give_back(layer.query.weight.device)
                 freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)
@@ -160,11 +159,11 @@ class NativeDecoder(LlamaDecoder):
                 query=self._weight(layer.query),
                 key=self._weight(layer.key),
                 value=self._weight(layer.value),
-                qkv_bias=self._given(qkv_bias),
+                qkv_bias=self._address(qkv_bias),
                 query_norm=self._keep(layer.query_norm),
                 key_norm=self._keep(layer.key_norm),
                 output=self._weight(layer.output),
-                output_bias=self._given(layer.output.bias),
+                output_bias=self._address(layer.output.bias),
                 inner_norm=self._keep(layer.inner_norm),
                 gate=self._weight(layer.gate),
                 up=self._weight(layer.up),
@@ -173,26 +172,19 @@ class NativeDecoder(LlamaDecoder):
             ),
         )
 
-    def _weight(self, module: nn.Linear | nn.Embedding) -> library.Weight:
+    def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
+        """Describes a weight to the native code. `keeps`: packing does not copy this weight, so the
+        decoder keeps its memory."""
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
+            self._kept += weight.tensors if keeps else []
             return native_weight(weight)
-        numbers = self._given(weight, *self._dtypes)
+        numbers = self._keep(weight) if keeps else self._address(weight, *self._dtypes)
         return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
 
-    def _kept_weight(self, module: nn.Embedding) -> library.Weight:
-        """Returns `_weight` of a weight that native code continues to read; keeps it alive."""
-        if not self._is_packed:
-            return self._weight(module)
-        weight = _weight_of(module)
-        if isinstance(weight, QuantizedWeight):
-            self._kept += weight.tensors
-            return native_weight(weight)
-        return library.Weight(numbers=self._keep(weight), bits=8 * self._dtype.itemsize)
-
-    def _given(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
-        """The address of numbers, if there are any. They have the decoder's dtype or one of the
-        `others`."""
+    def _address(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
+        """Returns the address of numbers, if there are any. They have the decoder's dtype or one of
+        the `others`."""
         if weight is None:
             return None
         if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
@@ -204,7 +196,7 @@ class NativeDecoder(LlamaDecoder):
         part of a whole file in memory."""
         if weight is not None:
             self._kept.append(weight := weight.clone())
-        return self._given(weight)
+        return self._address(weight)
 
 
 class UnpackedDecoder(NativeDecoder):
@@ -221,9 +213,9 @@ NativeDecoder.unpacked = UnpackedDecoder
 
 
 def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
-    """[outputs, inputs], or [tokens, hidden size]."""
+    """Returns a weight [outputs, inputs], or of an embedding [tokens, hidden size]."""
     if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-        assert isinstance(module.quantized, QuantizedWeight), "it takes no others"
+        assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
         return module.quantized
     return module.weight
 
@@ -260,15 +252,16 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     )
 
 
-def release(modules: Iterable[nn.Module]) -> int:
-    """Free the weights of modules, of which a native decoder has copies. The modules can no longer
+def _release(modules: Iterable[nn.Linear]) -> int:
+    """Frees the weights of modules, of which a native decoder has copies. The modules can no longer
     compute. Returns the number of bytes that they had."""
     num_bytes = 0
     for module in modules:
         for parameter in module.parameters(recurse=False):
             num_bytes += parameter.nbytes
             parameter.data = parameter.new_empty(0)
-        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            num_bytes += sum(tensor.nbytes for tensor in module.quantized.tensors)
-            module.quantized = module.quantized.released()
+        if isinstance(module, QuantizedLinear):
+            weight = cast("QuantizedWeight", module.quantized)  # the decoder takes no others
+            num_bytes += sum(tensor.nbytes for tensor in weight.tensors)
+            module.quantized = weight.released()
     return num_bytes

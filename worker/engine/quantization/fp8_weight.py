@@ -38,15 +38,9 @@ class FP8Weight:
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 
     def rows(self, rows: torch.Tensor | slice) -> FP8Weight:
-        """Some of its outputs, in this order."""
+        """Returns some outputs, in this order."""
         return FP8Weight(self.numbers[rows], self.scales[rows])
 
-    def dequantized(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [outputs, inputs], or some of its rows."""
-        if rows is not None:
-            return self.rows(rows).dequantized()
+    def dequantized(self) -> torch.Tensor:
+        """Returns the weight in fp32."""
         return self.numbers.float() * self.scales
-
-    def released(self) -> FP8Weight:
-        """Returns this weight without its numbers, once they are no longer needed."""
-        return FP8Weight(self.numbers.new_empty(0, 0), self.scales.new_empty(0, 1))

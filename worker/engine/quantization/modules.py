@@ -51,7 +51,7 @@ class QuantizedEmbedding(nn.Embedding):
         self.quantized: FewBits = weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.quantized.dequantized(input).to(self.weight.dtype)
+        return self.quantized.rows(input).dequantized().to(self.weight.dtype)
 
 
 def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:

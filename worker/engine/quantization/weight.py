@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits."""
+"""Weights of 8 or 4 bits. int4_packing.py says how integers of 4 bits share bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from promptq.worker.engine.native.library import load_native
+from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +17,14 @@ class QuantizedWeight:
     `scale * n + offset`."""
 
     numbers: torch.Tensor
-    """uint8 [outputs, inputs]; of 4 bits, two of a row share a byte, the lower half first."""
+    """uint8 [outputs, inputs]; of 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
     scales: torch.Tensor
     """fp32 [outputs, ceil(inputs / group)]; on a GPU fp16 beside 4 bits, which loses nothing."""
     bits: int
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """Shape and dtype of `scales`; None: they are `-2 ** (bits - 1) * scale`."""
+    """They have the shape and dtype of `scales`. None: they are `-2 ** (bits - 1) * scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
@@ -46,7 +47,7 @@ class QuantizedWeight:
         return cls(numbers, scales, bits, group, inputs)
 
     @classmethod
-    def of_numbers(
+    def pack(
         cls,
         numbers: torch.Tensor,
         scales: torch.Tensor,
@@ -54,14 +55,13 @@ class QuantizedWeight:
         group: int,
         offsets: torch.Tensor | None = None,
     ) -> QuantizedWeight:
-        """Builds a weight from unsigned `numbers` [outputs, inputs], with scales and offsets
-        [outputs, ceil(inputs / group)], which are rounded to the dtype in which they are kept.
-        Raises ValueError if they have another shape, or are not finite."""
-        inputs = numbers.shape[1]
-        numbers = numbers.to(torch.uint8)
-        if bits == 4:
-            numbers = nn.functional.pad(numbers, (0, inputs % 2))
-            numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+        """Packs unsigned `numbers` [outputs, inputs].
+
+        Scales and offsets are [outputs, ceil(inputs / group)], and are rounded to the dtype in
+        which they are kept. Raises ValueError if they have another shape, or are not finite.
+        """
+        inputs, numbers = numbers.shape[1], numbers.to(torch.uint8)
+        numbers = pack_int4(numbers) if bits == 4 else numbers
         scales = _as_kept(scales, bits)
         offsets = None if offsets is None else _as_kept(offsets, bits)
         wanted = (len(numbers), -(-inputs // group))
@@ -104,20 +104,14 @@ class QuantizedWeight:
         return replace(self, numbers=numbers, scales=scales, offsets=offsets)
 
     def rows(self, rows: torch.Tensor | slice) -> QuantizedWeight:
-        """Some of its outputs, in this order."""
+        """Returns some outputs, in this order."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], offsets=offsets)
 
-    def dequantized(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [outputs, inputs], or some of its rows."""
-        if rows is not None:
-            return self.rows(rows).dequantized()
-        if self.bits == 4:
-            halves = self.scales.new_empty(*self.numbers.shape, 2, dtype=torch.float32)
-            halves[..., 0], halves[..., 1] = self.numbers & 15, self.numbers >> 4
-            numbers = halves.flatten(-2)[..., : self.inputs]
-        else:
-            numbers = self.numbers.float()
+    def dequantized(self) -> torch.Tensor:
+        """Returns the weight in fp32."""
+        is_packed = self.bits == 4
+        numbers = unpack_int4(self.numbers, self.inputs) if is_packed else self.numbers.float()
         if missing := -self.inputs % self.group:
             numbers = nn.functional.pad(numbers, (0, missing))
         # In place from here on, because it is large.

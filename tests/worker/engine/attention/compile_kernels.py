@@ -149,7 +149,7 @@ def launch_fused(
     ):
         factors = torch.zeros(outputs, hidden // group)
         offsets = factors if has_offsets else None
-        weight = QuantizedWeight.of_numbers(numbers, factors, bits, group, offsets)
+        weight = QuantizedWeight.pack(numbers, factors, bits, group, offsets)
         if bits == 4:  # as on a card
             offsets = None if weight.offsets is None else weight.offsets.half()
             weight = replace(weight, scales=weight.scales.half(), offsets=offsets)

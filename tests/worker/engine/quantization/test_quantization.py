@@ -75,7 +75,7 @@ def test_weights_are_rounded_to_the_nearest(
         assert torch.isin(ends[~within].round(), torch.tensor([-8.0, 7.0])).all()
         assert within.float().mean() > 0.95
     rows = torch.tensor([7, 4])
-    assert torch.equal(quantized.dequantized(rows), quantized.dequantized()[rows])
+    assert torch.equal(quantized.rows(rows).dequantized(), quantized.dequantized()[rows])
 
 
 def test_four_bits_are_closer_than_by_the_largest_number_alone(seed: int) -> None:
@@ -208,12 +208,12 @@ def test_a_decoder_that_computes_something_else_is_found_out(
     plain = NativeDecoder._weight
     others = []
 
-    def other_weight(self: NativeDecoder, module: Any) -> Any:
+    def other_weight(self: NativeDecoder, module: Any, **options: bool) -> Any:
         if self._is_packed and isinstance(module, QuantizedLinear):
             scales = cast("QuantizedWeight", module.quantized).scales.flip(0)
             others.append(replace(cast("QuantizedWeight", module.quantized), scales=scales))
             return native_weight(others[-1])
-        return plain(self, module)
+        return plain(self, module, **options)
 
     monkeypatch.setattr(NativeDecoder, "_weight", other_weight)
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)
@@ -228,11 +228,11 @@ def test_products_that_are_wrong_on_a_processor_are_found_out(
     plain = NativeDecoder._weight
     others = []
 
-    def other_weight(self: NativeDecoder, module: Any) -> Any:
-        if self._is_packed:
+    def other_weight(self: NativeDecoder, module: Any, **options: bool) -> Any:
+        if self._is_packed and not options:
             others.append(module.weight.flip(0))
             return library.Weight(numbers=others[-1].data_ptr(), bits=8 * module.weight.itemsize)
-        return plain(self, module)
+        return plain(self, module, **options)
 
     monkeypatch.setattr(NativeDecoder, "_weight", other_weight)
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)

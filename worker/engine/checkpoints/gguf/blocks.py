@@ -16,21 +16,21 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
     """A scale in fp16, then 32 integers with a sign."""
     scales, numbers = _halves(blocks[..., :2]), blocks[..., 2:].view(torch.int8).short() + 128
-    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 32)
+    return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 32)
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
     """A scale in fp16, then bytes that have inputs 0 to 15 in the lower half, 16 to 31 in the
     upper."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
-    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 4, 32)
+    return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
     """A scale in fp16, the upper bits of all inputs in 4 bytes, and the lower bits as in Q4_0."""
     scales, upper = _halves(blocks[..., :2]), _bits(blocks[..., 2:6]).flatten(-2)
     numbers = (_nibbles(blocks[..., 6:]) | upper << 4) + (128 - 16)
-    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 32)
+    return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 32)
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -38,7 +38,7 @@ def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
     in the upper."""
     scales, offsets = _scales_and_offsets(blocks)
     numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
-    return QuantizedWeight.of_numbers(numbers.flatten(1), scales, 4, 32, offsets)
+    return QuantizedWeight.pack(numbers.flatten(1), scales, 4, 32, offsets)
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -47,7 +47,7 @@ def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, offsets = _scales_and_offsets(blocks)
     upper = _bits(blocks[..., 16:48]).transpose(-1, -2).flatten(-2)
     numbers = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2) | upper << 4
-    return QuantizedWeight.of_numbers(numbers.flatten(1), scales, 8, 32, offsets)
+    return QuantizedWeight.pack(numbers.flatten(1), scales, 8, 32, offsets)
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +69,7 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     high = high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1) & 3
     numbers = (low | high << 4) + (128 - 32)
     scales = _halves(blocks[..., 208:]) * blocks[..., 192:208].view(torch.int8)
-    return QuantizedWeight.of_numbers(numbers.flatten(1), scales.flatten(1), 8, 16)
+    return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 16)
 
 
 READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {

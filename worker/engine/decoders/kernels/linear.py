@@ -1,9 +1,10 @@
-"""Linear layers, and how several become one without holding a weight twice."""
+"""Joins linear layers to one, without a second copy of a weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,64 +13,41 @@ from torch import nn
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import FewBits, QuantizedLinear
+from promptq.worker.engine.quantization.modules import QuantizedLinear
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Computes rows [T, outputs] from rows [T, inputs]."""
 
 
-class Linear:
-    """A linear layer, in one launch."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(rows, self._weight, self._bias)
-
-
-class SideBySide:
-    """The outputs of several layers, one after the other: a launch for each, and one more."""
-
-    def __init__(self, parts: Sequence[Product]) -> None:
-        self._parts = parts
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(rows) for part in self._parts], dim=1)
-
-
 def fused(*linears: nn.Linear) -> Product:
     """Returns one layer with the outputs of all `linears`, one after the other.
 
-    All have a bias, or none has. Their weights become views of its weight, unless they are of
-    several kinds.
+    All have a bias, or none has. Their weights become views of one weight. If weights are of
+    several kinds, each stays where it is, and takes a launch.
     """
-    biases = [linear.bias for linear in linears if linear.bias is not None]
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    kinds = {linear.quantized.kind for linear in quantized}
+    if 0 < len(quantized) < len(linears) or len(kinds) > 1:
+        parts = [fused(linear) for linear in linears]
+        return lambda rows: torch.cat([part(rows) for part in parts], dim=1)
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = _joined(biases) if biases else None
     if not quantized:
         weight = _joined([linear.weight for linear in linears])
-        return Linear(weight, _joined(biases) if biases else None)
-    kinds = {linear.quantized.kind for linear in quantized}
-    if len(quantized) < len(linears) or len(kinds) > 1:
-        return SideBySide([fused(linear) for linear in linears])
-    bias = _joined(biases) if biases else None
+        return partial(nn.functional.linear, weight=weight, bias=bias)
     first: Any = quantized[0].quantized
     joined = {
         field.name: _joined([getattr(each.quantized, field.name) for each in quantized])
         for field in fields(first)
         if isinstance(getattr(first, field.name), torch.Tensor)
     }
-    return _product(replace(first, **joined), bias)
-
-
-def _product(weight: FewBits, bias: torch.Tensor | None) -> Product:
-    if isinstance(weight, FP8Weight):
-        return FP8Product(weight, bias)
-    return QuantizedProduct(weight, bias)
+    if isinstance(first, FP8Weight):
+        return FP8Product(replace(first, **joined), bias)
+    return QuantizedProduct(replace(first, **joined), bias)
 
 
 def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns all in one tensor, one after the other. Copies them only if they lie elsewhere."""
+    """Returns all in one tensor, one after the other. Copies them only if they lie apart."""
     first = parameters[0].data
     num_rows = sum(len(each) for each in parameters)
     if not _lie_together(parameters):

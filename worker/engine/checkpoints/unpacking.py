@@ -1,0 +1,41 @@
+"""Unpacks the integers of AWQ, GPTQ and compressed-tensors checkpoints.
+
+QuantizedWeight.pack packs them again for promptq's products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns uint8 [..., words * 32 / bits] for int32 [..., words], a word's lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = words.unsqueeze(-1) >> shifts & (1 << bits) - 1
+    return numbers.to(torch.uint8).flatten(-2)
+
+
+def weight_of(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bits: int,
+    groups: torch.Tensor | None = None,
+) -> QuantizedWeight | torch.Tensor:
+    """Returns the weight `scale * (n - zero)` for unsigned `numbers` [outputs, inputs].
+
+    `scales`, in fp32, and `zeros` are [outputs, groups]. Without `zeros`, these are in the middle
+    of the range. `groups` [inputs] has the group of each input. If groups are not one after the
+    other, the weight is widened to fp32.
+    """
+    middle, group = 1 << (bits - 1), -(-numbers.shape[1] // scales.shape[1])
+    offsets = None
+    if zeros is not None and not bool((zeros == middle).all()):
+        offsets = -zeros.float() * scales
+    if groups is None or bool((groups == torch.arange(len(groups)) // group).all()):
+        return QuantizedWeight.pack(numbers, scales, bits, group, offsets)
+    groups = groups.long()
+    offsets = -middle * scales if offsets is None else offsets
+    return numbers.float() * scales[:, groups] + offsets[:, groups]

@@ -1,0 +1,23 @@
+"""Packs and unpacks integers of 4 bits: two inputs of an output share a byte, the lower half first.
+
+native/src/quantizing.cpp packs the weights that promptq rounds, in the same order. Products unpack
+them in registers (decoders/kernels/quantized_product.py, native/src/machine/integers.h).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns uint8 [outputs, ceil(inputs / 2)] for uint8 [outputs, inputs] below 16."""
+    numbers = nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
+    return numbers[:, ::2] | numbers[:, 1::2] << 4
+
+
+def unpack_int4(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Returns fp32 [..., inputs] for uint8 [..., ceil(inputs / 2)]."""
+    halves = packed.new_empty(*packed.shape, 2, dtype=torch.float32)
+    halves[..., 0], halves[..., 1] = packed & 15, packed >> 4
+    return halves.flatten(-2)[..., :inputs]
