@@ -12,15 +12,15 @@ from promptq.worker.engine.attention.types import LayerCache, LayerSpec, Scoring
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention. Creating an instance imports the packages that it needs."""
+    """An implementation of attention. Creating an instance imports the packages that it needs."""
 
     name: ClassVar[str]
-    """Its name in `--attention`."""
+    """The name in `--attention`."""
     devices: ClassVar[Set[str]]
-    """The types of devices it runs on, as torch names them."""
+    """The types of devices that it runs on, as torch names them."""
     dtypes: ClassVar[Set[torch.dtype]] = {torch.float32, torch.bfloat16, torch.float16}
     needs: ClassVar[str] = ""
-    """A package that it needs and that may not be installed."""
+    """A package that it needs and that may be missing."""
     takes_padding: ClassVar[bool] = False
     """Whether steps may be padded to the size of a CUDA graph (see StepBuffers). A padding row has
     the write block -1 and, in DECODE_WORK, the context 0. It reads nothing, and its output is
@@ -28,10 +28,10 @@ class AttentionBackend(ABC):
     belong to chunks. The layout's `num_decodes`, `query_starts` and `context_lens` mean nothing in
     such a step."""
     refuses: ClassVar[Set[str]] = frozenset()
-    """The names in LayerSpec.features that it does not know."""
+    """The names in LayerSpec.features that it does not support."""
 
     def why_not(self, specs: Sequence[LayerSpec]) -> str:
-        """Why it cannot serve a model with these layers; empty if it can."""
+        """Returns why it cannot serve a model with these layers; empty if it can."""
         for spec in specs:
             for dtype in (spec.key_dtype, spec.value_dtype):
                 if dtype not in self.dtypes:
@@ -50,7 +50,7 @@ class AttentionBackend(ABC):
         layout: StepLayout,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Write the step's K and V into the cache, then attend through the block tables.
+        """Writes the step's K and V into the cache, then attends through the block tables.
 
         `query` [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value`
         [T, num_kv_heads, value_size] result in [T, num_heads, value_size]. Cache content outside of

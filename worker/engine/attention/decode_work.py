@@ -84,7 +84,7 @@ def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
 
 
 def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """The sequence of each span, and the place of its first token in it."""
+    """Returns the sequence of each span, and the place of its first token in the sequence."""
     count = _quotient(length, tokens)
     sequence = np.repeat(np.arange(len(length)), count)
     index = np.arange(len(sequence)) - (np.cumsum(count) - count)[sequence]
@@ -111,16 +111,16 @@ class PartResults:
     log_weights: torch.Tensor
     """[places, num_heads], float32: the logarithm, in base 2, of the sum of its weights."""
     num_finished: torch.Tensor
-    """[num_sequences, num_kv_heads], int32: how many of the parts are done. All are 0 between
-    launches: the program that finishes the last part sets the number back."""
+    """[num_sequences, num_kv_heads], int32: the number of parts that are done. Between launches all
+    are 0, because the program that finishes the last part sets the number back."""
 
 
 class DecodeWork:
     """Work lists of decodes, one for each SpanList that layers request, and memory for results.
 
     There is room for `contexts`, the lengths of the sequences. `fill` may replace them by others
-    that are not longer. The tensors keep their addresses, as replayed graphs need. `lists` has the
-    work lists that are on the device already.
+    that are not longer. The tensors keep their addresses, as replayed graphs need. `lists` are the
+    work lists that came to the device with the step's inputs.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DecodeWork:
         lists: Mapping[Hashable, torch.Tensor] = {},
     ) -> None:
         self._contexts = contexts
-        self._given = lists
+        self._copied = lists
         self._num_sequences = len(contexts)
         self.max_parts = sum(map(most_parts, contexts))
         """The most parts of all, and so the most spans in a list."""
@@ -139,20 +139,20 @@ class DecodeWork:
         self._results: dict[tuple[int, int, int], PartResults] = {}
 
     @property
-    def asked(self) -> Sequence[SpanList]:
+    def requested(self) -> Sequence[SpanList]:
         """The lists that layers requested."""
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Go on with sequences of other lengths."""
-        self._contexts, self._given = contexts, lists
+        """Replaces the sequences by others."""
+        self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)
 
     def spans(self, key: SpanList) -> torch.Tensor:
         """Returns the list (see `cut`) that layers request. Rows after its end mean nothing."""
-        if key in self._given and key not in self._lists:
-            self._lists[key] = self._given[key]
+        if key in self._copied and key not in self._lists:
+            self._lists[key] = self._copied[key]
         if key not in self._lists:
             shape = (1 + self.max_parts, FIELDS)
             self._lists[key] = torch.empty(shape, dtype=torch.int32, device=self._device)
@@ -160,7 +160,7 @@ class DecodeWork:
         return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
-        """The memory for the parts of a layer of this shape. All such layers share it."""
+        """Returns the memory for the parts of a layer. All layers of this shape share it."""
         shape = (num_heads, num_kv_heads, value_size)
         if shape not in self._results:
             places, counters = self.max_parts, (self._num_sequences, num_kv_heads)
@@ -173,7 +173,7 @@ class DecodeWork:
         return self._results[shape]
 
     def _write(self, key: SpanList) -> None:
-        work = self._given.get(key)
+        work = self._copied.get(key)
         if work is None:
             work = to_device(cut(self._contexts, key), self._device)
         self._lists[key][: len(work)] = work

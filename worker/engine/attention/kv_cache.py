@@ -43,9 +43,9 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU in pages that the system provides when they are first written.
+    """Returns zeros; on a CPU in pages that the system provides when they are first written.
 
-    To write all of them would take a second for each 2 GiB at every start. Large pages save most of
+    Writing all of them would take a second for each 2 GiB at every start. Large pages save most of
     the look-ups of addresses.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -59,5 +59,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bytes_per_token(specs: Sequence[LayerSpec]) -> int:
-    """The bytes of one token's K and V in all layers."""
+    """Returns the bytes of one token's K and V in all layers."""
     return sum(spec.bytes_per_token for spec in specs)

@@ -31,9 +31,9 @@ def fitting_blocks(
 ) -> int:
     """Returns the number of blocks that fit into `memory_bytes`.
 
-    If that is None, returns the number that `wanted_tokens` need, up to a share of the memory that
-    is free now without `reserved_bytes`, which is kept for other things. Raises ConfigurationError
-    if fewer than two fit, or if `memory_bytes` are not free.
+    If that is None, returns the number that `wanted_tokens` need, at most as many as fit into
+    `default_memory_bytes`. Raises ConfigurationError if fewer than two fit, or if `memory_bytes`
+    are not free.
     """
     block_bytes = bytes_per_token(specs) * block_size
     if memory_bytes is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.attention.types import AskedLists, StepLayout
-from promptq.worker.engine.attention.work_lists import Lists, lists_of
+from promptq.worker.engine.attention import decode_work, prefill_work
+from promptq.worker.engine.attention.types import RequestedLists, StepLayout
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.async_copies import to_device_at_once
 
@@ -22,6 +22,8 @@ NO_DRAWS = np.empty((0, 0))
 """The draws of a step whose tokens are not drawn."""
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 
+Lists = dict[Hashable, npt.NDArray[np.int32]]
+"""Work lists that travel with a step's inputs (see StepLayout.lists)."""
 PaddedLists = Callable[[StepLayout, int], Lists | None]
 """Returns the work lists of a step with this number of sampled rows if the step will be padded,
 else None. Only the lengths in the layout are known."""
@@ -33,8 +35,8 @@ def no_padding(layout: StepLayout, num_sampled: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A packed batch, in its own order: decodes, longest context first, then chunks, shortest
-    first. A decode with a draft counts as a chunk."""
+    """A packed batch: decodes, longest context first, then chunks, shortest first. A decode with a
+    draft counts as a chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]
@@ -71,7 +73,7 @@ class Packer:
         self._block_size = block_size
         self._device = device
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self._asked = AskedLists()
+        self._requested = RequestedLists()
         self._tables = np.zeros((0, 0), dtype=np.int64)
         self._known: list[list[int]] = []
 
@@ -121,11 +123,11 @@ class Packer:
             write_blocks=self._nothing,
             write_offsets=self._nothing,
             block_size=self._block_size,
-            asked=self._asked,
+            requested=self._requested,
         )
         lists = padded_lists(layout, max(1, len(sampled)))
         if lists is None:
-            lists = lists_of(self._asked, layout)
+            lists = self._lists(layout)
         unknown = [
             (row, sampled_at[item.sequence.sequence_id])
             for row, item in enumerate(decodes)
@@ -157,8 +159,17 @@ class Packer:
         )
         return PackedStep(items, ids, places, layout, rows, numbers, continued, reported)
 
+    def _lists(self, layout: StepLayout) -> Lists:
+        lists: Lists = {}
+        if decodes := layout.context_lens[: layout.num_decodes]:
+            lists |= {spans: decode_work.cut(decodes, spans) for spans in self._requested.spans}
+        if len(layout.context_lens) > layout.num_decodes:
+            for size in self._requested.tile_sizes(prefill_work.longest_chunk(layout)):
+                lists[size] = prefill_work.cut(layout, size)
+        return lists
+
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-        """[len(sequences), longest table]; rewrites only the rows that changed."""
+        """Returns [len(sequences), longest table]. Rewrites only the rows that changed."""
         slots = [self._slot_of(sequence) for sequence in sequences]
         width = max((len(sequence.block_table) for sequence in sequences), default=0)
         self._grow(max(slots, default=-1) + 1, width)
@@ -187,7 +198,7 @@ class Packer:
 def _reported(
     reporting: list[ScheduledSequence], end_of: Mapping[int, int]
 ) -> npt.NDArray[np.int64]:
-    """See `PackedStep.reported`. `end_of` is where the rows of a share end, by its `id`."""
+    """Returns `PackedStep.reported`. `end_of` maps the `id` of an item to the end of its rows."""
     rows: list[int] = []
     following: list[int] = []
     for item in reporting:

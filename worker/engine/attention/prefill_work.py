@@ -20,7 +20,7 @@ FIELDS = 4
 
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-    """[num_tiles, FIELDS]: sequence, first row, number of rows, position of the first.
+    """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of that row.
 
     The tiles that see the most come first, so that no long tile starts at the end.
     """
@@ -36,7 +36,7 @@ def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
 
 
 def longest_chunk(layout: StepLayout) -> int:
-    """The most rows of a chunk."""
+    """Returns the most rows of a chunk."""
     starts = layout.query_starts[layout.num_decodes :]
     return max(end - row for row, end in pairwise(starts))
 
@@ -46,38 +46,37 @@ class PrefillWork:
 
     With `room`, (most rows, most chunks), `fill` may replace the step by another one. The lists
     then keep their addresses, as replayed graphs need, and end with tiles without rows. Lists that
-    are on the device already, by size of tile, are passed to `fill` with `room`, and else are in
-    the layout.
+    came to the device with the step's inputs are in `fill`'s `lists`, or without `room` in the
+    layout.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:
         self._layout = layout
         self._room = room
-        self._given: Mapping[Hashable, torch.Tensor] = {} if room else layout.lists
+        self._copied: Mapping[Hashable, torch.Tensor] = {} if room else layout.lists
         self._lists: dict[int, torch.Tensor] = {}
         self.longest_chunk = room[0] if room else longest_chunk(layout)
-        """The most rows of a chunk."""
 
     @property
-    def tile_sizes(self) -> Sequence[int]:
+    def requested(self) -> Sequence[int]:
         """The sizes of tiles that layers requested."""
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Go on with the chunks of another step."""
-        self._layout, self._given = layout, lists
+        """Replaces the step by another one."""
+        self._layout, self._copied = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
-        """The list (see `cut`) of tiles of this size, on the device."""
+        """Returns the list (see `cut`) of tiles of this size, on the device."""
         if queries_per_tile not in self._lists:
-            self._layout.asked.note_tiles(self.longest_chunk, queries_per_tile)
+            self._layout.requested.tile_sizes(self.longest_chunk).add(queries_per_tile)
             self._lists[queries_per_tile] = self._tiles(queries_per_tile)
         return self._lists[queries_per_tile]
 
     def cut(self, layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-        """The list of another step, as long as there is room for."""
+        """Returns the list of another step, filled up to the room."""
         tiles = cut(layout, queries_per_tile)
         if self._room is not None:
             num_rows, num_chunks = self._room
@@ -87,8 +86,8 @@ class PrefillWork:
         return tiles
 
     def _tiles(self, queries_per_tile: int) -> torch.Tensor:
-        ready = self._given.get(queries_per_tile)
-        if ready is not None:
-            return ready
+        copied = self._copied.get(queries_per_tile)
+        if copied is not None:
+            return copied
         tiles = self.cut(self._layout, queries_per_tile)
         return to_device(tiles, self._layout.block_tables.device)

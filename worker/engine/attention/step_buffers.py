@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from promptq.worker.engine.attention.decode_work import DecodeWork, cut
-from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.packed_step import Lists, PackedStep
 from promptq.worker.engine.attention.prefill_work import PrefillWork
 from promptq.worker.engine.attention.types import DECODE_WORK, PREFILL_WORK, StepLayout
-from promptq.worker.engine.attention.work_lists import Lists
 from promptq.worker.engine.core.block_manager import num_blocks_for
 
 
@@ -64,7 +63,7 @@ class StepBuffers:
         }
 
     def max_sequences(self, kind: StepKind) -> int:
-        """The most sequences of a step of this kind, and the most rows that are sampled in it."""
+        """Returns the most sequences of a step of this kind, and of rows that are sampled in it."""
         return min(kind.num_rows, self.max_num_seqs)
 
     def fits(self, layout: StepLayout, num_sampled: int, kind: StepKind) -> bool:
@@ -77,13 +76,13 @@ class StepBuffers:
         )
 
     def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
-        """The work lists of a step that is padded to this kind. They go to the device with its
-        inputs, and `fill` finds them in its layout."""
+        """Returns the work lists of a step that is padded to this kind. They go to the device with
+        its inputs, and `fill` reads them from its layout."""
         contexts = self._contexts(layout, kind)
-        lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.asked}
+        lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.requested}
         if kind.is_mixed:
             chunks = self._chunks[kind]
-            lists |= {(kind, size): chunks.cut(layout, size) for size in chunks.tile_sizes}
+            lists |= {(kind, size): chunks.cut(layout, size) for size in chunks.requested}
         return lists
 
     @staticmethod
@@ -94,7 +93,7 @@ class StepBuffers:
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
 
     def fill(self, step: PackedStep, sampled: torch.Tensor, kind: StepKind) -> None:
-        """Copy the inputs of a step, with the rows that are sampled, and pad it to the kind."""
+        """Copies the inputs of a step, with the rows that are sampled, and pads it to the kind."""
         layout = step.layout
         for buffer, values, nothing in (
             (self._input_ids, step.input_ids[0], 0),
@@ -120,7 +119,7 @@ class StepBuffers:
             self._chunks[kind].fill(layout, lists)
 
     def step(self, kind: StepKind) -> PackedStep:
-        """A step of this kind on the buffers. Until they are filled, its rows are padding."""
+        """Returns a step on the buffers. Until they are filled, its rows are padding."""
         self._decodes.fill([0] * kind.num_rows)
         layout = self._layout(kind)
         layout.plans[DECODE_WORK] = self._decodes

@@ -38,68 +38,57 @@ class TorchPaged(AttentionBackend):
 
         num_kv_heads, value_size = value.shape[1:]
         output = value.new_empty(query.shape[0], query.shape[1], value_size)
-        decodes, chunks = _plans(layout, scoring.pattern, num_kv_heads, key)
-        for decode in decodes:
-            rows = slice(decode.first, decode.last)
-            keys = _gather(cache.key, decode.cache_rows)
-            values = _gather(cache.value, decode.cache_rows)
-            attended = _attend(query[rows].unsqueeze(2), keys, values, decode.bias, scoring)
-            output[rows] = attended.squeeze(2)
-        for chunk in chunks:
-            rows = slice(chunk.first, chunk.last)
-            if chunk.cache_rows is None:
+        for part in _plan(layout, scoring.pattern, num_kv_heads, key):
+            rows = slice(part.first, part.last)
+            if part.cache_rows is None:
                 keys, values = key[rows].transpose(0, 1)[None], value[rows].transpose(0, 1)[None]
             else:
-                keys = _gather(cache.key, chunk.cache_rows)
-                values = _gather(cache.value, chunk.cache_rows)
-            attended = _attend(query[rows].transpose(0, 1)[None], keys, values, chunk.bias, scoring)
-            output[rows] = attended[0].transpose(0, 1)
+                keys, values = (_gather(each, part.cache_rows) for each in (cache.key, cache.value))
+            if part.is_chunk:
+                queries = query[rows].transpose(0, 1)[None]
+                output[rows] = _attend(queries, keys, values, part.bias, scoring)[0].transpose(0, 1)
+            else:
+                queries = query[rows].unsqueeze(2)
+                output[rows] = _attend(queries, keys, values, part.bias, scoring).squeeze(2)
         return output
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    """Sequences `first` to `last`, which have one row each and similar contexts."""
+class _Part:
+    """Rows `first` to `last`, which attend together: a chunk, or decodes with similar contexts."""
 
     first: int
     last: int
-    cache_rows: torch.Tensor  # [size, num_kv_heads, length], see _cache_rows
-    bias: torch.Tensor | None  # [size, 1, 1, length], -inf for padding
+    cache_rows: torch.Tensor | None
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk sees only its rows."""
+    bias: torch.Tensor | None
+    """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes,
+    [rows, length] for a chunk. None: decodes see all positions, and a chunk is plain causal."""
+    is_chunk: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One sequence's rows `first` to `last`."""
-
-    first: int
-    last: int
-    cache_rows: torch.Tensor | None  # [1, num_kv_heads, length]; None: it sees only its own rows
-    bias: torch.Tensor | None  # [rows, length], -inf where not visible; None: plain causal
-
-
-def _plans(
+def _plan(
     layout: StepLayout, pattern: Pattern, num_kv_heads: int, like: torch.Tensor
-) -> tuple[list[_DecodeGroup], list[_Chunk]]:
-    """The gathers of a step. The first layer of each pattern, head count and dtype plans them."""
-    plans: tuple[list[_DecodeGroup], list[_Chunk]] | None
-    plans = layout.plans.get((pattern, num_kv_heads, like.dtype))
-    if plans is None:
+) -> list[_Part]:
+    """Returns the step's parts, planned once for each pattern, head count and dtype."""
+    key = (pattern, num_kv_heads, like.dtype)
+    if key not in layout.plans:
         heads = torch.arange(num_kv_heads, device=like.device)
-        plans = (
-            _plan_decodes(layout, pattern, heads, like.dtype),
-            _plan_chunks(layout, pattern, heads, like.dtype),
-        )
-        layout.plans[pattern, num_kv_heads, like.dtype] = plans
-    return plans
+        layout.plans[key] = [
+            *_plan_decodes(layout, pattern, heads, like.dtype),
+            *_plan_chunks(layout, pattern, heads, like.dtype),
+        ]
+    parts: list[_Part] = layout.plans[key]
+    return parts
 
 
 def _plan_decodes(
     layout: StepLayout, pattern: Pattern, heads: torch.Tensor, dtype: torch.dtype
-) -> list[_DecodeGroup]:
+) -> list[_Part]:
     contexts = layout.context_lens[: layout.num_decodes]
     starts = [pattern.first_visible(context - 1) for context in contexts]
     lengths = [context - start for context, start in zip(contexts, starts, strict=True)]
-    groups = []
+    parts = []
     for first, last in _similar(lengths):
         longest = max(lengths[first:last])
         start = torch.tensor(starts[first:last], device=heads.device).unsqueeze(1)
@@ -112,12 +101,12 @@ def _plan_decodes(
             bias = _bias(seen, dtype)[:, None, None, :]
         positions = (start + offset).expand(last - first, longest)
         cache_rows = _cache_rows(layout.block_tables[first:last], positions, heads, layout)
-        groups.append(_DecodeGroup(first, last, cache_rows, bias))
-    return groups
+        parts.append(_Part(first, last, cache_rows, bias))
+    return parts
 
 
 def _similar(lengths: list[int]) -> list[tuple[int, int]]:
-    """Split into groups that stay within the limit when padded and are not mostly padding."""
+    """Splits decodes into groups within the limit of padded size that are not mostly padding."""
     groups = []
     first, longest = 0, 0
     for index, length in enumerate(lengths):
@@ -134,7 +123,7 @@ def _similar(lengths: list[int]) -> list[tuple[int, int]]:
 
 def _plan_chunks(
     layout: StepLayout, pattern: Pattern, heads: torch.Tensor, dtype: torch.dtype
-) -> list[_Chunk]:
+) -> list[_Part]:
     chunks = []
     for index in range(layout.num_decodes, len(layout.context_lens)):
         first, last = layout.query_starts[index], layout.query_starts[index + 1]
@@ -151,12 +140,12 @@ def _plan_chunks(
             query = torch.arange(position, context, device=heads.device).unsqueeze(1)
             key = torch.arange(start, context, device=heads.device)
             bias = _bias(_visible(query, key, pattern), dtype)
-        chunks.append(_Chunk(first, last, cache_rows, bias))
+        chunks.append(_Part(first, last, cache_rows, bias, is_chunk=True))
     return chunks
 
 
 def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Whether the queries at some positions see the keys at others."""
+    """Returns [queries, keys]: whether the query at a position sees the key at another."""
     visible = key <= query
     if pattern.kind == "sliding":
         visible &= key > query - pattern.size
@@ -166,7 +155,8 @@ def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that kernels add to scores. They would convert booleans in every layer again."""
+    """Returns the numbers that kernels add to scores. From booleans, they would compute these in
+    each layer anew."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 
@@ -174,7 +164,7 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """[size, num_kv_heads, length]: row numbers in the cache viewed as [rows, head size]."""
+    """Returns [sequences, num_kv_heads, length]: rows of the cache as [rows, head size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
@@ -182,7 +172,7 @@ def _cache_rows(
 
 
 def _gather(cache: torch.Tensor, cache_rows: torch.Tensor) -> torch.Tensor:
-    """[size, num_kv_heads, length, head size] out of the paged cache."""
+    """Returns [sequences, num_kv_heads, length, head size] out of the paged cache."""
     rows = cache.view(-1, cache.shape[-1]).index_select(0, cache_rows.view(-1))
     return rows.view(*cache_rows.shape, cache.shape[-1])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Set
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,14 +12,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SpanList:
-    """The key of a list of spans: the layers' pattern, and the number of spans whose KV heads a
-    launch computes at once."""
+    """The key of a list of spans (see decode_work.py)."""
 
     pattern: Pattern
     at_once: int
+    """The number of spans whose KV heads a launch computes at once."""
 
 
-class AskedLists:
+class RequestedLists:
     """Lists that layers requested in earlier steps. A list that is missing here costs one
     additional copy, once."""
 
@@ -28,22 +28,13 @@ class AskedLists:
         """The lists of decodes."""
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
-    def note(self, spans: SpanList) -> None:
-        """Notes that layers requested this list of decodes."""
-        self.spans.add(spans)
+    def tile_sizes(self, longest_chunk: int) -> set[int]:
+        """Returns the sizes of tiles in steps with such a longest chunk, to read and to add to.
 
-    def note_tiles(self, longest_chunk: int, queries_per_tile: int) -> None:
-        """Notes that layers requested tiles of this size in a step with this longest chunk."""
-        self._tile_sizes[_power_of_two(longest_chunk)].add(queries_per_tile)
-
-    def tile_sizes(self, longest_chunk: int) -> Set[int]:
-        """Returns the sizes of tiles that layers requested in steps with such a longest chunk."""
-        return self._tile_sizes[_power_of_two(longest_chunk)]
-
-
-def _power_of_two(number: int) -> int:
-    """The exponent of the next one. Tiles have a size for each (see triton_kernels/prefill.py)."""
-    return (number - 1).bit_length()
+        Tiles have one size for all lengths up to the next power of two (see
+        triton_kernels/prefill.py).
+        """
+        return self._tile_sizes[(longest_chunk - 1).bit_length()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +48,7 @@ class Pattern:
     size: int = 0
 
     def first_visible(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
+        """Returns the first position that a query at `position` sees."""
         if self.kind == "sliding":
             return max(0, position + 1 - self.size)
         if self.kind == "chunked":
@@ -176,14 +167,14 @@ class StepLayout:
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """Data that a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """The work lists that came with the step's inputs: of decodes by their SpanList, and of chunks
-    by the size of their tiles. Those of a padded step have keys (kind, one of these)."""
-    asked: AskedLists = field(default_factory=AskedLists)
-    """The lists that a backend requests; it notes them here."""
+    """The work lists that came with the step's inputs: of decodes by their SpanList, of chunks by
+    the size of their tiles. In a padded step, the key is (kind, SpanList or size)."""
+    requested: RequestedLists = field(default_factory=RequestedLists)
+    """The backend adds the lists that it reads, for later steps."""
 
 
 DECODE_WORK = "decode work"
-"""The key in a layout's plans for the DecodeWork of its decodes. Code that replays a step with
-other lengths puts its own there."""
+"""Key in `plans` of the DecodeWork of a step's decodes. Code that replays a step with other lengths
+sets it in advance."""
 PREFILL_WORK = "prefill work"
 """Key in `plans` of the PrefillWork of a step's chunks."""

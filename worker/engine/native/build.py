@@ -1,5 +1,7 @@
-"""Finds the library of the native code for this machine. Wheels have it for the usual kinds of
-processors (hatch_build.py); elsewhere it is compiled at first use and kept for later starts.
+"""Finds the native code's library for this machine.
+
+Wheels have libraries for the usual kinds of processors (hatch_build.py). For other processors it
+is compiled at first use and kept for later starts.
 """
 
 from __future__ import annotations
@@ -38,11 +40,10 @@ _BUILT = Path(__file__).parent / "built"
 
 
 class Kind(NamedTuple):
-    """A kind of processor: the compiler's flags, and the kernel's names of the features that they
-    need."""
+    """A kind of processor."""
 
-    flags: list[str]
-    features: set[str]
+    flags: list[str]  # of the compiler
+    features: set[str]  # that the flags need, as Linux names them
 
 
 _V3 = Kind(["-march=x86-64-v3"], {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -65,13 +66,16 @@ class NativeCodeError(Exception):
 
 
 def library_path() -> Path:
-    """Returns the library for this machine. Compiles it first if there is none for its kind of
-    processor beside the sources. Raises NativeCodeError if this is impossible.
+    """Returns the library for this machine. Compiles one if the wheel has none for its processor.
+
+    Raises NativeCodeError if this is impossible.
     """
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
-    if built := _built_for(processor_features()):
-        return built[0]
+    features = processor_features()
+    for name, kind in KINDS.items():
+        if kind.features <= features and (built := _BUILT / name_for(name)).exists():
+            return built
     try:
         return _compiled_here()
     except OSError as error:
@@ -80,9 +84,10 @@ def library_path() -> Path:
 
 
 def _compiled_here() -> Path:
-    """Returns the library that was compiled on this machine, now or before. Its name has hashes of
-    its inputs: sources, flags and processor, then the compiler. Without a compiler, a library of
-    any compiler is used.
+    """Returns the library that was compiled on this machine, now or before.
+
+    Its name has a hash of the sources, flags and processor, and one of the compiler's version.
+    Without a compiler, a library of any compiler is used.
     """
     name = f"native-{_digest_with(_processor())}"
     try:
@@ -96,14 +101,17 @@ def _compiled_here() -> Path:
             wrong = "change CXX" if os.environ.get("CXX") else "install g++ or set CXX"
             raise NativeCodeError(f"there is no compiler {_compiler()}; {wrong}")
         return compiled[-1]
-    library = folder / f"{name}-{_version_of(compiler)}.so"
+    version = subprocess.run(  # noqa: S603 # the operator's compiler
+        [compiler, "--version"], capture_output=True, check=False
+    )
+    library = folder / f"{name}-{hashlib.sha256(version.stdout).hexdigest()[:8]}.so"
     if not library.exists():
         _compile(compiler, library, ["-march=native"])
     return library
 
 
 def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
-    """Compile the library for kinds of processors. Raises NativeCodeError."""
+    """Compiles the library for kinds of processors. Raises NativeCodeError."""
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler {_compiler()}")
@@ -115,12 +123,6 @@ def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return [*threads.map(build, kinds)]
-
-
-def _built_for(features: set[str]) -> list[Path]:
-    """The libraries here that a processor with these features can run, the fastest first."""
-    paths = (_BUILT / name_for(name) for name, kind in KINDS.items() if kind.features <= features)
-    return [path for path in paths if path.exists()]
 
 
 def name_for(kind: str) -> str:
@@ -143,22 +145,15 @@ def _compiler() -> str:
     return os.environ.get("CXX") or "c++"
 
 
-def _version_of(compiler: str) -> str:
-    version = subprocess.run(  # noqa: S603 # the operator's compiler
-        [compiler, "--version"], capture_output=True, check=False
-    )
-    return hashlib.sha256(version.stdout).hexdigest()[:8]
-
-
 def _processor() -> str:
-    """The processor features that `-march=native` depends on."""
+    """Returns the processor features that `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in lines if line.startswith(wanted))
 
 
 def processor_features() -> set[str]:
-    """The processor's features, as the kernel names them."""
+    """Returns the processor's features, as Linux names them."""
     text = Path("/proc/cpuinfo").read_text()
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
     return set(flags.partition(":")[2].split())
@@ -172,14 +167,14 @@ def _compile(compiler: str, library: Path, flags: list[str]) -> None:
         prefix = f"{_UNFINISHED}{os.getpid()}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=library.parent) as folder:
             sources = sorted(_SOURCES.glob("*.cpp"))
-            objects = [Path(folder, source.stem + ".o") for source in sources]
-            settings = [*_FLAGS, *flags, f"-I{_SOURCES}"]
-            _run(
-                [compiler, *settings, "-c", str(source), "-o", str(built)]
-                for source, built in zip(sources, objects, strict=True)
-            )
+            objects = [f"{folder}/{source.stem}.o" for source in sources]
+            command = [compiler, *_FLAGS, *flags, f"-I{_SOURCES}"]
+            with ThreadPoolExecutor(len(sources)) as threads:
+                compilations = zip(sources, objects, strict=True)
+                commands = [[*command, "-c", str(path), "-o", to] for path, to in compilations]
+                [*threads.map(_run, commands)]
             built = Path(folder, library.name)
-            _run([[compiler, *settings, "-shared", *map(str, objects), "-o", str(built)]])
+            _run([*command, "-shared", *objects, "-o", str(built)])
             built.rename(library)  # atomic, because two workers may build at once
     except OSError as error:
         reason = f"{library} cannot be written ({error.strerror})"
@@ -187,23 +182,17 @@ def _compile(compiler: str, library: Path, flags: list[str]) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove the files of processes that ended while they compiled."""
+    """Removes the files of processes that ended while they compiled."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         pid = left.name.removeprefix(_UNFINISHED).partition("-")[0]
         if not Path("/proc", pid).exists():
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _run(commands: Iterable[list[str]]) -> None:
-    """Run all commands at once. Raises NativeCodeError if one of them fails."""
-    running = [
-        subprocess.Popen(  # noqa: S603 # the compiler, with arguments from here
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        for command in commands
-    ]
-    messages = [process.communicate()[1] for process in running]
-    for process, message in zip(running, messages, strict=True):
-        if process.returncode:
-            first = next((line for line in message.splitlines() if "error" in line), message)
-            raise NativeCodeError(f"{_compiler()} failed: {first.strip()}")
+def _run(command: list[str]) -> None:
+    """Runs the compiler. Raises NativeCodeError if it fails."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if ended.returncode:
+        lines = ended.stderr.splitlines()
+        first = next((line for line in lines if "error" in line), ended.stderr)
+        raise NativeCodeError(f"{_compiler()} failed: {first.strip()}")

@@ -12,69 +12,49 @@ import torch  # noqa: F401  # its OpenMP runtime, libgomp.so.1, must be there fi
 from promptq.worker.engine.native.build import NativeCodeError, library_path
 
 
+def _all(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
+    """Returns successive fields of one type."""
+    return tuple((name, kind) for name in names)
+
+
 class Pattern(Structure):
-    _fields_ = (("kind", c_int64), ("size", c_int64))
+    _fields_ = _all(c_int64, "kind", "size")
 
 
 class LayerCache(Structure):
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("num_kv_heads", c_int64),
-        ("block_size", c_int64),
-        ("head_size", c_int64),
-        ("block_stride", c_int64),
-        ("head_stride", c_int64),
-        ("position_stride", c_int64),
-        ("is_int8", c_int64),
+        *_all(c_void_p, "keys", "values"),
+        *_all(c_int64, "num_kv_heads", "block_size", "head_size"),
+        *_all(c_int64, "block_stride", "head_stride", "position_stride", "is_int8"),
         ("pattern", Pattern),
     )
 
 
 class Layout(Structure):
     _fields_ = (
-        ("num_sequences", c_int64),
-        ("max_blocks", c_int64),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("write_blocks", c_void_p),
-        ("write_offsets", c_void_p),
+        *_all(c_int64, "num_sequences", "max_blocks"),
+        *_all(c_void_p, "query_starts", "context_lens", "block_tables"),
+        *_all(c_void_p, "write_blocks", "write_offsets"),
     )
 
 
 class ModelShape(Structure):
     _fields_ = (
-        ("is_bf16", c_int64),
-        ("is_packed", c_int64),
-        ("size", c_int64),
-        ("inner_size", c_int64),
-        ("vocab_size", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_size", c_int64),
-        ("rotary", c_int64),
-        ("epsilon", c_double),
-        ("scale", c_double),
+        *_all(c_int64, "is_bf16", "is_packed"),
+        *_all(c_int64, "size", "inner_size", "vocab_size"),
+        *_all(c_int64, "num_heads", "num_kv_heads", "head_size", "rotary"),
+        *_all(c_double, "epsilon", "scale"),
     )
 
 
 class Weight(Structure):
-    _fields_ = (
-        ("numbers", c_void_p),
-        ("scales", c_void_p),
-        ("offsets", c_void_p),
-        ("bits", c_int64),
-        ("group", c_int64),
-    )
+    _fields_ = (*_all(c_void_p, "numbers", "scales", "offsets"), *_all(c_int64, "bits", "group"))
 
 
 class ModelWeights(Structure):
     _fields_ = (
         ("embedding", Weight),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
-        ("norm", c_void_p),
+        *_all(c_void_p, "cosine", "sine", "norm"),
         ("head", Weight),
     )
 
@@ -82,18 +62,11 @@ class ModelWeights(Structure):
 class LayerWeights(Structure):
     _fields_ = (
         ("input_norm", c_void_p),
-        ("query", Weight),
-        ("key", Weight),
-        ("value", Weight),
-        ("qkv_bias", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
+        *_all(Weight, "query", "key", "value"),
+        *_all(c_void_p, "qkv_bias", "query_norm", "key_norm"),
         ("output", Weight),
-        ("output_bias", c_void_p),
-        ("inner_norm", c_void_p),
-        ("gate", Weight),
-        ("up", Weight),
-        ("down", Weight),
+        *_all(c_void_p, "output_bias", "inner_norm"),
+        *_all(Weight, "gate", "up", "down"),
         ("cache", LayerCache),
     )
 
@@ -101,15 +74,13 @@ class LayerWeights(Structure):
 class Step(Structure):
     _fields_ = (
         ("num_rows", c_int64),
-        ("ids", c_void_p),
-        ("positions", c_void_p),
+        *_all(c_void_p, "ids", "positions"),
         ("num_outputs", c_int64),
         ("outputs", c_void_p),
         ("num_kept", c_int64),
         ("kept", c_void_p),
         ("layout", Layout),
-        ("logits", c_void_p),
-        ("states", c_void_p),
+        *_all(c_void_p, "logits", "states"),
     )
 
 
@@ -117,7 +88,7 @@ class NativeError(Exception):
     """A call of native code failed, for example for want of memory."""
 
 
-_TAKES: dict[str, tuple[Any, ...]] = {
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "decoder_new": (POINTER(ModelShape), POINTER(ModelWeights), c_int64, POINTER(c_void_p)),
     "decoder_add_layer": (c_void_p, POINTER(LayerWeights)),
     "decoder_run": (c_void_p, POINTER(Step)),
@@ -142,22 +113,22 @@ _TAKES: dict[str, tuple[Any, ...]] = {
         *(c_int64, c_int64, c_void_p, c_void_p),
     ),
 }
-"""The functions that can fail, and their arguments."""
+"""The functions that can fail, with the types of their arguments."""
 
 
 @cache
 def load_native() -> Any:
-    """The library of the code in `src`. Its functions release the interpreter lock, and raise
-    NativeError if they fail.
+    """Returns the library of the code in `src`, compiled first if need be.
 
-    It is compiled first if there is none. Raises NativeCodeError if this is impossible.
+    Its functions release the interpreter lock, and raise NativeError if they fail. Raises
+    NativeCodeError if there is no library for this machine.
     """
     path = library_path()
     try:
         library = ctypes.CDLL(str(path))
-        for name, takes in _TAKES.items():
+        for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
-            function.argtypes, function.restype, function.errcheck = takes, c_char_p, _check
+            function.argtypes, function.restype, function.errcheck = arguments, c_char_p, _check
     except (OSError, AttributeError) as error:
         raise NativeCodeError(f"{path} does not load: {error}") from error
     library.decoder_free.argtypes, library.decoder_free.restype = (c_void_p,), None

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
-from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.packed_step import Lists, PackedStep
 from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.types import StepLayout
-from promptq.worker.engine.attention.work_lists import Lists
 from promptq.worker.engine.device.memory import bytes_held
 from promptq.worker.engine.sampling.sampling_kernels import DRAWS, Chosen
 

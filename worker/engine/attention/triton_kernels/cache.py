@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, layout: StepLayout
 ) -> None:
-    """Write `key` [T, num_kv_heads, key_size] and `value` to their places.
+    """Writes `key` [T, num_kv_heads, key_size] and `value` to their places in the cache.
 
-    Rows whose block is -1 pad the step and are written nowhere.
+    Rows whose block is -1 pad the step and are not written.
     """
     num_rows, num_kv_heads, key_size = key.shape
     _write_kernel[(num_rows, num_kv_heads)](

@@ -26,20 +26,28 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
-"""The card for which launches in the interpreter are planned. It has few processors, so a program
-takes several parts of the work."""
+"""The card for which launches in the interpreter are planned. Since it has few processors, a
+program takes several parts of the work."""
 
 
 @triton.jit
 def block_ids(
     table: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """The block of each `token` below `end`, from a sequence's row of the block table.
+    """Returns the block of each `token` below `end`, from a sequence's row of the block table.
 
-    Loops load these for the next tile, so that reads of K and V wait for no other read. The
-    compiler can then start those reads iterations ahead.
+    Loops load the blocks of the next tile, so that reads of K and V wait for no other read. The
+    compiler can then start these reads iterations ahead.
     """
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
+
+
+@triton.jit
+def rows_of(
+    cache: tl.tensor, place: tl.tensor, column: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
+    """Returns the rows of K or V at `place`, zero outside of the mask."""
+    return tl.load(cache + place[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -55,7 +63,7 @@ def first_visible(position: tl.tensor, pattern_size: tl.tensor, PATTERN: tl.cons
 
 @triton.jit
 def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """`total + left @ right` in fp32; fp32 operands are not rounded to tf32."""
+    """Returns `total + left @ right` in fp32. Operands in fp32 are not rounded to TF32."""
     if INTERPRETED:  # the interpreter multiplies bf16 as if the bits were integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
@@ -63,7 +71,7 @@ def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
-    """K or V in the dtype of the queries, if they are kept in 8 bits."""
+    """Returns K or V, in the dtype of the queries if the cache keeps 8 bits."""
     if tile.dtype.primitive_bitwidth == 8:
         tile = tile.to(queries.dtype)
     return tile
@@ -71,7 +79,7 @@ def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def in_fp8(numbers: tl.tensor) -> tl.tensor:
-    """Rounded to e4m3, as the cards do. Numbers beyond 448 become 448."""
+    """Returns numbers rounded to e4m3, as cards round. Numbers beyond 448 become 448."""
     numbers = numbers.to(tl.float32)
     if INTERPRETED:  # the interpreter forgets the carry of the last bit that stays
         bits = numbers.to(tl.int32, bitcast=True)
@@ -82,7 +90,7 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """K or V as the cache keeps them, if that is in 8 bits."""
+    """Returns K or V, in FP8 if the cache keeps 8 bits."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile
@@ -96,7 +104,7 @@ def scores_of(
     softcap: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
 ) -> tl.tensor:
-    """[queries, keys]: logits in base 2 for rows of queries and rows of keys."""
+    """Returns [queries, keys]: logits in base 2 for rows of queries and rows of keys."""
     none = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     scores = dot(query, tl.trans(key), none) * scale
     if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
@@ -108,11 +116,11 @@ def scores_of(
 def attend_tile(
     scores: tl.tensor, value: tl.tensor, highest: tl.tensor, weight: tl.tensor, total: tl.tensor
 ) -> tl.tuple:
-    """One step of a softmax that holds one tile at a time.
+    """Computes one step of a softmax that holds one tile at a time.
 
     `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size]. The
-    other arguments, updated in the result, are each query's highest score so far, the sum of its
-    weights, and its weighted values. See Milakov and Gimelshein, "Online normalizer calculation
+    other arguments are each query's highest score, the sum of its weights, and its weighted values
+    so far, and are returned updated. See Milakov and Gimelshein, "Online normalizer calculation
     for softmax".
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -126,12 +134,12 @@ def attend_tile(
 
 
 def padded(size: int) -> int:
-    """The size of a tile that holds `size`: a power of two, and at least 16 as products require."""
+    """Returns the size of a tile for `size`: a power of two, at least 16 as products require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def pattern_arguments(pattern: Pattern) -> dict[str, int]:
-    """The arguments of kernels that describe a pattern."""
+    """Returns the arguments of kernels that describe a pattern."""
     return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
 
 
@@ -159,7 +167,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def architecture(device: torch.device) -> int:
-    """The compute capability of the device, times ten. It must be this thread's current device."""
+    """Returns ten times the compute capability of the device, which must be the current one."""
     return 90 if INTERPRETED.value else int(driver.active.get_current_target().arch)
 
 

@@ -1,9 +1,9 @@
 """Attention of sequences that have one query each, over the block table.
 
 The heads of a group are the rows of one tile, so K and V are read once for all of them. Contexts
-are cut into parts (see decode_work.py). A program computes some successive ones, and the program
-that finishes the last part of a sequence puts the parts together (Dao and others, "Flash-Decoding
-for long-context inference").
+are cut into parts (see decode_work.py). A program computes some successive parts. The program that
+finishes the last part of a sequence combines all of them (Dao and others, "Flash-Decoding for
+long-context inference").
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     keys_per_tile,
     num_processors,
     padded,
+    rows_of,
     scores_of,
     shared_memory_bytes,
     widened,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 
 PROGRAMS_PER_PROCESSOR = 4
-"""While one of them starts or ends a span, the others keep the memory busy."""
+"""While one program starts or ends a span, the others keep the memory busy."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
 """The most registers of a thread, so that the planned programs fit on a processor. Without this
@@ -62,10 +63,10 @@ def decode(
     spans: SpanList,
     scoring: Scoring,
 ) -> None:
-    """Attend from `query` [num_sequences, num_heads, key_size] into `output`.
+    """Attends from `query` [num_sequences, num_heads, key_size] into `output`.
 
-    `spans` selects the list of `work`. Its contexts include the query's token. A row with a context
-    of 0 is padding, and its output is zero.
+    `spans` selects the list of `work`, whose contexts include the query's token. A row with a
+    context of 0 is padding, and its output is zero.
     """
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
@@ -119,7 +120,7 @@ def decode(
 
 
 def num_programs(num_items: int, device: torch.device) -> int:
-    """Returns how many programs share `num_items`: as many as run at once, if there is work."""
+    """Returns how many programs share `num_items`: at most as many as run at once."""
     return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
 
 
@@ -160,7 +161,7 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Each program takes every n-th item of the work list, where an item is a span and a KV head.
+    """Each of n programs takes every n-th item of the work list: a span and a KV head.
 
     The length of the list is read from the device, so a captured launch serves any list.
     """
@@ -206,15 +207,9 @@ def _decode_kernel(
             is_seen = token < last_token
             cached = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
             block = block_ids(table, token + TOKEN_TILE, last_token, BLOCK_SIZE)
-            key = tl.load(
-                key_cache + cached[:, None] * KEY_SIZE + key_column[None, :],
-                mask=is_seen[:, None] & is_key_column,
-                other=0.0,
-            )
-            value = tl.load(
-                value_cache + cached[:, None] * VALUE_SIZE + value_column[None, :],
-                mask=is_seen[:, None] & is_value_column,
-                other=0.0,
+            key = rows_of(key_cache, cached, key_column, is_seen[:, None] & is_key_column, KEY_SIZE)
+            value = rows_of(
+                value_cache, cached, value_column, is_seen[:, None] & is_value_column, VALUE_SIZE
             )
             scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -275,9 +270,9 @@ def _combine(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Write the output of one sequence and KV head from its parts, PARTS at once, in their order.
+    """Writes the output of one sequence and KV head from its parts, PARTS at once, in their order.
 
-    Another processor may have written the parts, so they are read past the first cache (`.cg`).
+    Other processors may have written the parts, so reads bypass the first-level cache (`.cg`).
     """
     in_group = tl.arange(0, HEADS)
     is_head = in_group[None, :] < GROUP

@@ -54,7 +54,7 @@ class TritonPaged(AttentionBackend):
         if num_decodes:
             decodes = query[:num_decodes], output[:num_decodes]
             spans = self._span_list(scoring.pattern, cache.value.shape[1], query.device)
-            layout.asked.note(spans)
+            layout.requested.spans.add(spans)
             self._decode(*decodes, cache, tables, _decode_work(layout), spans, scoring)
         if (chunks := _prefill_work(layout)) is not None:
             self._prefill(query, output, cache, tables, chunks, scoring)

@@ -25,6 +25,7 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     keys_per_tile,
     padded,
     pattern_arguments,
+    rows_of,
     scores_of,
     shared_memory_bytes,
     widened,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""Heads larger than 128 get half of it, and fp32 a quarter, because sums are in registers."""
+"""The most rows of a tile: half of this for heads larger than 128, and a quarter in fp32, because
+sums are in registers."""
 
 NUM_STAGES = 3
 """Two tiles of K and V are under way while a third one is computed. The compiler does so only if
@@ -52,9 +54,9 @@ def prefill(
     work: PrefillWork,
     scoring: Scoring,
 ) -> None:
-    """Attend from the chunks' rows of `query` [T, num_heads, key_size] into those of `output`.
+    """Attends from the chunks' rows of `query` [T, num_heads, key_size] into those of `output`.
 
-    The chunks' own K and V are in the cache already.
+    The cache already has the K and V of the chunks.
     """
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
@@ -176,16 +178,8 @@ def _prefill_kernel(
             token = first_token + tl.arange(0, TOKEN_TILE)
             place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
             block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
-            key = tl.load(
-                key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
-                mask=is_key_column,
-                other=0.0,
-            )
-            value = tl.load(
-                value_cache + place[:, None] * VALUE_SIZE + value_column[None, :],
-                mask=is_value_column,
-                other=0.0,
-            )
+            key = rows_of(key_cache, place, key_column, is_key_column, KEY_SIZE)
+            value = rows_of(value_cache, place, value_column, is_value_column, VALUE_SIZE)
             scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
             highest, weight, total = attend_tile(
                 scores, widened(value, queries), highest, weight, total
@@ -195,15 +189,9 @@ def _prefill_kernel(
         is_seen = token < end
         place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
         block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
-        key = tl.load(
-            key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
-            mask=is_seen[:, None] & is_key_column,
-            other=0.0,
-        )
-        value = tl.load(
-            value_cache + place[:, None] * VALUE_SIZE + value_column[None, :],
-            mask=is_seen[:, None] & is_value_column,
-            other=0.0,
+        key = rows_of(key_cache, place, key_column, is_seen[:, None] & is_key_column, KEY_SIZE)
+        value = rows_of(
+            value_cache, place, value_column, is_seen[:, None] & is_value_column, VALUE_SIZE
         )
         visible = token[None, :] <= position[:, None]
         if PATTERN == SLIDING:
