@@ -15,7 +15,7 @@ from promptq.worker.engine.checkpoints.unpacking import unpack, weight_of
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""The places of eight successive outputs in a word."""
+"""The place in a word of each of eight successive outputs."""
 
 
 class AWQ:

@@ -37,7 +37,7 @@ def pooling_of(folder: Path) -> Pooling | None:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """The poolings that are on. Newer files have one name in place of a switch for each."""
+    """Returns the poolings that are on. Newer files have one name in place of switches."""
     if isinstance(name := config.get("pooling_mode"), str):
         return [name]
     return [

@@ -22,7 +22,7 @@ LOADING_ERRORS = (
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of the library's message. The others give advice."""
+    """Returns the first sentence of the library's message. Further sentences are advice."""
     if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
         kind = type(error).__name__
         return f"its files have sizes that cannot be, or do not fit each other ({kind})"

@@ -68,7 +68,7 @@ def _check_directory(directory: Path, name: str) -> None:
 
 
 def check_weights(source: str) -> None:
-    """Refuse a directory without weights. For a hub name, the library reports that itself.
+    """Refuses a directory without weights. For a hub name, the library reports this itself.
 
     Raises ModelNotFoundError, and UnsupportedModelError for an index of other files.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
@@ -29,27 +29,33 @@ from promptq.worker.engine.quantization.modules import FewBits
 
 
 class Format(Protocol):
-    """Reads the layers of one way to quantize."""
+    """Reads the layers of one quantization method.
+
+    Creating one from a `quantization_config` raises UnsupportedModelError for a variant that is not
+    supported.
+    """
 
     marker: str
-    """The name of the tensor that marks a layer as quantized."""
+    """The name of the tensor that only quantized layers have."""
     bits: int
     """Bits of a number; words of 32 bits hold several."""
 
-    def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor: ...
+    def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
+        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
+        ...
 
 
-_FORMATS: dict[str, type[CompressedTensors] | type[GPTQ] | type[AWQ] | type[FP8]] = {
+_FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": GPTQ,
     "awq": AWQ,
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Scales for a KV cache of few bits, which ours finds itself."""
+"""Scales for a KV cache of few bits, which are not read: our cache computes its scales."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
-"""Bytes that the header of a safetensors file may have, as its library has it."""
+"""The most bytes of a safetensors file's header; the library has the same limit."""
 
 
 class ModelFolder:
@@ -70,7 +76,7 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model was saved, or in which it was before it was quantized."""
+        """The dtype in which the model was saved, or that it had before it was quantized."""
         saved = getattr(self.config, "dtype", None)
         return saved if isinstance(saved, torch.dtype) else torch.float32
 
@@ -105,7 +111,7 @@ class ModelFolder:
         return numbers * (dtype or self.dtype).itemsize
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
-        """The weights for a model that computes in `dtype`; None if they are not quantized.
+        """Returns the weights for a model that computes in `dtype`; None if none is quantized.
 
         Raises UnsupportedModelError for a layer that lacks a part, and SafetensorError for a file
         that cannot be read.
@@ -122,20 +128,17 @@ class ModelFolder:
                 if _module(name) in marked and _part(name) != "bias":
                     layers[_module(name)][_part(name)] = file
                 elif _part(name) not in _OF_THE_CACHE:
-                    saved.add_tensor(name, self._plain(name, file.get_tensor(name)))
+                    tensor = file.get_tensor(name)
+                    if _part(name) == "weight" and tensor.dtype not in _PLAIN:
+                        raise UnsupportedModelError(
+                            f"{self.source}: {name} is in {tensor.dtype}, and there is no"
+                            f" {_module(name)}.{self._format.marker}"
+                        )
+                    saved.add_tensor(name, tensor)
             for module, parts in layers.items():
                 tensors = {key: file.get_tensor(f"{module}.{key}") for key, file in parts.items()}
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
-
-    def _plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if _part(name) == "weight" and tensor.dtype not in _PLAIN:
-            assert self._format is not None
-            raise UnsupportedModelError(
-                f"{self.source}: {name} is in {tensor.dtype}, and there is no"
-                f" {_module(name)}.{self._format.marker}"
-            )
-        return tensor
 
     def _weight(
         self, format: Format, module: str, parts: dict[str, torch.Tensor]
@@ -151,7 +154,7 @@ class ModelFolder:
             raise UnsupportedModelError(f"{layer} has parts of wrong sizes: {error}") from error
 
     def _files(self) -> list[Path]:
-        """Returns the files with weights, without copies in another format beside them."""
+        """Returns the files with weights. Copies in another format may lie beside them."""
         folder = self._folder()
         names = shards_of(folder, self.source)
         if names is None:
@@ -213,8 +216,10 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """Returns the count of numbers in a safetensors file, with `packed` of them in a 32-bit word. 0
-    if the file is damaged, which shows when it is loaded."""
+    """Returns how many numbers a safetensors file has, if a word of 32 bits has `packed` of them.
+
+    0 if the file is damaged, which shows when it is loaded.
+    """
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")

@@ -17,21 +17,21 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
-"""Endings of the files that we or the library may read."""
+"""Endings of the files that promptq or the library may read."""
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling")
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
 """The most layers, experts of a layer, or labels; the library makes an object for each."""
 _CONTENTS = ("vocab", "merges")
-"""Settings of tokenizers that may be the content of a file, or its name."""
+"""Settings of tokenizers that hold a file's content or a file's name."""
 _LONGEST_NAME = 200
 _INDEX = "model.safetensors.index.json"
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder with a file that leads out of it, or that is no regular file.
+    """Refuses a folder with a file that leads out of it, or that is no regular file.
 
-    Files of the hub's cache are links to `blobs`, which is beside their `snapshots`.
+    Files of the hub's cache are links to the folder `blobs`, beside `snapshots`.
     Raises UnsupportedModelError.
     """
     for name in _FOLDERS:
@@ -52,7 +52,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
-    """Refuse a `tokenizer_config.json` that names a file outside of the model.
+    """Refuses a `tokenizer_config.json` that names a file outside of the model.
 
     The library would read some of these files, and turn their content into tokens.
     """
@@ -76,7 +76,7 @@ def _is_inside(target: Path, folder: Path) -> bool:
 
 
 def check_config(source: str, config: Any) -> None:
-    """Refuse a `config.json` whose number of parts would hang the library or fill the memory."""
+    """Refuses a `config.json` whose number of parts would hang the library or fill the memory."""
     left = [config]
     while left:
         item = left.pop()

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that another tool quantized."""
+"""Weights that another tool quantized."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class SavedWeights:
     dtype: torch.dtype
     """The dtype in which the model computes."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name in `dtype`. Quantized ones are tensors without memory, which only have
-    the shape, until they are widened."""
+    """All parameters by name, in `dtype`. A quantized one has only its shape, and no memory, until
+    it is widened."""
     quantized: dict[str, FewBits] = field(default_factory=dict)
     """The weights that have fewer bits, by the name of their module."""
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter that is not quantized."""
+        """Adds a parameter that is not quantized."""
         self.tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def add(self, module: str, weight: FewBits | torch.Tensor) -> None:
-        """The weight of a linear layer or an embedding."""
+        """Adds the weight of a linear layer or an embedding."""
         if not isinstance(weight, torch.Tensor):
             self.quantized[module] = weight
             weight = weight.scales.new_zeros(1, dtype=self.dtype).expand(weight.shape)
         self.add_tensor(f"{module}.weight", weight)
 
     def widen(self, module: str) -> None:
-        """Replace the tensor without memory by the weight's numbers in `dtype`."""
+        """Replaces the tensor without memory by the weight's numbers in `dtype`."""
         self.add_tensor(f"{module}.weight", self.quantized[module].dequantized())

@@ -84,26 +84,26 @@ READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
 
 
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
-    """Bytes [outputs, bytes of a row] of this type."""
+    """Returns the weight of bytes [outputs, bytes of a row] of this type."""
     size, read = READERS[kind]
     return read(_split(rows, -1, size))
 
 
 def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """The last dimension as several."""
+    """Splits the last dimension."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., 2 n] as fp16, in fp32 [..., n]."""
+    """Returns fp32 [..., n] for the bytes [..., 2 n] of fp16."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] as bits [..., n, 8], the lowest first."""
+    """Returns bits [..., n, 8], the lowest first, for bytes [..., n]."""
     return data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
 
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] as 4 bits [..., 2 n], first all lower halves."""
+    """Returns 4 bits [..., 2 n] for bytes [..., n]: all lower halves, then all upper halves."""
     return torch.cat((data & 15, data >> 4), -1)

@@ -16,7 +16,7 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFHeader:
-    """The file is mapped. Its tensors are read where they are needed."""
+    """Maps the file. Tensors are read when they are used."""
 
     def __init__(self, source: str) -> None:
         """Raises ModelNotFoundError if the file cannot be read."""
@@ -56,12 +56,12 @@ class GGUFHeader:
         return None if field is None else field.contents()
 
     def own_field(self, name: str) -> Any:
-        """Returns the value of a field of the architecture, like `field`."""
+        """Returns the value of a field of the model's architecture, like `field`."""
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:
-        """The rows of the embedding. A file without tensors, as the first of several parts may be,
-        has only the tokens."""
+        """Returns the rows of the embedding, or else the number of tokens: the first of several
+        parts may have no tensors."""
         embedding = self.tensors.get("token_embd.weight")
         if embedding is not None:
             return int(embedding.shape[-1])
@@ -72,10 +72,10 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads all fields, but of an array only its length, because vocabularies are arrays.
+    """Reads all fields, but of an array only the length.
 
-    The package makes numpy arrays of each element, which takes seconds for 150,000 tokens. So does
-    transformers when it reads a configuration.
+    The package and transformers make a numpy array of each element, which takes seconds for a
+    vocabulary of 150,000 tokens.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:

@@ -24,21 +24,21 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROTATED = ("attn_q", "attn_k")
-"""The weights whose rows the converter of the architecture `llama` arranges by pairs."""
+"""The weights whose rows llama.cpp's converter arranges by pairs in the architecture `llama`."""
 _LLAMA3_FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Settings that all models with rope scaling `llama3` have; GGUF files leave them out."""
+"""Settings of all models with rope scaling `llama3`, which GGUF files leave out."""
 _LLAMA3_POSITIONS = 8192
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """The file is mapped, and read where it is needed."""
+    """Maps the file. Weights are read when they are used."""
 
     generation_config: GenerationConfig | None = None
 
     def __init__(self, source: str) -> None:
-        """Raises ModelNotFoundError, and UnsupportedModelError for a file that is not served."""
+        """Raises ModelNotFoundError, and UnsupportedModelError for a model that is not served."""
         self.source = source
         self._header = header = GGUFHeader(source)
         self._tensors = header.tensors
@@ -112,7 +112,7 @@ class GGUFFile:
         return complete
 
     def _complete(self, config: Any) -> None:
-        """Set the fields of `config` that are not in transformers' table."""
+        """Sets the fields of `config` that are not in transformers' table."""
         if (size := self._header.own_field("attention.key_length")) is not None:
             config.head_dim = int(size)
         scaling = self._header.own_field("rope.scaling.type")
@@ -163,12 +163,12 @@ class GGUFFile:
         return saved
 
     def _places(self) -> dict[str, str]:
-        """The tensor of each of the model's parameters."""
+        """Returns the tensor of each of the model's parameters."""
         numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
         names = get_tensor_name_map(numbers[self._architecture], self.config.num_hidden_layers)
-        makes: Any = AutoModelForCausalLM
+        library: Any = AutoModelForCausalLM  # only partly typed
         with torch.device("meta"):
-            model = makes.from_config(self.config)
+            model = library.from_config(self.config)
         places = {}
         for parameter, _ in model.named_parameters():  # shared ones only once
             module, _, part = parameter.rpartition(".")
@@ -186,7 +186,7 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """The order in which transformers has the rows of a weight, if it is another one."""
+        """Returns the order of a weight's rows in transformers; None if it is the file's."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
@@ -196,7 +196,7 @@ class GGUFFile:
         return rows.view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _scale_positions(self, config: Any) -> None:
-        """Set the rope scaling whose factors of frequencies the file has."""
+        """Sets the rope scaling of Llama 3. The file has only its factors of frequencies."""
         factors = torch.from_numpy(self._tensors[_LLAMA3_FREQUENCIES].data.copy())
         plain = dict(config.rope_parameters)
         config.rope_parameters = {
@@ -211,6 +211,6 @@ class GGUFFile:
         expected = plain["rope_theta"] ** -exponents / factors
         if scaled.shape != expected.shape or not torch.allclose(scaled, expected, rtol=1e-4):
             raise UnsupportedModelError(
-                f"{self.source}: its positions are scaled in a way that is not that of Llama 3;"
-                " use a directory of safetensors files"
+                f"{self.source}: its positions are not scaled like those of Llama 3; use a"
+                " directory of safetensors files"
             )
