@@ -1,4 +1,4 @@
-"""The interface of all of promptq's decoders."""
+"""The interface of promptq's decoders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LlamaDecoder(ABC):
     """Computes packed steps like PackedModel, without the library's modules."""
 
     unpacked: ClassVar[type[LlamaDecoder] | None] = None
-    """A decoder that computes the same in fp32 and reads the model's weights where they are, so
-    that the formula can be checked without copies of them. None: there is no such decoder."""
+    """A decoder that computes the same in fp32 without a copy of the weights, so that the check at
+    load can compare the formula. None: there is no such decoder."""
 
     @abstractmethod
     def __init__(
@@ -35,9 +35,9 @@ class LlamaDecoder(ABC):
     ) -> None:
         """Builds a decoder for positions below `max_length`; each layer has a cache and a pattern.
 
-        `backend` is the attention backend that serves the model. `releases`: the model's weights
-        may be freed where the decoder has copies. Raises NotOfThisKindError if the
-        model has a part that the decoder does not know.
+        `backend` is the attention backend that serves the model. `releases`: the decoder may free
+        weights of the model of which it has copies. Raises NotOfThisKindError if the model has a
+        part that the decoder does not know.
         """
 
     @abstractmethod
@@ -52,15 +52,15 @@ class LlamaDecoder(ABC):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether its code is there."""
+        """Whether this installation has the decoder's code."""
         return True
 
     @classmethod
     @abstractmethod
     def takes(cls, weight: FewBits) -> bool:
-        """Whether it multiplies with this weight without widening it."""
+        """Whether the decoder multiplies with this weight without widening all of it."""
 
     @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:
-        """Arrange the weights of a served model as the decoder needs them. This is done before free
-        memory is counted for the KV cache."""
+        """Arranges the weights of a served model as the decoder needs them, before the free memory
+        for the KV cache is measured."""

@@ -1,11 +1,11 @@
-"""The decoder on a GPU: a layer of the Llama kind in nine launches, seen from the host's side.
+"""The decoder on a GPU: launches the nine kernels of a layer of the Llama kind.
 
     hidden = embed(ids)
     each layer: hidden += o(attention(qkv(norm(hidden))))
                 hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Each sum is left to the norm after it, which reads the hidden state anyway.
+The kernel of the next norm adds each sum, because it reads the hidden state anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 from promptq.worker.engine.decoders.base import LlamaDecoder
 from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
-from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
@@ -64,7 +64,7 @@ class FusedDecoder(LlamaDecoder):
         self._embedding, self._norm = parts.embedding, parts.norm
         self._head = fused(parts.head)
         self._epsilon = parts.epsilon
-        self._rotary = Rotary(*parts.rotations(max_length, parts.norm))
+        self._cosine, self._sine = parts.rotations(max_length, parts.norm)
         self._layers = [
             _Layer(layer, cache, Scoring(parts.scale, pattern))
             for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)
@@ -98,7 +98,8 @@ class FusedDecoder(LlamaDecoder):
             query = place_heads(
                 layer.qkv(normed),
                 positions,
-                self._rotary,
+                self._cosine,
+                self._sine,
                 layer.head_norms,
                 epsilon,
                 layer.cache,

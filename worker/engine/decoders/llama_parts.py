@@ -1,8 +1,8 @@
 """Splits a library's model of the Llama kind into its parts.
 
 The names, shapes and types of a layer's modules show what it computes. The check at load compares a
-decoder's result with the library's model. So a family that has the same module names but another
-formula is detected, and is served through its own modules.
+decoder's result with the library's model. So it detects a family that has the same names but
+another formula. The library's modules serve such a family.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LlamaLayer:
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
-    query_norm: torch.Tensor | None  # [head size]; of each head, before it is rotated
-    key_norm: torch.Tensor | None  # the same; there are both, or none
+    query_norm: torch.Tensor | None  # [head size], of each head before its rotation
+    key_norm: torch.Tensor | None  # [head size]; there are both norms, or none
     output: nn.Linear
     inner_norm: torch.Tensor  # [hidden size]
     gate: nn.Linear
@@ -52,8 +52,8 @@ class LlamaLayer:
 
 @dataclass(frozen=True, slots=True)
 class LlamaParts:
-    """A whole model of this kind. The tensors are the model's own parameters. Linear layers and the
-    embedding may be quantized ones."""
+    """A whole model of this kind. Linear layers and the embedding may be quantized. Tensors are the
+    model's parameters, not copies."""
 
     embedding: nn.Embedding
     layers: list[LlamaLayer]
@@ -70,8 +70,10 @@ class LlamaParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> LlamaParts:
-        """`num_attending` is how many layers attend, if that is known. Raises NotOfThisKindError if
-        the model has a part that is not known."""
+        """Returns the parts of a model, of which `num_attending` layers attend, if that is known.
+
+        Raises NotOfThisKindError if the model has an unknown part.
+        """
         whole: Any = model  # its class is only partly typed
         body = whole.get_decoder()
         _require(_parts(body) == _BODY_PARTS, "other parts")
@@ -99,20 +101,18 @@ class LlamaParts:
         )
 
     def rotations(self, max_length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [max_length, rotary size] from the model's own module.
-
-        They have the dtype of `like` and are on its device.
-        """
+        """Returns cosines and sines [max_length, rotary size] from the model's module, with the
+        dtype and device of `like`."""
         positions = torch.arange(max_length, device=like.device).unsqueeze(0)
         cosine, sine = self.rotary(like, positions)
         return cosine[0].contiguous(), sine[0].contiguous()
 
 
 def is_of_llama_kind(model: PreTrainedModel) -> bool:
-    """Whether a model has this kind's parts. The check at load shows if it computes the same."""
+    """Whether a model has this kind's parts. The check at load shows if the formula is the same."""
     try:
         LlamaParts.of(model)
-    except Exception:  # a family may have anything in the places of these parts
+    except Exception:  # a family may have anything under these names
         return False
     return True
 
@@ -170,7 +170,7 @@ def _norms(body: Any) -> Iterator[Any]:
 
 
 def _heads(attention: Any) -> tuple[int, int, int, float]:
-    """Query heads, KV heads, the size of a head, and the scale of scores."""
+    """Returns the numbers of query heads and KV heads, the size of a head, and the scale."""
     size: int = attention.head_dim
     num_heads = attention.q_proj.out_features // size
     return num_heads, attention.k_proj.out_features // size, size, float(attention.scaling)

@@ -44,7 +44,7 @@ class NativeDecoder(LlamaDecoder):
     _is_packed = True
     """Whether it copies the weights into the order in which products read them."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
-    """Further dtypes that weights of linear layers and embeddings may have."""
+    """Other dtypes that weights of linear layers and embeddings may have."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class NativeDecoder(LlamaDecoder):
         *,
         releases: bool = False,
     ) -> None:
-        """See LlamaDecoder. It has its own attention, so it does not use the backend."""
+        """See LlamaDecoder. This decoder has its own attention and ignores the backend."""
         parts = LlamaParts.of(model, len(caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
@@ -221,7 +221,7 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """Describes a quantized weight to the native code. The caller keeps the weight meanwhile."""
+    """Describes a quantized weight to the native code. The caller must keep the weight."""
     return library.Weight(
         numbers=weight.numbers.data_ptr(),
         scales=weight.scales.data_ptr(),

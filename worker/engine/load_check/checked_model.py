@@ -17,8 +17,8 @@ from promptq.worker.engine.model.packed_model import PackedModel
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the check of a model that one of promptq's decoders serves. Another load of the
-    same files on the same device need not repeat the check."""
+    """Result of the check of a model that one of promptq's decoders serves. A later load of the
+    same files on the same device does not repeat the check."""
 
     specs: list[LayerSpec]
     backend: str
@@ -27,10 +27,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """Result of the check: the attention modules in order of call, and the spec of each layer."""
+    """Result of the check."""
 
     modules: list[nn.Module]
+    """The attention modules in order of call; empty for a model that an earlier load checked."""
     specs: list[LayerSpec]
+    """The attention of each layer."""
     backend: AttentionBackend
     counts_rows: bool = False
     """See PackedModel."""
@@ -47,7 +49,7 @@ class CheckedModel:
     @property
     def verdict(self) -> Verdict | None:
         """The verdict for later loads of the model. None if the library's modules serve it, because
-        each load has to record its attention modules anew."""
+        each load must record the attention modules anew."""
         if self.decoder is None:
             return None
         return Verdict(self.specs, self.backend.name, self.decoder.__name__)
@@ -63,7 +65,7 @@ class CheckedModel:
     ) -> PackedModel | LlamaDecoder:
         """Returns the model on this cache, for sequences of up to `max_length` tokens.
 
-        `releases`: nothing else needs the weights, so those that are packed are freed.
+        `releases`: nothing else needs the weights, so the decoder frees those that it packs.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:

@@ -31,26 +31,26 @@ FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """Exceptions that a library's modules raise if they cannot compute packed steps."""
 
 LENGTHS = (34, 14)
-"""Tokens of the two requests of the check. Some of their chunks are long, and some are so short
-that their rows may attend one by one."""
+"""Tokens of the two requests of the check. Some chunks are long, and some are so short that their
+rows may attend one by one."""
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4
 """The largest difference in a row of logits, relative to the row's spread, for half of the rows.
-Any row may differ ten times as much, because a near tie in a router may be decided differently in
-it. In fp32, rounding causes about 1e-6."""
+Any row may differ ten times as much, because a router may decide a near tie differently. In fp32,
+rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """Tolerance for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
 """Tolerance for a decoder with rounded weights, inputs, or K and V, once its formula was checked.
-Each of many layers rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2
-in some. Wrong ones are off by 1."""
+Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in some
+models. Wrong products are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """Tolerance in fp32 when the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
-"""The most positions with which promptq's decoders are tested. This is enough, because their table
-of positions comes from the model's module."""
+"""The most positions of requests that test promptq's decoders. More need no test, because their
+table of positions comes from the model's module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Probe:
 
 
 def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests. The second lies at the end of the model's positions, to show that the
+    """Returns two requests. The second is at the end of the model's positions, to show that the
     model uses the positions of its input."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
@@ -75,12 +75,12 @@ def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
 
 
 def decoder_probes(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests at positions with which promptq's decoders are tested."""
+    """Returns two requests that test promptq's decoders."""
     return probes_of(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
 
 
 def _alone(loaded: LoadedModel, probe: Probe, counts_rows: bool) -> torch.Tensor:
-    """[length, vocab_size]: the logits with the library's own attention and masks."""
+    """Returns logits [length, vocab_size] with the library's own attention and masks."""
     device = loaded.model.device
     positions = torch.arange(len(probe.token_ids), device=device).unsqueeze(0)
     positions += probe.first_position
@@ -173,7 +173,7 @@ def compare(
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """[rows]: how far each row of logits is off, relative to the spread of the expected."""
+    """Returns [rows]: the distance of logits from the expected ones, relative to their spread."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off

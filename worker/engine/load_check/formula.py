@@ -44,14 +44,14 @@ def check_model(
     why_no_own_code: str = TURNED_OFF,
     known: Verdict | None = None,
 ) -> CheckedModel:
-    """Record the layers' specs, and compare packed steps with the library's attention.
+    """Records the layers' specs, and compares packed steps with the library's attention.
 
-    The first of the backends that supports all specs is used. If its kernels do not compile, the
-    next one is. Positions up to `max_length` are tested. The first of `decoders` that passes the
-    same comparison serves the model instead of the library's modules. `why_no_own_code` is the
-    reason if there are none. A verdict `known` from an earlier load is not checked again.
-    Raises UnsupportedModelError, naming the family and the reason, if the model would not be served
-    correctly. Raises ConfigurationError if the kernels of no backend compile.
+    The first backend that supports all specs and whose kernels compile is chosen. Positions up to
+    `max_length` are tested. The first of `decoders` that passes the same comparison serves the
+    model instead of the library's modules. `why_no_own_code` is the reason if there are none. A
+    verdict `known` from an earlier load is not checked again. Raises UnsupportedModelError with the
+    family and the reason if the model would not be served correctly. Raises ConfigurationError if
+    the kernels of no backend compile.
     """
     left = [*backends]
     if known is not None:
@@ -90,7 +90,7 @@ def _check(
     by_parts: bool,
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
-    """`by_parts`: see in_float32. What was `refused` for its logits passes in fp32 only."""
+    """`by_parts`: see in_float32. A model that was `refused` for its logits passes in fp32 only."""
     family, model = loaded.family, loaded.model
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
@@ -157,7 +157,7 @@ def _with_decoder(
     tolerance: float,
     by_parts: bool,
 ) -> CheckedModel:
-    """`checked` with the first of our decoders that passes, or with the reasons why none does.
+    """Returns `checked` with the first decoder that passes, or with the reasons why none does.
 
     `by_parts`: weights are in fp32 only while they are used, so the formula is checked unpacked.
     """

@@ -29,10 +29,10 @@ from promptq.worker.engine.model.model_length import model_length
 
 
 def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
-    """Compare promptq's decoder of a model whose weights or KV cache are rounded now with the
-    library's model, which computes with the widened weights. The formula was checked before.
+    """Compares promptq's decoder with the library's model once weights or the KV cache are rounded.
 
-    `options` are those that request rounding; empty: the files have it. Raises
+    The library's model computes with the widened weights. The formula was checked before. `options`
+    are those that request rounding; they are empty if the files are quantized. Raises
     UnsupportedModelError.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
@@ -42,7 +42,7 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The logits with which those of packed weights are compared."""
+    """The logits that packed weights must have."""
 
     probes: list[Probe]
     logits: torch.Tensor  # [tokens of all probes, vocab_size]
@@ -51,9 +51,11 @@ class Expectation:
     def of(
         cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
     ) -> Expectation | None:
-        """Computes the logits with the formula, which was checked before, in fp32 on the unpacked
-        weights. The model will serve sequences of up to `max_length` tokens on the cache. Returns
-        None if there is too little memory even for that."""
+        """Computes the logits in fp32 on the unpacked weights. The formula was checked before.
+
+        The model will serve sequences of up to `max_length` tokens on the cache. Returns None if
+        there is too little memory.
+        """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size
         probes = [
@@ -71,7 +73,7 @@ class Expectation:
 def check_packed(
     loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
-    """Compare a decoder that has packed the weights, on its cache that is not used yet.
+    """Compares a decoder that has packed the weights, on its cache, which is still unused.
 
     `options` are those that request rounding, as text. Raises UnsupportedModelError.
     """

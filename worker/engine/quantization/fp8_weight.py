@@ -12,7 +12,7 @@ HAS_FP8 = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class FP8Weight:
-    """A weight [outputs, inputs]: `scale * n` with numbers of 8 bits that have an exponent."""
+    """A weight [outputs, inputs]: `scale * n`, with numbers of 8 bits with an exponent."""
 
     numbers: torch.Tensor
     """float8_e4m3fn [outputs, inputs]."""

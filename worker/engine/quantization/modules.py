@@ -55,7 +55,7 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter that has the dtype of the model, and is where the weight is."""
+    """Returns an empty parameter with the dtype of the model, on the device of the weight."""
     return nn.Parameter(weight.scales.new_empty(0, dtype=dtype), requires_grad=False)
 
 
@@ -67,11 +67,11 @@ def quantize_model(
     embeddings: bool = False,
     saved: Mapping[str, FewBits] | None = None,
 ) -> None:
-    """Replace the linear layers by quantized ones, and free their weights.
+    """Replaces linear layers by quantized ones, and frees their weights.
 
-    Weights that were `saved` quantized, by module, are used. The others are rounded if there are
-    `bits`, and with `embeddings` the embedding and the output layer too, to 8 bits. Otherwise they
-    do not change. Raises NativeError if a weight cannot be rounded.
+    Modules get the quantized weights that `saved` has under their names. With `bits`, the other
+    weights are rounded. The embedding and the output layer are rounded only with `embeddings`, and
+    to 8 bits. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}
     whole: Any = model  # its class is only partly typed
@@ -101,7 +101,7 @@ def quantize_model(
 
 
 def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
-    """Move the weights of quantized modules, which the module's own method does not know."""
+    """Moves the weights of quantized modules, which `Module.to` does not move."""
     moved: dict[int, FewBits] = {}  # a tied one once
     for module in model.modules():
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
@@ -112,7 +112,7 @@ def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def with_plain_modules(model: PreTrainedModel) -> None:
-    """Replace quantized modules by plain ones with widened weights."""
+    """Replaces quantized modules by plain ones with widened weights."""
     whole: Any = model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     linears = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]

@@ -13,8 +13,7 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs], whose inputs share a scale and an offset by groups. A number is
-    `scale * n + offset`."""
+    """A weight [outputs, inputs]: `scale * n + offset`, where groups of inputs share both."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs]; of 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
@@ -28,11 +27,8 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
-        """Round a weight [outputs, inputs], by native code on a CPU. Without a group, an output has
-        one scale.
-
-        Raises NativeError if a number is not finite.
-        """
+        """Rounds a weight [outputs, inputs] in native code. Raises NativeError if a number is not
+        finite. Without a group, an output has one scale."""
         outputs, inputs = weight.shape
         group = group or inputs
         numbers = torch.empty(outputs, -(-inputs * bits // 8), dtype=torch.uint8)

@@ -29,7 +29,7 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
 from promptq.worker.engine.decoders.kernels.fp8_product import rounded
-from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.quantization.weight import QuantizedWeight
@@ -138,8 +138,8 @@ def launch_fused(
     layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
     cache = LayerCache(*(empty(4, num_kv_heads, 16, size) for _ in range(2)))
     qkv = empty(2, (num_heads + 2 * num_kv_heads) * size)
-    rotary = Rotary(empty(9, size), empty(9, size))
-    place_heads(qkv, places, rotary, empty(2, size), 1e-6, cache, layout)
+    cosine, sine = empty(9, size), empty(9, size)
+    place_heads(qkv, places, cosine, sine, empty(2, size), 1e-6, cache, layout)
     silu_and_multiply(empty(2, 6 * hidden))
     outputs = (num_heads + 2 * num_kv_heads) * size
     numbers = torch.zeros(outputs, hidden, dtype=torch.uint8)

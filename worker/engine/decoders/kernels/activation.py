@@ -1,4 +1,4 @@
-"""SiLU and the product with the other half as one kernel."""
+"""`silu(gate) * up` in one kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ TILE = 1024
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, size]: `silu(gate) * up`, for `gate_up` [T, 2 * size]. Both `silu(gate)` and the product
-    are rounded, as in the library's modules."""
+    """Returns `silu(gate) * up` [T, size] for `gate_up` [T, 2 * size]. Like the library's modules,
+    it rounds both `silu(gate)` and the product."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_rows, size)
     _silu_kernel[(num_rows, triton.cdiv(size, TILE))](

@@ -14,8 +14,8 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class FP8Product:
-    """A linear layer from rows [T, inputs] to [T, outputs]. Rows are rounded to FP8, with one scale
-    for each. Rows in fp32 are multiplied exactly, which takes long."""
+    """A linear layer from rows [T, inputs] to [T, outputs]. It rounds each row to FP8 with a scale.
+    Rows in fp32 are not rounded, which takes long."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -47,8 +47,8 @@ class FP8Product:
 
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers in FP8 of rows [T, inputs], and their scales, fp32 [T, 1]. The largest number of
-    a row becomes the largest of FP8."""
+    """Returns rows [T, inputs] in FP8, and their scales, fp32 [T, 1]. A row's largest number
+    becomes the largest of FP8."""
     num_rows, num_inputs = rows.shape
     numbers = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty(num_rows, 1, dtype=torch.float32)

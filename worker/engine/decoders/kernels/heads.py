@@ -1,11 +1,10 @@
-"""Makes the heads ready for attention as one kernel: their norms, the rotation, K and V written.
+"""Prepares heads for attention in one kernel: norms, rotation, and writing K and V.
 
-Rounded where the library's modules round: after each operation.
+The kernel rounds where the library's modules round: after each operation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,18 +17,11 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, StepLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """The rotation of all layers (RoFormer, as Llama lays it out)."""
-
-    cosine: torch.Tensor  # [positions, rotary size], in the model's dtype
-    sine: torch.Tensor  # the same
-
-
 def place_heads(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    rotary: Rotary,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
     norms: torch.Tensor | None,
     epsilon: float,
     cache: LayerCache,
@@ -38,8 +30,10 @@ def place_heads(
     """Returns the queries [T, num_heads, head size], and writes K and V to the cache.
 
     `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections, and
-    `norms` [2, head size] are the weights of the query's and the key's norm, if they have one.
-    `positions` are [T]. Rows whose block is -1 pad the step: their K and V are not written.
+    `positions` are [T]. `cosine` and `sine` [positions, rotary size], in the model's dtype, rotate
+    heads (RoFormer, as Llama lays it out). `norms` [2, head size] are the weights of the query's
+    and the key's norm, if they have one. Rows whose block is -1 pad the step: their K and V are not
+    written.
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape
@@ -50,8 +44,8 @@ def place_heads(
     _place_heads_kernel[(num_rows, num_kv_heads)](
         qkv,
         positions,
-        rotary.cosine,
-        rotary.sine,
+        cosine,
+        sine,
         qkv if norms is None else norms,
         epsilon,
         query,
@@ -63,7 +57,7 @@ def place_heads(
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         SIZE=size,
-        ROTARY_SIZE=rotary.cosine.shape[1],
+        ROTARY_SIZE=cosine.shape[1],
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
         TILE=tile,
@@ -108,7 +102,7 @@ def _place_heads_kernel(
     is_head = in_group < GROUP + 2
     value = tl.load(source + column, mask=is_head & within, other=0.0)
 
-    # Each column turns with a partner, half a rotation away.
+    # Each column is rotated with a partner in the other half of the rotated columns.
     is_first = column < ROTARY_SIZE // 2
     partner = tl.where(is_first, column + ROTARY_SIZE // 2, column - ROTARY_SIZE // 2)
     own = value.to(tl.float32)

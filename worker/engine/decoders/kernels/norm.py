@@ -1,7 +1,7 @@
-"""A residual sum and the RMS norm of it as one kernel.
+"""A residual sum and its RMS norm in one kernel.
 
-Rounded where the library's modules round: the sum, the normed row, and its product with the weight
-have the model's dtype. All else is in fp32.
+The kernel rounds where the library's modules round: the sum, the normed row, and its product with
+the weight have the model's dtype. All else is in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 def add_rms_norm(
     hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """Add `update` to `hidden`, both [T, hidden size], in place. Returns the norm of the sum."""
+    """Adds `update` to `hidden`, both [T, hidden size], in place. Returns the norm of the sum."""
     num_rows, size = hidden.shape
     tile = triton.next_power_of_2(size)
     output = torch.empty_like(hidden)

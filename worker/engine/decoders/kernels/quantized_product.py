@@ -1,9 +1,9 @@
 """Products with weights of 8 or 4 bits.
 
-For few rows, weights are widened in registers. For many, they are widened once, some outputs at a
-time, and torch multiplies. Either way a weight is rounded to the dtype of the rows. Only where an
-output has one scale and no offset, and rows are few, integers are multiplied, which are exact, and
-the sum is scaled.
+For few rows, kernels widen weights in registers. For many rows, a kernel widens some outputs at a
+time, and torch multiplies. Both round weights to the dtype of the rows. There is one exception: for
+few rows and outputs with one scale and no offset, kernels multiply the integers, which are exact,
+and scale the sum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 FEW_ROWS = 256
 """Up to this number of rows, weights are widened in registers, again for each tile of rows."""
 _OUTPUT_TILE = 128
-"""A program reads the inputs of its rows again for each tile, so they are large. Its warps share
-the outputs, so each widens a part of the weights."""
+"""Tiles are large, because each reads the inputs of its rows again. The warps of a program share
+its outputs, so each widens a part of the weights."""
 _ROW_TILE = 64
 STEP = 64
 """Inputs of an iteration."""
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. Its sum of a tile takes as many bytes as the numbers of four
-to eight iterations, and is written and read."""
+"""The fewest iterations of a program. Writing and reading its sum of a tile takes as many bytes as
+the numbers of four to eight iterations."""
 _STAGES = tl.constexpr(4)
 """The numbers and inputs of three iterations are under way while a program computes one."""
 _NUM_WARPS = 4
@@ -41,8 +41,8 @@ _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns how many programs run side by side on a processor. On older cards a third one would
-    spill registers."""
+    """Returns how many programs a processor runs at once. On older cards a third one would spill
+    registers."""
     return 3 if architecture >= 90 else 2
 
 
@@ -189,7 +189,7 @@ def _product_kernel(
     split = tl.program_id(2)
     place = tl.program_id(1) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
-    # What is beyond the end is read from the last one, and not written.
+    # Outputs and rows beyond the end read the last one, and are not written.
     read = tl.minimum(place, NUM_OUTPUTS - 1)
     bytes_of = numbers + read.to(tl.int64)[:, None] * ROW_BYTES
     inputs_of = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * NUM_INPUTS
@@ -216,7 +216,7 @@ def _product_kernel(
         weights = _integers(packed, BITS, MIDDLE)
         if not IS_SCALED_LAST:
             weights = _scaled(weights, scale, offset, HAS_OFFSETS, PART)
-            # What the next iteration needs: two bytes of each cannot be copied in the background.
+            # Read for the next iteration, because copies in the background take at least 4 bytes.
             group = _groups(read, first + STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
             scale = tl.load(scales + group)
             if HAS_OFFSETS:
@@ -236,7 +236,7 @@ def _product_kernel(
         finished = 1 + tl.atomic_add(num_finished + tile, 1, sem="acq_rel", scope="gpu")
         is_last = finished == SPLITS
         if is_last:
-            # Another processor may have written them, so they are read past the first cache.
+            # Other processors may have written the sums, so reads bypass the first-level cache.
             total = none
             for other in tl.range(SPLITS, num_stages=2):  # so that it reads ahead
                 total += tl.load(of_tile + other * (OUTPUT_TILE * ROW_TILE), cache_modifier=".cg")
@@ -263,7 +263,7 @@ def _widen_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One program for each tile of outputs and inputs; writes their weights as wide numbers."""
+    """One program for each tile of outputs and inputs, which writes the widened weights."""
     EACH: tl.constexpr = 8 // BITS
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
     NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
@@ -295,8 +295,8 @@ def _groups(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [outputs, COUNT]: the groups of COUNT parts, from the one of input `first`. Parts
-    beyond the last input count to the last group."""
+    """Returns [outputs, COUNT]: the groups of COUNT parts, beginning with that of input `first`.
+    Parts beyond the last input are in the last group."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
@@ -320,7 +320,7 @@ def _scaled(
 
 @triton.jit
 def _integers(packed: tl.tensor, BITS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
-    """[outputs, inputs]: the integers less MIDDLE, in fp32, of bytes [outputs, bytes].
+    """Unpacks bytes [outputs, bytes]. Returns [outputs, inputs]: the integers less MIDDLE, in fp32.
 
     In fp32, 2 ** 23 has the bits 0x4B000000, and its last bits count ones. So this takes fewer
     instructions than a conversion.
