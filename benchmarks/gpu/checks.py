@@ -21,7 +21,7 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
-from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
@@ -158,14 +158,14 @@ def _check_fp8_heads(device: torch.device, seed: int) -> None:
     places = torch.arange(num_rows, device=device)
     layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
     angles = torch.rand(num_rows, size, device=device)
-    rotary = Rotary(angles.cos().bfloat16(), angles.sin().bfloat16())
+    cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
     shape = (num_rows, num_kv_heads, 16, size)
     wide, narrow = (
         LayerCache(*(torch.zeros(shape, device=device).to(dtype) for _ in range(2)))
         for dtype in (torch.bfloat16, FP8)
     )
     for cache in (wide, narrow):
-        place_heads(qkv, places, rotary, None, 1e-6, cache, layout)
+        place_heads(qkv, places, cosine, sine, None, 1e-6, cache, layout)
     for kept, exact in ((narrow.key, wide.key), (narrow.value, wide.value)):
         if not torch.equal(kept.float(), exact.float().clamp(-448, 448).to(FP8).float()):
             raise AssertionError(f"fp8: K or V are rounded in another way, seed {seed}")

@@ -30,7 +30,7 @@ else None. Only the lengths in the layout are known."""
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """A PaddedLists for a model that pads no step."""
+    """Returns None: a PaddedLists for a model that pads no step."""
 
 
 @dataclass(frozen=True, slots=True)

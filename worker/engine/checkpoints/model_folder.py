@@ -169,7 +169,7 @@ class ModelFolder:
 
 
 def _check_index_of_hub(name: str) -> None:
-    """Refuse an index that names other files than safetensors before the library fetches them."""
+    """Refuses an index that names other files than safetensors before the library fetches them."""
     if Path(name).is_dir():
         return
     with suppress(OSError):  # there is none, or the library reports why it cannot be fetched

@@ -1,4 +1,4 @@
-"""The decoder on a GPU: launches the nine kernels of a layer of the Llama kind.
+"""The decoder on a GPU: a layer of the Llama kind takes nine kernel launches.
 
     hidden = embed(ids)
     each layer: hidden += o(attention(qkv(norm(hidden))))

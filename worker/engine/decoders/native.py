@@ -94,7 +94,7 @@ class NativeDecoder(LlamaDecoder):
         freed_bytes = 0
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
-            if releases and (freed_bytes := freed_bytes + _release(layer.linears)) >= _FREED_BYTES:
+            if releases and (freed_bytes := freed_bytes + release(layer.linears)) >= _FREED_BYTES:
                 give_back(layer.query.weight.device)
                 freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)
@@ -252,7 +252,7 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     )
 
 
-def _release(modules: Iterable[nn.Linear]) -> int:
+def release(modules: Iterable[nn.Module]) -> int:
     """Frees the weights of modules, of which a native decoder has copies. The modules can no longer
     compute. Returns the number of bytes that they had."""
     num_bytes = 0
@@ -260,7 +260,7 @@ def _release(modules: Iterable[nn.Linear]) -> int:
         for parameter in module.parameters(recurse=False):
             num_bytes += parameter.nbytes
             parameter.data = parameter.new_empty(0)
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
             weight = cast("QuantizedWeight", module.quantized)  # the decoder takes no others
             num_bytes += sum(tensor.nbytes for tensor in weight.tensors)
             module.quantized = weight.released()

@@ -255,7 +255,7 @@ def test_rope_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None
     strange = rewritten(
         FILES / "small-q8_0.gguf", tmp_path / "strange.gguf", extra={"rope_freqs.weight": factors}
     )
-    with pytest.raises(UnsupportedModelError, match="not that of Llama 3"):
+    with pytest.raises(UnsupportedModelError, match="not scaled like those of Llama 3"):
         load_model(str(strange), device=CPU)
 
 

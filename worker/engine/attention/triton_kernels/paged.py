@@ -62,7 +62,7 @@ class TritonPaged(AttentionBackend):
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
-    """Make a head's elements contiguous. The kernels accept any other strides."""
+    """Returns rows whose heads are contiguous. The kernels accept any other strides."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

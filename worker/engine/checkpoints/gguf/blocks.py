@@ -1,7 +1,7 @@
 """Converts the blocks of GGUF files to the format of promptq's products.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of an
-output; each reader describes its content.
+output. Each reader's docstring lists the bytes of a block in order.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class DecoderOf : public Decoder {
 
   static const T* numbers(const void* weight) { return static_cast<const T*>(weight); }
 
-  // Norm and rotate `count` heads of a row, from the model's head `first` on, and store them: queries in
-  // `query` [T, num_heads * head_size], K and V in the cache.
+  // Norms and rotates `count` heads of a row, from the model's head `first` on. Stores queries in `query`
+  // [T, num_heads * head_size], and K and V in the cache.
   void place_heads(
       T* head, int64_t first, int64_t count, int64_t row, const Layer& layer, const Step& step,
       T* query) const {
@@ -193,31 +193,17 @@ class DecoderOf : public Decoder {
   Buffer<T> hidden_, normed_, query_, attended_, inner_, last_;
 };
 
-template <typename T>
-void attend_rows(
-    const void* query, int64_t num_heads, const LayerCache& cache, const Layout& layout,
-    double scale, void* out) {
-  const Pieces pieces(layout, cache, num_heads / cache.num_kv_heads, 1);
-  std::vector<float> scratch;
-  for (int64_t index = 0; index < pieces.count(); ++index)
-    attend_sized(
-        pieces.at(
-            index, static_cast<const T*>(query), static_cast<T*>(out), cache,
-            static_cast<float>(scale)),
-        scratch);
-}
-
 }  // namespace promptq
 
 const char* decoder_new(
     const promptq::ModelShape* shape, const promptq::ModelWeights* weights, int64_t num_threads,
-    promptq::Decoder** made) {
+    promptq::Decoder** decoder) {
   return promptq::guarded([&] {
     const int threads = static_cast<int>(num_threads);
     if (shape->is_bf16)
-      *made = new promptq::DecoderOf<promptq::Bf16>(*shape, *weights, threads);
+      *decoder = new promptq::DecoderOf<promptq::Bf16>(*shape, *weights, threads);
     else
-      *made = new promptq::DecoderOf<float>(*shape, *weights, threads);
+      *decoder = new promptq::DecoderOf<float>(*shape, *weights, threads);
   });
 }
 
@@ -239,9 +225,15 @@ void keep_freed_memory() {
 const char* paged_attention(
     int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
     const promptq::Layout* layout, double scale, void* out) {
-  return promptq::guarded([&] {
-    const auto attend = is_bf16 ? promptq::attend_rows<promptq::Bf16> : promptq::attend_rows<float>;
-    attend(query, num_heads, *cache, *layout, scale, out);
+  using namespace promptq;
+  return guarded([&] {
+    const Pieces pieces(*layout, *cache, num_heads / cache->num_kv_heads, 1);
+    std::vector<float> scratch;
+    with_type(is_bf16, query, [&]<typename T>(const T* rows) {
+      for (int64_t index = 0; index < pieces.count(); ++index)
+        attend_sized(
+            pieces.at(index, rows, static_cast<T*>(out), *cache, static_cast<float>(scale)), scratch);
+    });
   });
 }
 
@@ -250,18 +242,18 @@ const char* linear(
     int64_t outputs, int64_t inputs, const void* bias, void* y) {
   using namespace promptq;
   return guarded([&] {
-    const Matrix given = matrix(*weight, outputs, inputs);
+    const Matrix numbers = matrix(*weight, outputs, inputs);
     WeightMemory memory;
     const auto multiply = [&]<typename T>(std::unique_ptr<Packed<T>> packed) {
       packed->multiply(
           static_cast<const T*>(x), rows, static_cast<const T*>(bias), static_cast<T*>(y), outputs);
     };
     if (!is_bf16)
-      multiply(pack<float>(given, memory));
+      multiply(pack<float>(numbers, memory));
     else if (in_tiles || weight->scales)
-      multiply(pack<Bf16>(given, memory));
+      multiply(pack<Bf16>(numbers, memory));
     else
-      multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(given, memory)));
+      multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(numbers, memory)));
   });
 }
 

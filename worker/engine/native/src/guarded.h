@@ -1,4 +1,4 @@
-// Exceptions cannot leave a library that is called as C.
+// Turns exceptions into messages, because they must not leave a library that is called as C.
 #pragma once
 
 #include <exception>
@@ -6,16 +6,16 @@
 
 namespace promptq {
 
-// Runs the action. Returns null, or its exception's message, which is kept until the thread's next call.
+// Runs the action. Returns null, or the message of its exception, valid until the thread's next call.
 template <typename Action>
 const char* guarded(const Action& action) {
-  static thread_local std::string said;
+  static thread_local std::string message;
   try {
     action();
     return nullptr;
   } catch (const std::exception& error) {
-    said = error.what();
-    return said.c_str();
+    message = error.what();
+    return message.c_str();
   }
 }
 

@@ -1,10 +1,10 @@
 // Functions that Python calls (native/library.py has the same structures). This code includes no header of
-// Python or torch, so that one library serves each version of them.
+// Python or torch, so that one library serves all their versions.
 //
-// Numbers lie one after the other and belong to the caller, which keeps them as long as stated here.
-// Matrices are [rows, columns]; weights, K and V, activations and logits are all fp32 or all bf16, but
+// Numbers lie one after the other. They belong to the caller, which keeps them as long as stated here.
+// Matrices are [rows, columns]. Weights, K and V, activations and logits are all fp32 or all bf16, but
 // weights of linear layers may have 8 or 4 bits.
-// Functions that can fail return null, or else an error message, valid until the thread's next call.
+// Functions that can fail return null or an error message, valid until the thread's next call.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Weight {
   int64_t bits, group;
 };
 
-// As long as the decoder: all but the head, which is copied if weights are packed.
+// The caller keeps these as long as the decoder, except the head if weights are packed.
 struct ModelWeights {
   Weight embedding;              // [vocab_size, size]
   const float *cosine, *sine;    // [positions, rotary]
@@ -37,8 +37,8 @@ struct ModelWeights {
   Weight head;                   // [vocab_size, size]
 };
 
-// As long as the decoder: norms, K and V, and weights that are not packed. The others are copied. Biases,
-// query_norm and key_norm may be null.
+// The caller keeps norms, K and V, and weights that are not packed as long as the decoder, which copies the
+// rest. Biases, query_norm and key_norm may be null.
 struct LayerWeights {
   const void* input_norm;             // [size]
   Weight query, key, value;           // [num_heads head_size, size] and [num_kv_heads head_size, size]
@@ -52,17 +52,17 @@ struct LayerWeights {
   LayerCache cache;
 };
 
-// As long as the call. A step has T rows.
+// The caller keeps these as long as the call. A step has T rows.
 struct Step {
   int64_t num_rows;
   const int64_t *ids, *positions;  // [T]
   int64_t num_outputs;
-  const int64_t* outputs;          // [num_outputs], the rows whose logits are wanted
+  const int64_t* outputs;          // [num_outputs], the rows of `logits`
   int64_t num_kept;
-  const int64_t* kept;             // [num_kept], the rows whose final hidden states are wanted
+  const int64_t* kept;             // [num_kept], the rows of `states`
   Layout layout;
   void* logits;                    // [num_outputs, vocab_size]
-  void* states;                    // [num_kept, size]
+  void* states;                    // [num_kept, size], the final hidden states
 };
 
 class Decoder {
@@ -79,7 +79,7 @@ extern "C" {
 
 const char* decoder_new(
     const promptq::ModelShape* shape, const promptq::ModelWeights* weights, int64_t num_threads,
-    promptq::Decoder** made);
+    promptq::Decoder** decoder);
 void decoder_free(promptq::Decoder* decoder);
 const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWeights* weights);
 const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step);
@@ -104,17 +104,17 @@ const char* quantize(
     int64_t is_bf16, const void* weight, int64_t rows, int64_t columns, int64_t bits, int64_t group,
     int64_t num_threads, uint8_t* numbers, float* scales);
 
-// Activations and logits of some megabytes come and go in each step; without this, the C library would
-// ask the system for each of them, and the system would clear every page.
+// Makes the C library keep freed memory. Otherwise it would request the activations and logits of each step,
+// some megabytes, from the system, which would clear every page.
 void keep_freed_memory();
 
-// Decoders use the same code. Under these names it can be compared.
+// Parts of decoders, for tests.
 
-// Attention of packed rows [T, num_heads * head_size] over a cache that has their K and V already.
+// Computes attention of rows [T, num_heads * head_size] over a cache that already has their K and V.
 const char* paged_attention(
     int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
     const promptq::Layout* layout, double scale, void* out);
-// y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs]. `in_tiles` takes tile
+// y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs], with `in_tiles` in tile
 // registers, if has_tile_registers().
 const char* linear(
     int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const promptq::Weight* weight,

@@ -1,4 +1,4 @@
-// Rounds weights to 8 or 4 bits. Threads share the rows.
+// Rounds weights to 8 or 4 bits, and packs those of 4 bits. Threads share the rows.
 //
 // 8 bits: the largest number of a group is 127 or -127 steps. 4 bits: steps of some sizes are tried, and the
 // one with the least squared error is used.
@@ -17,10 +17,10 @@
 
 namespace promptq {
 
-// Groups are computed in blocks of this size, whose loops the compiler unrolls, with zeros after them.
+// Groups are padded with zeros to blocks of this size, whose loops the compiler unrolls.
 constexpr int64_t kBlock = 32;
 
-// The number of the largest absolute value.
+// Returns the number with the largest absolute value.
 float extreme_of(const float* numbers, int64_t blocks) {
   float most = 0.0f, least = 0.0f;
   for (int64_t block = 0; block < blocks; ++block, numbers += kBlock)
@@ -38,7 +38,7 @@ float as_fp16(float number) {
   return load(half);
 }
 
-// A group of 4 bits: steps of -8 to 7. Scales are rounded as they are kept.
+// Returns the scale of a group in steps of -8 to 7, rounded to fp16 as scales are kept.
 float scale_of_4_bits(const float* numbers, int64_t blocks) {
   const float extreme = extreme_of(numbers, blocks);
   float best = as_fp16(extreme / -8.0f), most_explained = 0.0f;
@@ -63,7 +63,7 @@ float scale_of_4_bits(const float* numbers, int64_t blocks) {
   return best;
 }
 
-// `numbers` [columns] without a sign.
+// Rounds a row to `numbers` [columns] without a sign.
 void quantize_row(
     const float* row, int64_t columns, int64_t bits, int64_t group, uint8_t* numbers, float* scales) {
   const float half = 1 << (bits - 1), lowest = bits == 8 ? -127.0f : -half;
@@ -82,8 +82,8 @@ void quantize_row(
   }
 }
 
-// Two of `numbers` [count] in each byte.
-void pack_halves(const uint8_t* numbers, int64_t count, uint8_t* bytes) {
+// Packs two of `numbers` [count] into each byte, the lower half first (quantization/int4_packing.py).
+void pack_int4(const uint8_t* numbers, int64_t count, uint8_t* bytes) {
 #pragma omp simd
   for (int64_t i = 0; i < count / 2; ++i) bytes[i] = numbers[2 * i] | numbers[2 * i + 1] << 4;
   if (count % 2) bytes[count / 2] = numbers[count - 1];
@@ -104,7 +104,7 @@ void quantize_rows(
       uint8_t* to = numbers + index * row_bytes;
       quantize_row(
           row.data(), columns, bits, group, bits == 4 ? halves.data() : to, scales + index * num_groups);
-      if (bits == 4) pack_halves(halves.data(), columns, to);
+      if (bits == 4) pack_int4(halves.data(), columns, to);
     });
   });
 }
@@ -115,12 +115,9 @@ const char* quantize(
     int64_t is_bf16, const void* weight, int64_t rows, int64_t columns, int64_t bits, int64_t group,
     int64_t num_threads, uint8_t* numbers, float* scales) {
   return promptq::guarded([&] {
-    const int threads = static_cast<int>(num_threads);
-    if (is_bf16)
-      promptq::quantize_rows(
-          static_cast<const promptq::Bf16*>(weight), rows, columns, bits, group, threads, numbers, scales);
-    else
-      promptq::quantize_rows(
-          static_cast<const float*>(weight), rows, columns, bits, group, threads, numbers, scales);
+    promptq::with_type(is_bf16, weight, [&](const auto* from) {
+      const int threads = static_cast<int>(num_threads);
+      promptq::quantize_rows(from, rows, columns, bits, group, threads, numbers, scales);
+    });
   });
 }

@@ -22,24 +22,23 @@ namespace promptq {
 // A token this far below the likeliest is never drawn (filters.py).
 constexpr float kLowest = -60.0f;
 
-// The filters of one row: FILTERS of filters.py in their order. A filter that the row does not use has the
-// schema's default.
-struct Asked {
+// The filters of one row, in the order of FILTERS in filters.py. Unused filters have the schema's default.
+struct Filters {
   double min_p, top_k, top_p;
 };
-constexpr int64_t kNumFilters = sizeof(Asked) / sizeof(double);
+constexpr int64_t kNumFilters = sizeof(Filters) / sizeof(double);
 
-// The threshold of filters.py on the scaled numbers of a row, whose greatest is 0.
-float threshold_of(const Asked& asked, int64_t size, Workspace& space) {
-  const float min_p = asked.min_p;
+// Returns the threshold of filters.py for the scaled numbers of a row, whose greatest is 0.
+float threshold_of(const Filters& filters, int64_t size, Workspace& space) {
+  const float min_p = filters.min_p;
   float threshold = min_p > 0.0f ? std::max(kLowest, std::log(min_p)) : kLowest;
   const float* scaled = space.scaled.data();
-  if (const int64_t top_k = asked.top_k; top_k > 0) {
+  if (const int64_t top_k = filters.top_k; top_k > 0) {
     const int64_t count = gather<false>(scaled, size, reached_by(top_k, space), space);
     std::fill_n(space.weights.begin(), count, 1.0f);
     threshold = std::max(threshold, value_that_reaches(top_k, count, space));
   }
-  if (asked.top_p < 1.0) {
+  if (filters.top_p < 1.0) {
     const int64_t count = gather<false>(scaled, size, threshold, space);
     double total = 0.0;
     for_blocks(count, [&](int64_t, int64_t begin, int64_t end) {
@@ -49,12 +48,12 @@ float threshold_of(const Asked& asked, int64_t size, Workspace& space) {
         sum += space.weights[i] = exponential(space.values[i]);
       total += sum;
     });
-    threshold = std::max(threshold, value_that_reaches(asked.top_p * total, count, space));
+    threshold = std::max(threshold, value_that_reaches(filters.top_p * total, count, space));
   }
   return threshold;
 }
 
-// See draw.py; a token's weight is exp(scaled), or 0 below the threshold.
+// Draws a token (see draw.py). A token's weight is exp(scaled), or 0 below the threshold.
 int64_t draw(float threshold, double uniform, int64_t size, Workspace& space) {
   float* scaled = space.scaled.data();
   double total = 0.0;
@@ -70,7 +69,7 @@ int64_t draw(float threshold, double uniform, int64_t size, Workspace& space) {
     total += space.sums[block] = sum;
   });
   const double target = uniform * total;
-  // If rounding has lifted the target to the total, the last token that adds anything is taken.
+  // If rounding lifted the target to the total, the loops end at the last token with a weight.
   double cumulative = 0.0, before = 0.0;
   int64_t block = 0, token = 0;
   for (int64_t i = 0; i < num_blocks(size) && cumulative <= target; ++i) {
@@ -89,10 +88,10 @@ int64_t draw(float threshold, double uniform, int64_t size, Workspace& space) {
   return token;
 }
 
-// A row's token, and whether there is one to choose.
+// Returns a row's token, and whether there is one to choose.
 template <typename T>
 std::pair<int64_t, bool> choose_row(
-    const T* row, int64_t size, bool is_sampled, float temperature, const Asked& asked,
+    const T* row, int64_t size, bool is_sampled, float temperature, const Filters& filters,
     double uniform, Workspace& space) {
   const float best = scan(row, size, space.highest);
   if (!std::isfinite(best)) return {0, false};
@@ -104,7 +103,7 @@ std::pair<int64_t, bool> choose_row(
     for (int64_t i = begin; i < end; ++i) scaled[i] = (load(row[i]) - best) * scale;
     space.highest[block] = block_maximum(scaled, begin, end);
   });
-  return {draw(threshold_of(asked, size, space), uniform, size, space), true};
+  return {draw(threshold_of(filters, size, space), uniform, size, space), true};
 }
 
 // Calls action(index, workspace) for each of `count` rows of `size` numbers, on at most `num_threads`.
@@ -119,7 +118,7 @@ void for_rows(int64_t count, int64_t size, int64_t num_threads, const Action& ac
   });
 }
 
-// Where a row's report goes.
+// The places of a row's report.
 struct Report {
   float& logprob;
   int64_t& rank;
@@ -176,15 +175,13 @@ const char* choose_tokens(
   return guarded([&] {
     if (num_filters != kNumFilters) throw std::invalid_argument("filters are not those of this code");
     for_rows(rows, vocab_size, num_threads, [&](int64_t row, Workspace& space) {
-      Asked asked;
-      std::memcpy(&asked, filters + row * kNumFilters, sizeof asked);
-      const auto choose = [&](const auto* numbers) {
+      Filters of_row;
+      std::memcpy(&of_row, filters + row * kNumFilters, sizeof of_row);
+      std::tie(tokens[row], is_sound[row]) = with_type(is_bf16, logits, [&](const auto* numbers) {
         return choose_row(
-            numbers + row * vocab_size, vocab_size, is_sampled[row], temperature[row], asked,
+            numbers + row * vocab_size, vocab_size, is_sampled[row], temperature[row], of_row,
             uniforms[row], space);
-      };
-      std::tie(tokens[row], is_sound[row]) = is_bf16 ? choose(static_cast<const Bf16*>(logits))
-                                                     : choose(static_cast<const float*>(logits));
+      });
     });
   });
 }
@@ -199,13 +196,9 @@ const char* report_logprobs(
       const int64_t row = reported[index];
       const Report report{
           logprob[index], rank[index], ids + index * num_top, logprobs + index * num_top};
-      const auto tell = [&](const auto* numbers) {
+      with_type(is_bf16, logits, [&](const auto* numbers) {
         report_row(numbers + row * vocab_size, vocab_size, chosen[row], num_top, report, space);
-      };
-      if (is_bf16)
-        tell(static_cast<const Bf16*>(logits));
-      else
-        tell(static_cast<const float*>(logits));
+      });
     });
   });
 }

@@ -1,7 +1,7 @@
 // Finds the greatest numbers of a row, or the number at some place in descending order, without sorting.
 //
-// A row is looked at in blocks. The blocks' maxima show which few of them have the greatest numbers. If
-// many are needed, histograms over the bits of the numbers find the number at the place.
+// The maxima of a row's blocks show which few blocks have the greatest numbers. If many numbers are needed,
+// histograms over the bits of the numbers find the number at the place.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ inline uint32_t bits_of(float value) {
 
 inline int64_t num_blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
 
-// A thread's memory. It is kept from step to step, because fresh pages are expensive.
+// A thread's memory. Threads keep it from step to step, because fresh pages are expensive.
 struct Workspace {
   std::vector<float> scaled;           // [vocabulary]
   std::vector<float> highest;          // [blocks], the greatest of a row's numbers, or of `scaled`
@@ -58,7 +58,7 @@ inline float block_maximum(const T* row, int64_t begin, int64_t end) {
   return highest;
 }
 
-// A row's greatest number, or NaN if one of its numbers is NaN. `highest` gets each block's greatest.
+// Returns a row's greatest number, or NaN if a number is NaN. Writes each block's greatest to `highest`.
 template <typename T>
 float scan(const T* row, int64_t size, std::vector<float>& highest) {
   uint32_t greatest_bits = 0;
@@ -72,7 +72,7 @@ float scan(const T* row, int64_t size, std::vector<float>& highest) {
   return *std::max_element(highest.begin(), highest.end());
 }
 
-// The first token of a row whose number is the greatest.
+// Returns the first token of a row whose number is the greatest.
 template <typename T>
 int64_t first_of(const T* row, int64_t size, float best, const std::vector<float>& highest) {
   const int64_t block = std::find(highest.begin(), highest.end(), best) - highest.begin();
@@ -81,7 +81,7 @@ int64_t first_of(const T* row, int64_t size, float best, const std::vector<float
   return token;
 }
 
-// A number that at least `count` of a row's numbers reach. Usually not many more do.
+// Returns a number that at least `count` of a row's numbers reach, and usually few more.
 float reached_by(int64_t count, Workspace& space) {
   if (count > static_cast<int64_t>(space.highest.size())) return kNothing;
   space.best = space.highest;
@@ -107,18 +107,18 @@ int64_t gather(const T* row, int64_t size, float threshold, Workspace& space) {
   return count;
 }
 
-// The bits of a float's magnitude over which a histogram is made.
+// The bits of a float's magnitude that a histogram counts.
 struct Digit {
   int shift;
   uint32_t num_values;
 };
 constexpr Digit kDigits[] = {{20, 1 << 11}, {10, 1 << 10}, {0, 1 << 10}};
 
-// Goes through the first `count` of `values`, none of them above 0, in descending order. Returns the value
-// with which the running sum of `weights` reaches `wanted`, or the last. Both arrays are overwritten.
+// Adds up the weights of the first `count` values, which are at most 0, in descending order of the values.
+// Returns the value at which the sum reaches `wanted`, or the last one. Overwrites both arrays.
 //
-// Magnitudes have the order of their bits. So a histogram over the upper bits shows in which part the
-// value is, a histogram over the next bits in which part of that, and so on.
+// Magnitudes have the order of their bits. So a histogram over the upper bits shows the part in which the
+// value is, a histogram over the next bits shows the part of that part, and so on.
 float value_that_reaches(double wanted, int64_t count, Workspace& space) {
   float *values = space.values.data(), *weights = space.weights.data();
   double before = 0.0;

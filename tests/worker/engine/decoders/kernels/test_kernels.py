@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 from benchmarks.gpu.cases import off_by, poisoned_memory
 from promptq.worker.engine.attention.types import LayerCache, StepLayout
 from promptq.worker.engine.decoders.kernels.activation import TILE, silu_and_multiply
-from promptq.worker.engine.decoders.kernels.heads import Rotary, place_heads
+from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
 
 EPSILON = 1e-5
@@ -101,7 +101,7 @@ class Heads:
         self.qkv = numbers(self.rows, (self.heads + 2 * self.kv_heads) * self.size)
         self.norms = numbers(2, self.size) if has_norms else None
         angles = numbers(50, rotary_size).float()
-        self.rotary = Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+        self.cosine, self.sine = angles.cos().to(dtype), angles.sin().to(dtype)
         self.positions = torch.tensor(draw.sample(range(50), self.rows), device=DEVICE)
         places = draw.sample(range(6 * self.block_size), self.rows)
         self.blocks = [place // self.block_size for place in places]
@@ -128,7 +128,8 @@ class Heads:
             query = place_heads(
                 self.qkv[rows],
                 self.positions[rows],
-                self.rotary,
+                self.cosine,
+                self.sine,
                 self.norms,
                 EPSILON,
                 cache,
@@ -145,7 +146,7 @@ class Heads:
         )
         if self.norms is not None:
             query, key = norm_of(self.norms[0])(query), norm_of(self.norms[1])(key)
-        cosine, sine = self.rotary.cosine[self.positions], self.rotary.sine[self.positions]
+        cosine, sine = self.cosine[self.positions], self.sine[self.positions]
         turning = cosine.shape[1]
         turned = apply_rotary_pos_emb(
             query[..., :turning], key[..., :turning], cosine[None], sine[None], unsqueeze_dim=2

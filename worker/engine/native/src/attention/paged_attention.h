@@ -1,9 +1,9 @@
 // Attention over the paged KV cache, straight through the block tables.
 //
-// Neighbouring rows of a sequence attend together and read each K and V once. What is computed for a
-// row, and in which order, depends only on its own query and context, not on the rows beside it. So a
-// decode, a drafted token and a row of a chunk give the same bits. (K and V must be finite, because
-// positions that only the rows beside it see are weighted with zero.)
+// Neighbouring rows of a sequence attend together and read each K and V once. The operations for a row
+// and their order depend only on its query and context, not on the rows beside it. So a decode, a drafted
+// token and a row of a chunk have the same bits. (K and V must be finite, because positions that only
+// other rows see have the weight zero.)
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ void score(
 template <int Group, int NumSpans, typename T>
 void accumulate(
     const Factor<T>* weights, const T* const* rows, int64_t size, float* sums, int64_t stride) {
-  // How many spans' sums fit into the registers. It is a constant, so the compiler keeps them there.
+  // The number of spans whose sums fit into registers. As it is a constant, the compiler keeps them there.
   constexpr int kTile =
       std::max(1, std::min(NumSpans, kRegisters / (4 * std::max(2, Group))));
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
@@ -83,25 +83,25 @@ void in_groups(int64_t num_queries, const Work& work) {
   for (; query < num_queries; ++query) work(std::integral_constant<int, 1>(), query);
 }
 
-// Calls work(group, query, i, rows) for `Group` queries at a time, each kLanes positions from `begin` + i on
-// and each KV head. It goes block by block, and through the heads within a block, in the order of memory.
-// The next rows are read ahead, as the processor does not know which block follows. Rows of integers are
-// widened to R in `widened`.
+// Calls work(group, query, i, rows) for each group of queries, each kLanes positions from `begin` + i on, and
+// each KV head. The order is that of memory: block by block, and within a block head by head. The next rows
+// are read ahead, because the processor does not know which block follows. Rows of integers are widened to R
+// in `widened`.
 template <typename R, typename T, typename Work>
 void over_blocks(
     const Piece<T>& piece, const std::vector<Stretch>& stretches, const uint8_t* cache, int64_t begin,
     R* widened, const Work& work) {
-  const uint8_t *found[kLanes], *next[kLanes];
+  const uint8_t *current[kLanes], *next[kLanes];
   const R* rows[kLanes];
   for (const Stretch& stretch : stretches) {
     const int64_t first = stretch.first / kLanes * kLanes;
     piece.find_rows(stretch, cache, first, next);
     for (int64_t start = first; start < stretch.last; start += kLanes) {
-      std::copy_n(next, kLanes, found);
+      std::copy_n(next, kLanes, current);
       piece.find_rows(stretch, cache, start + kLanes, next);
       for (int64_t head = 0; head < piece.num_kv_heads; ++head) {
         for (int64_t i = 0; i < kLanes; ++i) {
-          const uint8_t* row = found[i] + head * piece.head_stride;
+          const uint8_t* row = current[i] + head * piece.head_stride;
           for (int64_t byte = 0; byte < piece.position_stride; byte += kCacheLine)
             __builtin_prefetch(next[i] + head * piece.head_stride + byte);
           if (piece.is_int8) load_int8_row(row, piece.size, widened + i * piece.size);
@@ -115,8 +115,8 @@ void over_blocks(
   }
 }
 
-// Attention of one piece, over rows in the cache of type R, or integers that are widened to it. `scratch`
-// is reused.
+// Computes attention of one piece over rows of type R in the cache, or of integers that are widened to R.
+// `scratch` is memory that calls reuse.
 template <int NumSpans, typename R, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();

@@ -2,8 +2,8 @@
 //
 // A product sums over the numbers in its rows and over the pairs in its columns. Keys are rows, so the
 // sum is over their numbers. Values are columns, and the sum should be over positions, but a pair in
-// the cache is two numbers of one position. So each weight is used twice, once before a zero and once
-// after one. This gives the even and the odd numbers of the head.
+// the cache is two numbers of one position. So each weight is used twice: before a zero for the even
+// numbers of the head, and after a zero for the odd numbers.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -84,7 +84,7 @@ class TileAttention {
   static constexpr int64_t kHalf = kTileRows / 2;  // queries whose weights fill a tile
   static constexpr int64_t kNear = 1, kFar = 4;    // tiles ahead
   static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
-  static_assert(kSharingQueries <= kHalf, "a row's own positions need no more than one tile of weights");
+  static_assert(kSharingQueries <= kHalf, "a row's unshared positions need at most one tile of weights");
 
   // kTileRows positions of a stretch from `start` on, and the offset of the first head's rows in the cache.
   struct Tile {
@@ -135,8 +135,8 @@ class TileAttention {
     }
   }
 
-  // Copies a tile whose rows are not in one place, not whole spans, integers, or partly outside of the
-  // stretch. Memory outside may not be written yet, and zero times that need not be zero.
+  // Copies a tile whose rows are not in one place, are not whole spans, are integers, or are partly outside
+  // of the stretch. Memory outside may be NaN, and zero times NaN is not zero.
   TilePlace copy_rows(const Tile& tile, const uint8_t* head) {
     const uint8_t* rows[kTileRows];
     piece_.find_rows(tile.stretch, head, tile.start, rows);

@@ -1,4 +1,4 @@
-// Which rows of a step attend together, and what they read of the paged KV cache.
+// Pieces of a step: rows that attend together, and the positions of the paged KV cache that they read.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace promptq {
 
-// Which earlier positions a query sees (Pattern in attention/backend.py).
+// The positions that a query sees (Pattern in attention/types.py).
 enum class Visible : int64_t { kFull = 0, kSliding = 1, kChunked = 2 };
 
 struct Pattern {
@@ -33,7 +33,7 @@ struct LayerCache {
   Pattern pattern;
 };
 
-// Where a step's rows are (StepLayout in attention/backend.py).
+// The places of a step's rows (StepLayout in attention/types.py).
 struct Layout {
   int64_t num_sequences, max_blocks;
   const int64_t *query_starts, *context_lens;    // [num_sequences + 1], [num_sequences]
@@ -57,9 +57,9 @@ struct Stretch {
 constexpr int64_t kSharingQueries = 8;  // most queries of a KV head in a row that may share
 
 // Some rows and some neighbouring KV heads, which attend together. The rows are neighbours in one
-// sequence, or one row each of sequences whose first `shared` positions are in the same blocks. This
-// is a multiple of kLanes, so that each position has the same lane for all rows. No row's own position
-// is among them.
+// sequence, or one row each of sequences whose first `shared` positions are in the same blocks. `shared`
+// is a multiple of kLanes, so that each position has the same lane for all rows. It does not include the
+// position of any of the rows.
 template <typename T>
 struct Piece {
   const T* query;  // of the step's first row, the first query head
@@ -96,50 +96,50 @@ struct Piece {
   int64_t begin() const { return first() / kLanes * kLanes; }
   int64_t num_scores() const { return round_up(last() - begin(), kLanes); }
 
-  // Turn a query's scores into weights, which are numbers of type W. `begin` is begin().
+  // Turns a query's scores into weights of type W. `begin` is begin().
   template <typename W>
   void weigh(int64_t query, int64_t begin, float* scores) const {
     const int64_t position = position_of(query);
-    // Its scores go on to the position of the last row of its sequence.
+    // A query has scores up to the position of the last row of its sequence.
     const int64_t last = (shared > 0 ? position : rows[num_rows - 1].position) + 1;
     softmax<W>(
         scores, round_up(last - begin, kLanes), pattern.first(position) - begin,
         position + 1 - begin, scale);
   }
 
-  // For each query by ascending position: the shared positions, then the other ones of its sequence.
+  // Returns, by ascending position, the shared positions, then the other positions of each sequence.
   std::vector<Stretch> stretches() const {
-    std::vector<Stretch> found;
+    std::vector<Stretch> all;
     const int64_t first = this->first();
-    if (first < shared) found.push_back({first, shared, rows[0].blocks, 0, queries_each()});
+    if (first < shared) all.push_back({first, shared, rows[0].blocks, 0, queries_each()});
     for (int64_t row = 0, next; row < num_rows; row = next) {
       const Row& here = rows[row];
       for (next = row + 1; next < num_rows && rows[next].blocks == here.blocks;) ++next;
-      found.push_back(
+      all.push_back(
           {std::max(shared, pattern.first(here.position)), rows[next - 1].position + 1, here.blocks,
            row * group, (next - row) * group});
     }
-    return found;
+    return all;
   }
 
   int64_t offset_in_cache(const Stretch& stretch, int64_t position) const {  // of its first KV head
     return stretch.blocks[position / block_size] * block_stride + position % block_size * position_stride;
   }
 
-  // The first KV head's rows for kLanes positions from `start` on. A position outside of the stretch is
-  // replaced by one inside.
+  // Sets `rows_at` to the first KV head's rows of kLanes positions from `start` on. A position inside of the
+  // stretch replaces one outside.
   void find_rows(
-      const Stretch& stretch, const uint8_t* head, int64_t start, const uint8_t** found) const {
+      const Stretch& stretch, const uint8_t* head, int64_t start, const uint8_t** rows_at) const {
     const int64_t last = stretch.last - 1, place = std::clamp(start, stretch.first, last);
     int64_t block = place / block_size, offset = place % block_size;
     for (int i = 0; i < kLanes; ++i) {
-      found[i] = head + stretch.blocks[block] * block_stride + offset * position_stride;
+      rows_at[i] = head + stretch.blocks[block] * block_stride + offset * position_stride;
       if (start + i >= stretch.first && start + i < last && ++offset == block_size) offset = 0, ++block;
     }
   }
 };
 
-// A step's pieces. Those that take longest are first. None takes much longer than a thread's share.
+// A step's pieces, longest first. No piece takes much longer than a thread's share.
 class Pieces {
  public:
   // `cache` is that of any layer. `group` query heads have one KV head.
@@ -194,7 +194,7 @@ class Pieces {
     rows_.push_back(row);
   }
 
-  // Add one row each of several sequences, at most `most` in a part.
+  // Adds one row each of several sequences, at most `most` to a part.
   void add_sharing(std::vector<Row>& lone, int64_t most) {
     const auto final_blocks = [&](const Row& row) { return row.position / block_size_; };  // without the last
     std::sort(lone.begin(), lone.end(), [&](const Row& one, const Row& other) {
@@ -220,7 +220,7 @@ class Pieces {
     }
   }
 
-  // Heads are side by side in a block, so they stay together if no thread has to wait for that.
+  // Heads are side by side in a block, so they stay together unless threads would wait for that.
   void split(const Pattern& pattern, int64_t num_threads) {
     int64_t total = 0;
     for (Part& part : parts_) {

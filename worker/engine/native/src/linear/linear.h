@@ -20,7 +20,7 @@
 
 namespace promptq {
 
-// In quantized_linear.cpp, which is compiled beside the rest.
+// Defined in quantized_linear.cpp, so that it compiles at the same time as the rest.
 template <typename T>
 std::unique_ptr<Packed<T>> pack_quantized(const Matrix& weight, WeightMemory& memory);
 
@@ -42,7 +42,7 @@ struct Range {
 // The rows of weights that a slice of a layer's outputs needs, in the order of its results.
 using WeightsOf = std::function<std::vector<Matrix>(Range outputs)>;
 
-// An output has a result of each weight.
+// Each output has one result of each weight.
 inline WeightsOf side_by_side(const std::vector<Matrix>& weights) {
   return [=](Range outputs) {
     std::vector<Matrix> parts;
@@ -69,9 +69,9 @@ inline WeightsOf one_after_another(const std::vector<Matrix>& weights) {
 template <typename T>
 class Linear {
  public:
-  // `bias` [outputs] may be null; beside it, an output has one result. Slices end at multiples of `granule`
-  // outputs. There are at most `slices_each` for each thread. Weights and bias are copied into `memory`;
-  // without memory, weights are read in place.
+  // `bias` [outputs] may be null. With a bias, each output has one result. Slices end at multiples of
+  // `granule` outputs. Each thread has at most `slices_each` slices. Weights are copied into `memory`, or
+  // read in place if `memory` is null.
   Linear(
       int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
       WeightMemory* memory, int64_t slices_each = 1) {
@@ -88,8 +88,8 @@ class Linear {
     });
   }
 
-  // One phase: use(y, rows, outputs) is called with y = x w' + b [rows, results of the outputs] for some rows
-  // of `x` [num_rows, inputs].
+  // One phase: calls use(y, rows, outputs) with y = x w' + b [rows, results of the outputs] for some rows of
+  // `x` [num_rows, inputs].
   template <typename Use>
   void multiply(Team& team, const T* x, int64_t num_rows, const Use& use) const {
     const int64_t num_slices = slices_.size(), num_parts = ceil_div(num_rows, kMostRows);
@@ -127,7 +127,7 @@ class Linear {
     return memory.reserve(count);
   }
 
-  // Neighbours of one kind are packed as one weight.
+  // Packs neighbours of one format as one weight.
   static Slice slice_of(const std::vector<Matrix>& parts, const T* bias, Range outputs, WeightMemory* memory) {
     Slice slice{{}, 0, {}, outputs};
     const auto add = [&](std::unique_ptr<Packed<T>> weight) {

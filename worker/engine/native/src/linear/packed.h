@@ -1,4 +1,4 @@
-// Weights in the caller's format, and in the format that products read.
+// Weights in the caller's format (Matrix), and in the format that products read (Packed).
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace promptq {
 
 // A weight [rows, columns], one row after the other. With 16 or 32 bits, it has the model's own numbers. With
-// 8 or 4, a number is `scales[row, column / group] * n + offsets[row, column / group]`, where n is without a
-// sign; of 4 bits, two share a byte, the lower half first. Without offsets, these are -2^(bits - 1) scales.
+// 8 or 4 bits, a number is `scales[row, column / group] * n + offsets[row, column / group]`, where n has no
+// sign. Two n of 4 bits share a byte, the lower half first. Without offsets, these are -2^(bits - 1) scales.
 struct Matrix {
   const void* numbers;
   const float *scales, *offsets;  // [rows, ceil(columns / group)], or null
@@ -26,13 +26,13 @@ struct Matrix {
             group, count, columns};
   }
 
-  // Whether a number of either stands for the same, so that the rows of both are one matrix.
+  // Whether both matrices have the same format, so that their rows can be one matrix.
   bool is_like(const Matrix& other) const {
     return bits == other.bits && group == other.group && !offsets == !other.offsets;
   }
 };
 
-// Copies a row of a matrix, in fp32 also one of bf16.
+// Copies a row of a matrix, and widens it to T.
 template <typename T>
 void copy_row(const Matrix& matrix, int64_t row, T* to) {
   const Matrix its = matrix.some_rows(row, 1);
@@ -47,7 +47,7 @@ void copy_row(const Matrix& matrix, int64_t row, T* to) {
     return;
   }
   for (int64_t first = 0, group = 0; first < its.columns; first += its.group, ++group) {
-    // What a number stands for is `scale * (n - middle) + offset`, where one of the two is 0.
+    // A number is `scale * (n - middle) + offset`, where `middle` or `offset` is 0.
     const float scale = its.scales[group], middle = its.offsets ? 0 : 1 << (its.bits - 1);
     const float offset = its.offsets ? its.offsets[group] : 0.0f;
     const int64_t last = std::min(first + its.group, its.columns);

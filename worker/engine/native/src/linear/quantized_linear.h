@@ -1,7 +1,7 @@
 // Products with weights of 8 or 4 bits.
 //
-// A row is rounded to 8 bits, chunk by chunk. A chunk's sums are exact integers, whatever their order. They
-// are scaled and added in fp32, in the order of the chunks:
+// Rows are rounded to 8 bits, chunk by chunk. A chunk's sums are exact integers in any order. They are
+// scaled and added in fp32, in the order of the chunks:
 //
 //   y = sum over chunks of scale(x) * (scale(w) * sum of w x + offset(w) * sum of x)
 //
@@ -27,8 +27,8 @@ namespace promptq {
 template <typename T, int Bits>
 class QuantizedLinear : public Packed<T> {
  public:
-  // Packs `weight` into tiles [steps, 2, kLanes columns], and their scales into [groups, kColumns]. Those of a
-  // group are followed by its offsets.
+  // Packs `weight` into tiles [steps, 2, kLanes columns], and scales into [groups, kColumns]. A group's
+  // offsets follow its scales.
   QuantizedLinear(const Matrix& weight, WeightMemory& memory)
       : Packed<T>(weight.rows, weight.columns),
         group_(weight.num_groups() > 1 ? weight.group : round_up(weight.columns, kMostOfChunk)),
@@ -82,7 +82,7 @@ class QuantizedLinear : public Packed<T> {
 
  private:
   using Weights = IntegerWeights<Bits>;
-  // Scales of 4 bits would be a fifth of what is read in fp32.
+  // In fp32, the scales of 4 bits would be a fifth of the bytes that are read.
   using Scale = std::conditional_t<Bits == 4, Fp16, float>;
   static constexpr int64_t kInputs = Weights::kInputs, kWords = Weights::kWords;
   static constexpr int64_t kColumns = 2 * kLanes, kStep = 2 * Weights::kBytes;
@@ -97,7 +97,7 @@ class QuantizedLinear : public Packed<T> {
   // Weights are read ahead by this number of bytes. The processor's prefetching alone is not enough.
   static constexpr int64_t kAhead = 2048;
 
-  // A chunk of a row: what its integers are multiplied with, and their sum.
+  // A chunk of a row: the scale of its integers, and their sum.
   struct Rounded {
     float scale;
     int32_t sum;
@@ -204,7 +204,7 @@ class QuantizedLinear : public Packed<T> {
   }
 
 #ifdef __AMX_INT8__
-  // The same in tile registers, with the same bits, as the sums of chunks are exact.
+  // Computes multiply() in tile registers, to the same bits, because the sums of chunks are exact.
   void multiply_in_tiles(const T* x, int64_t rows, const T* bias, T* y, int64_t stride) const {
     constexpr int64_t kBlock = 2 * kTileRows;  // rows of a block
     const int64_t inputs = this->inputs(), num_groups = ceil_div(inputs, group_);

@@ -17,8 +17,8 @@ void with_constant(int64_t value, const Work& work) {
   work(std::integral_constant<int, Most>());
 }
 
-// Calls work(std::integral_constant<int, Group>, first row) so that all rows are covered, in groups that
-// are as equal as can be: a small one takes nearly as long as a large one.
+// Calls work(std::integral_constant<int, Group>, first row) for groups of all rows. Groups are as equal as
+// possible, because a small group takes nearly as long as a large one.
 template <int Most, typename Work>
 void for_groups(int64_t rows, const Work& work) {
   const int64_t num_groups = ceil_div(rows, Most);

@@ -59,7 +59,7 @@ class TileLinear : public Packed<Bf16> {
         // Each block of rows reads a share of the next weights ahead. All at once would delay the products.
         const int64_t first = block * kStepLines / num_blocks, last = (block + 1) * kStepLines / num_blocks;
         const auto ahead = [&](int64_t step) {
-          // One line further: a touch of a page's last line makes the processor go on to the next page.
+          // One line further, because reading a page's last line makes the processor prefetch the next page.
           for (int64_t i = first; i < last; ++i)
             read_ahead(
                 weights + (step + kStepsNear) * kStep + i * kLine, next + step * kStep + (i + 1) * kLine);

@@ -1,6 +1,6 @@
-// Products in fp32 with a weight where it is, without a copy.
+// Slow products in fp32 that read a weight in place, without a copy.
 //
-// This is slow. It is for the check at load, which compares the decoder's formula with the library's model.
+// The check at load uses them to compare the decoder's formula with the library's model.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace promptq {
 
 class UnpackedLinear : public Packed<float> {
  public:
-  // `weight` is read as long as this lives.
+  // The numbers of `weight` must stay as long as this object.
   explicit UnpackedLinear(const Matrix& weight) : Packed<float>(weight.rows, weight.columns), weight_(weight) {}
 
   void multiply(const float* x, int64_t rows, const float* bias, float* y, int64_t stride) const override {

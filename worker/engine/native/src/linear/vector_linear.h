@@ -1,8 +1,8 @@
 // Products in vector registers.
 //
-// Weights are read in their format, so bf16 halves the bytes that are read. Where the processor multiplies
-// bf16, it does so by pairs of inputs. Elsewhere bf16 is widened in registers. Each sum goes through the
-// inputs in order, so the result of a row does not depend on the rows beside it.
+// Weights are read in their format, so bf16 halves the bytes. Processors that multiply bf16 take pairs of
+// inputs. On other processors, bf16 is widened in registers. Each sum goes through the inputs in order, so
+// the result of a row does not depend on the rows beside it.
 #pragma once
 
 #include <algorithm>
@@ -67,17 +67,17 @@ class VectorLinear : public Packed<T> {
   static constexpr int64_t kInputs = kByPairs ? 2 : 1, kColumns = 2 * kLanes, kStep = kColumns * kInputs;
   // Two sums for each row fit into the registers, beside the weights and a factor.
   static constexpr int64_t kRows = kRegisters / 2 - 2, kFewRows = 2;
-  // So many steps of each column are packed at a time. Their places stay in the nearest cache meanwhile.
+  // The steps of each column that are packed at a time. Their places stay in the nearest cache meanwhile.
   static constexpr int64_t kPackedSteps = 64;
   // The inputs of a row in a step.
   using Factor = std::conditional_t<kByPairs, uint32_t, float>;
 
-  // Where a column's weights are in a step, so that widen() gives the columns in order.
+  // The place of a column's weights in a step, so that widen() returns the columns in order.
   static int64_t place_of(int64_t column) {
     return kByPairs ? column * kInputs : widened_from<T>(column);
   }
 
-  // Where the results of some rows go, and how many outputs are left.
+  // The place of some rows' results, and the number of outputs that are left.
   struct Target {
     T* y;
     int64_t stride, num_outputs;

@@ -23,7 +23,7 @@ constexpr int64_t kCacheLine = 64;
 template <typename T>
 class Buffer {
  public:
-  // Makes room for `count` numbers, which are not set. Those in it are lost if it has to grow.
+  // Returns room for `count` numbers, which are not set. Earlier numbers are lost if it grows.
   T* reserve(int64_t count) {
     if (count <= capacity_) return numbers_.get();
     constexpr size_t kPage = 2 << 20;
@@ -33,7 +33,7 @@ class Buffer {
     void* place = nullptr;
     if (posix_memalign(&place, bytes < kPage ? kCacheLine : kPage, bytes) != 0) throw std::bad_alloc();
     numbers_.reset(static_cast<T*>(place));
-    // It may be refused: small pages work, too. The rest after whole pages is not worth one.
+    // The system may refuse large pages. Small ones work, too, and serve the rest after whole pages.
     if (bytes >= kPage) madvise(place, bytes / kPage * kPage, MADV_HUGEPAGE);
     capacity_ = count;
     return numbers_.get();
@@ -50,10 +50,10 @@ class Buffer {
   int64_t capacity_ = 0;
 };
 
-// Memory for the weights of a model. They lie one after the other, so that small ones share large pages.
+// Memory for the weights of a model, one after the other, so that small weights share large pages.
 class WeightMemory {
  public:
-  // Room for `count` numbers, which are not set, for as long as this lives.
+  // Returns room for `count` numbers, which are not set, as long as this object lives.
   template <typename T>
   T* reserve(int64_t count) {
     const int64_t bytes = round_up(count * sizeof(T), kCacheLine);

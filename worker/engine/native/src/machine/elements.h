@@ -46,7 +46,7 @@ inline float load(Fp16 value) {
   return sign * result;
 }
 
-// Rounds to the nearest, ties to even. What is too large becomes infinite, and NaN too.
+// Rounds to the nearest, ties to even. Too large numbers and NaN become infinite.
 inline void store(Fp16& place, float value) {
   const float magnitude = std::fabs(value);
   uint32_t bits;
@@ -58,6 +58,12 @@ inline void store(Fp16& place, float value) {
   else
     bits = 31 << 10;
   place.bits = static_cast<uint16_t>(bits | (std::signbit(value) ? 1 << 15 : 0));
+}
+
+// Returns work(numbers), with numbers of their type.
+template <typename Work>
+auto with_type(bool is_bf16, const void* numbers, const Work& work) {
+  return is_bf16 ? work(static_cast<const Bf16*>(numbers)) : work(static_cast<const float*>(numbers));
 }
 
 // out[d] = row[d] / rms(row) * weight[d], computed in fp32.
@@ -88,8 +94,8 @@ void silu_and_multiply_row(const T* gate, const T* up, int64_t size, T* out) {
   }
 }
 
-// Rotate the first `rotary` dimensions of a head in place, each of the first half with its partner
-// in the second (RoFormer, as Llama lays it out). `cosine` and `sine` hold `rotary` numbers.
+// Rotates the first `rotary` dimensions of a head in place, each of the first half with its partner
+// in the second (RoFormer, as Llama lays it out). `cosine` and `sine` have `rotary` numbers.
 template <typename T>
 void rotate_row(T* head, const float* cosine, const float* sine, int64_t rotary) {
   const int64_t half = rotary / 2;

@@ -1,5 +1,5 @@
-// An e^x with which compilers can vectorise loops on any processor. The C library's has vector variants
-// on few processors, and compilers find them in few places.
+// An e^x with which compilers can vectorise loops on any processor. The C library has vector variants for
+// few processors, and compilers use them in few places.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace promptq {
 
-// e^x with a relative error of at most 4e-7. Below -87 it gives e^-87, above 88 it gives e^88.
+// Returns e^x with a relative error of at most 4e-7; e^-87 below -87, and e^88 above 88.
 //
-// It is 2^n for the nearest n, times a Taylor series for the rest.
+// The result is 2^n for the nearest n, times a Taylor series for the rest.
 inline float exponential(float x) {
   constexpr float kLog2 = 0.693147180559945f;
   x = std::min(std::max(x, -87.0f), 88.0f);

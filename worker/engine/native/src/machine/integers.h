@@ -1,7 +1,7 @@
 // Sums of products of small integers: weights of 8 or 4 bits without a sign, and inputs of 8 bits with one.
 //
-// Each lane of a register is one column. An operation takes two, four or eight inputs of it. Sums are
-// exact, so their order does not matter.
+// Each lane of a register is one column. An operation takes two, four or eight inputs of a column. Sums
+// are exact, so their order does not matter.
 #pragma once
 
 #include <cstdint>
@@ -34,9 +34,8 @@ inline Register multiply_shorts(Register a, Register b) { return _mm256_madd_epi
 inline Register multiply_bytes(Register a, Register b) { return _mm256_maddubs_epi16(a, b); }
 #endif
 
-// Some weights of as many columns as there are lanes. `kInputs` is how many of each column, `kBytes` how many
-// bytes they take. A column's bytes follow each other; pack() makes them of those that are given. `kWords` is
-// how many words the inputs of a row have then.
+// `kInputs` weights of each of kLanes columns, `kBytes` in all. A column's bytes follow each other. pack()
+// converts a column's bytes from the order of Matrix. lay_out() converts a row's inputs to `kWords` words.
 template <int Bits>
 struct IntegerWeights;
 
@@ -96,8 +95,8 @@ struct IntegerWeights<8> {
 };
 #endif
 
-// Each byte has an input in its lower half, and the one four inputs later in its upper half. When they are
-// given, the upper half has the next input.
+// The lower half of a byte has an input, and the upper half the one four inputs later. In the order of
+// Matrix, the upper half has the next input.
 template <>
 struct IntegerWeights<4> {
   static constexpr int64_t kInputs = 8, kBytes = 4 * kLanes, kWords = 2;

@@ -1,4 +1,4 @@
-// Rounding to a few integers, as quantized weights, their inputs, and K and V are.
+// Rounds quantized weights, their inputs, and K and V to small integers.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 
 namespace promptq {
 
-// The largest absolute value. It is NaN or infinite if a number is.
+// Returns the largest absolute value: NaN or infinity if a number is NaN or infinite.
 template <typename T>
 float largest_magnitude(const T* numbers, int64_t count) {
-  int32_t most_bits = 0;  // absolute values are in the order of their bits; NaN is the most, then infinity
+  int32_t most_bits = 0;  // absolute values have the order of their bits; NaN is the largest, then infinity
 #pragma omp simd reduction(max : most_bits)
   for (int64_t i = 0; i < count; ++i) {
     const float number = load(numbers[i]);
@@ -26,7 +26,7 @@ float largest_magnitude(const T* numbers, int64_t count) {
   return most;
 }
 
-// The nearest integer of [lowest, highest] to number * factor; NaN becomes `lowest`.
+// Returns the integer of [lowest, highest] that is nearest to number * factor; `lowest` for NaN.
 inline float rounded(float number, float factor, float lowest, float highest) {
   return std::min(std::max(lowest, std::nearbyint(number * factor)), highest);
 }

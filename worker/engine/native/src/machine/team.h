@@ -1,9 +1,9 @@
 // The threads that compute one step, and how they share its work.
 //
-// One parallel region holds the whole step, because to leave and enter one at each operation costs
-// more than many operations of a small model. All threads go through the same phases. A thread that is
-// free takes the next item of the phase, so a thread that other processes delay holds the others up
-// for one item at most.
+// One parallel region holds the whole step. Leaving and entering a region at each operation would cost
+// more than many operations of a small model. All threads go through the same phases. A free thread takes
+// the next item of the phase, so a thread that other processes delay holds the others up for at most one
+// item.
 #pragma once
 
 #include <omp.h>
@@ -16,7 +16,7 @@ namespace promptq {
 
 class Team {
  public:
-  // Run `step(team)` on each of at most `num_threads` threads. Throws what a step throws.
+  // Runs `step(team)` on each of at most `num_threads` threads. Rethrows an exception of a step.
   template <typename Step>
   static void run(int num_threads, const Step& step) {
     Team team;
@@ -29,8 +29,8 @@ class Team {
     if (team.error_) std::rethrow_exception(team.error_);
   }
 
-  // One phase: `work(item)` for each item below `num_items`, each on one thread. Returns once all
-  // are done. After an error the rest of the step is skipped.
+  // One phase: calls `work(item)` for each item below `num_items`, each on one thread. Returns once all
+  // items are done. An error skips the rest of the step.
   template <typename Work>
   void share(int64_t num_items, const Work& work) {
     for (int64_t item; (item = next_.fetch_add(1)) < num_items;) {
@@ -54,8 +54,8 @@ class Team {
       phase_.notify_all();
       return;
     }
-    // Most waits are shorter than the time to fall asleep and wake up. The cause of a longer one is
-    // another process, which may need this core.
+    // Most waits are shorter than the time to fall asleep and wake up. Another process causes a longer
+    // wait, and may need this core.
     for (int spin = 0; spin < kSpins; ++spin) {
       if (phase_.load() != phase) return;
       relax();

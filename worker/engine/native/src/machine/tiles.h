@@ -1,6 +1,6 @@
 // The tile registers of processors that have them (AMX), and sums of products in them.
 //
-// Each sum is taken in order and does not depend on the rows and columns beside it.
+// Each sum adds its products in order and does not depend on the rows and columns beside it.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -15,7 +15,7 @@
 
 namespace promptq {
 
-// Linux gives tile registers to processes that ask for them.
+// Whether Linux lets this process use tile registers. Processes must request them.
 inline bool has_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // <asm/prctl.h>
   static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -27,23 +27,23 @@ constexpr int64_t kTileInputs = 32;  // inputs that are multiplied and summed at
 constexpr int64_t kTileSize = kTileRows * kTileInputs;
 constexpr int64_t kLine = 64 / sizeof(Bf16);  // numbers in a cache line
 
-// Where a tile's rows are, `stride` bytes apart.
+// The place of a tile's rows, `stride` bytes apart.
 struct TilePlace {
   const void* first;
   int64_t stride = kTileInputs * sizeof(Bf16);
 };
 
-// Starts to bring the line at `near` into the first-level cache and that at `far` into the second. The
-// first level alone allows too few requests at once to keep memory busy. (It is in assembler because
-// compilers remove calls of functions that only use the intrinsics.)
+// Starts to read the line at `near` into the first-level cache and that at `far` into the second. The first
+// level alone allows too few requests at once to keep memory busy. (Compilers remove calls of functions that
+// use only the intrinsics, so this is in assembler.)
 inline void read_ahead(const void* near, const void* far) {
   const auto *first = static_cast<const uint8_t*>(near), *second = static_cast<const uint8_t*>(far);
   asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*first), "m"(*second));
 }
 
-// What tiles hold. Rows are [rows, kTileInputs] in bf16, and columns are [kTileInputs / 2, columns, 2]; or
-// rows are 2 * kTileInputs bytes with a sign, and columns are [kTileInputs / 2, columns, 4] without. The
-// sums [rows, columns] are in fp32, or integers of 32 bits.
+// The numbers in tiles. kBf16: rows are [rows, kTileInputs], columns are [kTileInputs / 2, columns, 2], and
+// the sums [rows, columns] are in fp32. kBytes: rows are [rows, 2 * kTileInputs] with a sign, columns are
+// [kTileInputs / 2, columns, 4] without a sign, and the sums are integers of 32 bits.
 enum class TileNumbers { kBf16, kBytes };
 
 // Products of up to two tiles of rows with up to two tiles of columns. Each tile is read once for two
@@ -76,8 +76,8 @@ class TileProducts {
     _tile_loadconfig(&config);
   }
 
-  // Adds rows(step, i) times columns(step, j) of all steps to sums(i, j), or sets the sums to that. The
-  // functions say where the tiles are. The rows of sums are `stride` bytes apart.
+  // Adds rows(step, i) times columns(step, j) of all steps to sums(i, j), or with FromZero to zero. The
+  // functions return the places of the tiles. The rows of sums are `stride` bytes apart.
   template <
       int Rows, int Columns, bool FromZero, TileNumbers Numbers = TileNumbers::kBf16, typename RowsAt,
       typename ColumnsAt, typename SumsAt>
@@ -129,7 +129,7 @@ class TileProducts {
   }
 
  private:
-  // Compilers do not know what the instructions above read. Here it must have been written.
+  // Compilers do not know what the instructions above read, so all writes must be done here.
   static void written() { asm volatile("" ::: "memory"); }
 };
 

@@ -1,4 +1,4 @@
-// Vectors of as many fp32 numbers as a register of the processor holds.
+// Vectors of fp32 numbers in one register of the processor.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ inline void store_pair(float* place, const Pair& pair) {
 
 inline Pair widen(const float* place) { return load_pair(place); }
 
-// The numbers at even places, then those at odd places. This takes one operation for each half.
+// Returns the numbers at even places, then those at odd places: one operation for each half.
 inline Pair widen(const Bf16* place) {
   const Words words = load_as<Words>(place);
   return {reinterpret_cast<Vector>(words << 16), reinterpret_cast<Vector>(words & 0xffff0000u)};
@@ -75,14 +75,14 @@ inline Vector widen_half(const Fp16* place) {
 
 inline Pair widen(const Fp16* place) { return {widen_half(place), widen_half(place + kLanes)}; }
 
-// The place within a span of the number that widen() puts at `index`.
+// Returns the place within a span of the number that widen() puts at `index`.
 template <typename T>
 int64_t widened_from(int64_t index) {
   return std::is_same_v<T, Bf16> ? index % kLanes * 2 + index / kLanes : index;
 }
 
-// Where span `index` of a row of `size` numbers is. An incomplete one is copied to `padded`, with zeros
-// after it.
+// Returns span `index` of a row of `size` numbers. Copies an incomplete span to `padded`, with zeros after
+// it.
 template <typename T>
 const T* whole_span(const T* row, int64_t index, int64_t size, T* padded) {
   const int64_t left = size - index * kSpan;
@@ -109,11 +109,11 @@ inline void add_products(Vector& sum, __m512bh a, __m512bh b) {
 constexpr bool kMultipliesBf16 = false;
 #endif
 
-// The type of what is multiplied with many numbers of type T: queries (with keys), weights (with values).
+// The type of queries and of attention's weights, which are multiplied with many numbers of type T.
 template <typename T>
 using Factor = std::conditional_t<kMultipliesBf16, T, float>;
 
-// Lay a row of `size` numbers out for add_dot(), with zeros after it to the end of the span.
+// Lays a row of `size` numbers out for add_dot(), with zeros to the end of the last span.
 template <typename T>
 void lay_out(const T* row, int64_t size, Factor<T>* to) {
   for (int64_t s = 0; s < spans_of(size); ++s) {
@@ -138,7 +138,7 @@ void add_dot(Vector& sum, const Factor<T>* a, const T* b) {
   }
 }
 
-// Two values, laid out as they are multiplied.
+// Two values, laid out for add_to().
 template <typename T>
 struct TwoValues {
   TwoValues(const T* one, const T* other) : one(widen(one)), other(widen(other)) {}
@@ -182,7 +182,7 @@ struct TwoValues<Bf16> {
 #endif
 
 #ifdef __AVX512F__
-// Sums of neighbours: those of `a`, then those of `b`.
+// Returns sums of neighbours: those of `a`, then those of `b`.
 inline Vector add_neighbours(Vector a, Vector b) {
   constexpr Indices even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
   return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
@@ -197,10 +197,10 @@ template <int Width>
   }
 }
 
-// Swap lanes and vectors, of which there are kLanes.
+// Swaps lanes and vectors, of which there are kLanes.
 inline void transpose(Vector* vectors) {
   constexpr Indices low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  for (int round = 0; round < 4; ++round) {  // each moves one bit of the index of a number
+  for (int round = 0; round < 4; ++round) {  // a round moves one bit of a number's index
     Vector mixed[kLanes];
 #pragma GCC unroll 8
     for (int i = 0; i < kLanes / 2; ++i) {
@@ -215,18 +215,18 @@ inline void transpose(Vector* vectors) {
 // Lane i of the result is the sum of all lanes of vectors[i], of which there are kLanes.
 inline Vector sum_each(const Vector* vectors) { return sum_some<kLanes>(vectors); }
 #else
-// Sums of neighbours within each half, where shuffles are cheap: those of `a`, then those of `b`.
+// Returns sums of neighbours within each half, where shuffles are cheap: those of `a`, then those of `b`.
 inline Vector add_neighbours(Vector a, Vector b) {
   constexpr Indices even{0, 2, 8, 10, 4, 6, 12, 14};
   return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
 }
 
-// A half's lanes are the sums of that half of four vectors.
+// Returns a vector whose halves have the sums of that half of four vectors.
 inline Vector sum_halves(const Vector* four) {
   return add_neighbours(add_neighbours(four[0], four[1]), add_neighbours(four[2], four[3]));
 }
 
-// As above.
+// Lane i of the result is the sum of all lanes of vectors[i], of which there are kLanes.
 inline Vector sum_each(const Vector* vectors) {
   constexpr Indices first_halves{0, 1, 2, 3, 8, 9, 10, 11};
   const Vector a = sum_halves(vectors), b = sum_halves(vectors + 4);
@@ -234,10 +234,10 @@ inline Vector sum_each(const Vector* vectors) {
 }
 #endif
 
-// Turn scores into weights that sum to 1, and those outside of [first, last) into zeros. `length` is a
-// multiple of kLanes. The weights replace the scores, as numbers of type W.
+// Turns scores in [first, last) into weights that sum to 1, and the others into zeros. `length` is a multiple
+// of kLanes. Weights of type W replace the scores.
 //
-// Each place has a fixed lane, so the result does not depend on what is outside.
+// Each place has a fixed lane, so the result does not depend on the scores outside.
 template <typename W>
 void softmax(float* scores, int64_t length, int64_t first, int64_t last, float scale) {
   constexpr float kNever = -std::numeric_limits<float>::infinity();
