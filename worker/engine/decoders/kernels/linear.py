@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def fused(*linears: nn.Linear) -> Product:
     bias = _joined(biases) if biases else None
     if not quantized:
         weight = _joined([linear.weight for linear in linears])
-        return partial(nn.functional.linear, weight=weight, bias=bias)
+        return lambda rows: nn.functional.linear(rows, weight, bias)
     first: Any = quantized[0].quantized
     joined = {
         field.name: _joined([getattr(each.quantized, field.name) for each in quantized])
