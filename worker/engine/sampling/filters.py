@@ -14,7 +14,7 @@ from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.sampling.draw import totals
 
 FILTERS = ("min_p", "top_k", "top_p")
-"""Fields of SamplingParams, in the order of `Asked` in native/src/sampling.cpp."""
+"""Fields of SamplingParams, in the order of `Filters` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
 """Number of likeliest tokens that top_p examines first. If they are not enough, eight times this
