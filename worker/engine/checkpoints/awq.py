@@ -34,7 +34,8 @@ class AWQ:
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
         scales = parts["scales"].T.float()
-        return weight_of(_outputs(parts["qweight"]), scales, _outputs(parts["qzeros"]), 4)
+        numbers, zeros = _outputs(parts["qweight"]), _outputs(parts["qzeros"])
+        return weight_of(numbers, scales, zeros, 4, numbers.shape[1])
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:

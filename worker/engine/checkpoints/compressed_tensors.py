@@ -72,4 +72,4 @@ class CompressedTensors:
                 zeros = unpack(zeros.T, bits).T[:outputs]
             else:
                 zeros = zeros.reshape(-1, scales.shape[1]).short() + (1 << (bits - 1))
-        return weight_of(numbers, scales, zeros, bits, parts.get("weight_g_idx"))
+        return weight_of(numbers, scales, zeros, bits, inputs, parts.get("weight_g_idx"))

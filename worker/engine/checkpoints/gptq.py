@@ -47,4 +47,4 @@ class GPTQ:
         numbers = unpack(parts["qweight"].T, self.bits)
         scales = parts["scales"].T.float()
         zeros = unpack(_add(parts["qzeros"], self._added_to_zeros, self.bits), self.bits).T
-        return weight_of(numbers, scales, zeros, self.bits, parts.get("g_idx"))
+        return weight_of(numbers, scales, zeros, self.bits, numbers.shape[1], parts.get("g_idx"))

@@ -22,15 +22,16 @@ def weight_of(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     bits: int,
+    inputs: int,
     groups: torch.Tensor | None = None,
 ) -> QuantizedWeight | torch.Tensor:
-    """Returns the weight `scale * (n - zero)` for unsigned `numbers` [outputs, inputs].
+    """Returns the weight `scale * (n - zero)` for unsigned `numbers` [outputs, `inputs`].
 
     `scales`, in fp32, and `zeros` are [outputs, groups]. Without `zeros`, these are in the middle
     of the range. `groups` [inputs] has the group of each input. If groups are not one after the
     other, the weight is widened to fp32.
     """
-    middle, group = 1 << (bits - 1), -(-numbers.shape[1] // scales.shape[1])
+    middle, group = 1 << (bits - 1), -(-inputs // scales.shape[1])
     offsets = None
     if zeros is not None and not bool((zeros == middle).all()):
         offsets = -zeros.float() * scales
