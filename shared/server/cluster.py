@@ -133,12 +133,13 @@ def client_at(client: Any, key: str) -> Any:
     return pool.cluster.client_for(key_slot(key.encode()), pool.connection_kwargs["retry"])
 
 
-def try_less(client: Any) -> None:
-    """On a Cluster, make calls fail soon: for a process that ends, perhaps because all nodes are
-    away."""
-    if isinstance(client.connection_pool, (_Pool, _AsyncPool)):
-        kind = type(client.connection_pool.connection_kwargs["retry"])
-        client.set_retry(kind(_BACKOFF, _RETRIES_AT_THE_END, (redis.ConnectionError,)))
+def try_once(client: redis.asyncio.Redis) -> None:
+    """Have each call fail at once: for a process that ends, perhaps as its server is away.
+
+    On a Cluster a few quick retries stay, as the slot may just move.
+    """
+    retries = _RETRIES_AT_THE_END if isinstance(client.connection_pool, _AsyncPool) else 0
+    client.set_retry(redis.asyncio.retry.Retry(_BACKOFF, retries, (redis.ConnectionError,)))
 
 
 def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:

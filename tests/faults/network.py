@@ -32,6 +32,7 @@ class Network:
         self._swallow: Callable[[bytes], bool] | None = None
         self.num_swallowed = 0
         self.num_accepted = 0
+        self.num_turned_away = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lead_to(self, port: int) -> None:
@@ -84,9 +85,11 @@ class Network:
             try:
                 server = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
+                self.num_turned_away += 1
                 client.close()
                 continue
             if not self._is_up:
+                self.num_turned_away += 1
                 client.close()
                 server.close()
                 continue

@@ -32,8 +32,9 @@ class Reaper:
         self._queue = queue
         self._patience = queue.lease_ms / 1000 / 2
         self._clock = clock
-        self._reached_at = clock()
-        self._patient_until = self._reached_at + self._patience
+        self.reached_at = clock()
+        """When the server last answered."""
+        self._patient_until = self.reached_at + self._patience
         self._cursor = "0"
         self._may_sweep = True
 
@@ -41,16 +42,16 @@ class Reaper:
         """Reap, unless other workers may not have had the time to renew. Raises RedisError,
         OSError."""
         now = self._clock()
-        was_silent = now - self._reached_at > self._patience
+        was_silent = now - self.reached_at > self._patience
         if was_silent or now < self._patient_until:
             await self._queue.count()
         else:
             while (await self._queue.reap()).has_more:
                 pass
             await self._sweep()
-        self._reached_at = self._clock()
+        self.reached_at = self._clock()
         if was_silent:
-            self._patient_until = self._reached_at + self._patience
+            self._patient_until = self.reached_at + self._patience
 
     async def _sweep(self) -> None:
         if not self._may_sweep:

@@ -23,7 +23,7 @@ from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
-from promptq.shared.server.cluster import try_less
+from promptq.shared.server.cluster import try_once
 from promptq.shared.server.retry import keep_trying
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.port import EnginePort
@@ -203,7 +203,7 @@ class Worker:
         self._heartbeat.about.state = "draining"
         notify("STOPPING=1")
         deadline = time.monotonic() + self._settings.drain_seconds
-        try_less(self._queue.redis)
+        try_once(self._queue.redis)
         await self._survive_redis(self.intake.stop)
         while self.leases.is_busy and not now.is_set() and time.monotonic() < deadline:
             for task in self._tasks:
@@ -216,7 +216,7 @@ class Worker:
     async def stop(self) -> None:
         """End all parts, give held requests back with their progress, and leave the queue."""
         self._heartbeat.about.state = "draining"
-        try_less(self._queue.redis)
+        try_once(self._queue.redis)
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
         await self._survive_redis(self._publisher.flush)
@@ -225,7 +225,8 @@ class Worker:
         for lease in self.leases:  # no need to wait for the running step: it writes nothing
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
-        seconds = self._queue.lease_ms / 1000  # after that the leases have run out anyway
+        leases_end_at = self._reaper.reached_at + self._queue.lease_ms / 1000
+        seconds = leases_end_at - time.monotonic()  # after that nothing can be given back
         await self._survive_redis(lambda: self._exchange.give_back(seconds))
         for lease in self.leases:
             self._departures.note(lease, Departure.of(lease))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import pytest
 import redis.asyncio
@@ -10,8 +13,10 @@ import redis.asyncio
 from promptq import AsyncClient
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.server.connection import open_async_redis
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
+from tests.faults.network import Network
 from tests.support.model_free_worker import (
     BY_ITSELF,
     finished,
@@ -22,6 +27,7 @@ from tests.support.model_free_worker import (
 from tests.support.requests import async_log_of, async_num_tokens, async_put, until_tokens
 from tests.support.roles import as_role
 from tests.support.servers import in_database
+from tests.support.waiting import async_until
 
 
 async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
@@ -154,4 +160,53 @@ async def test_a_second_signal_ends_a_drain_at_once(
         now.set()
         await draining
         await worker.stop()
+    assert await queue.state(request_id) is RequestState.WAITING
+
+
+@asynccontextmanager
+async def cut_off(
+    redis_url: str, queue: AsyncRequestQueue, **settings: int
+) -> AsyncIterator[tuple[Worker, Network, str]]:
+    """A worker that runs a request and cannot reach its server any longer."""
+    network = Network(urlsplit(redis_url).port or 0)
+    async with await open_async_redis(as_role("worker", network.url)) as client:
+        served = served_model_free(step_seconds=0.01)
+        worker = Worker(WorkerSettings(**settings), served, client)
+        await worker.start()
+        request_id = await async_put(queue, seed=1, max_tokens=4000)
+        await until_tokens(queue, request_id, 2)
+        network.cut()
+        yield worker, network, request_id
+    network.close()
+
+
+async def test_a_worker_that_stops_without_its_server_tries_each_call_once(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Its leases have run out, so nothing can be given back."""
+    async with cut_off(redis_url, queue, lease_ms=400) as (worker, network, _):
+
+        async def has_run_out() -> bool:
+            seconds, microseconds = await queue.redis.time()
+            [(_, ends_at)] = await queue.redis.zrange(queue.keys.leases, 0, -1, withscores=True)
+            return bool(ends_at < seconds * 1000 + microseconds / 1000 - 400)
+
+        while not await has_run_out():
+            await asyncio.sleep(0.01)
+        before = network.num_turned_away
+        await worker.stop()
+        # Its last tokens, a claim without an answer, the lease, the farewell; with redis-py's
+        # retries each of them would be eleven.
+        assert 1 <= network.num_turned_away - before <= 6
+
+
+async def test_a_worker_that_stops_gives_back_if_its_server_returns_within_the_lease(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    async with cut_off(redis_url, queue, lease_ms=60_000) as (worker, network, request_id):
+        stopping = asyncio.create_task(worker.stop())
+        before = network.num_turned_away
+        await async_until(lambda: network.num_turned_away > before)
+        network.mend()
+        await stopping
     assert await queue.state(request_id) is RequestState.WAITING
