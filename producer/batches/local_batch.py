@@ -25,6 +25,7 @@ from promptq.producer.clients.connecting import explained, server_url, without_s
 from promptq.producer.settings.gateway import read_gateway_settings
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis
+from promptq.shared.settings.common import ReaperSettings, read_settings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ def run_batch(
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
-    settings = read_gateway_settings(queues=queue and [queue])
     options = RunOptions(
         max_in_flight=max_in_flight,
         defaults=dict(fields or {}),
-        retry_seconds=settings.redis_retry_seconds,
+        retry_seconds=read_settings_of(ReaperSettings, {}).redis_retry_seconds,
     )
-    url, served = server_url(server), settings.served_queues
+    served = read_gateway_settings(queues=queue and [queue]).served_queues
+    url = server_url(server)
 
     async def run(total: int) -> BatchOutcome:
         try:

@@ -11,7 +11,14 @@ from pydantic import SecretStr
 
 from promptq.producer.commands.options import AsJson
 from promptq.shared.server.connection import without_password
-from promptq.shared.settings.common import ENV_PREFIX, Settings, flag_of, read_settings
+from promptq.shared.settings.common import (
+    ENV_PREFIX,
+    ReaperSettings,
+    Settings,
+    flag_of,
+    read_settings,
+    read_settings_of,
+)
 from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 
 
@@ -33,6 +40,7 @@ def settings(as_json: AsJson = False) -> None:
 
     rows = [
         *_rows(read_settings(), None),
+        *_rows(read_settings_of(ReaperSettings, {}, flag_of), "worker, jobs"),
         *_rows(read_worker_settings(), "worker"),
         *_rows(read_files_settings(), "gateway, jobs"),
         *_rows(read_gateway_settings(), "gateway"),

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import Field, SecretStr
 
 from promptq.producer.settings.files import FilesSettings
-from promptq.shared.settings.common import read_settings_of
+from promptq.shared.settings.common import ReaperSettings, read_settings_of
 
 
-class JobsSettings(FilesSettings):
+class JobsSettings(FilesSettings, ReaperSettings):
     """Settings of `promptq jobs`."""
 
     jobs_redis_url: str | None = Field(

@@ -30,6 +30,23 @@ class Settings(BaseSettings):
         " default: the server of the running `promptq up`; if there is none, a worker starts"
         " one",
     )
+    queue: str = Field("default", description="name of the queue")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto: colour in a terminal, JSON otherwise"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe level that is logged"
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="base URL of an OpenTelemetry collector for traces, such as"
+        " http://localhost:4318 (extra `tracing`); default: OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+    )
+
+
+class ReaperSettings(Settings):
+    """Settings of workers and jobs: both wait for their server, and both reap leases."""
+
     redis_wait: float = Field(
         0.0,
         ge=0,
@@ -42,24 +59,12 @@ class Settings(BaseSettings):
         description="seconds a worker keeps its output and tries to send it while the server is"
         " away or refuses writes, before it exits; the run of a batch file tries for as long",
     )
-    queue: str = Field("default", description="name of the queue")
-    log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="auto: colour in a terminal, JSON otherwise"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe level that is logged"
-    )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(
         3,
         ge=1,
         description="crashes of workers after which a request becomes a dead letter, if it ran"
         " alone at the last of them",
-    )
-    otlp_endpoint: str | None = Field(
-        None,
-        description="base URL of an OpenTelemetry collector for traces, such as"
-        " http://localhost:4318 (extra `tracing`); default: OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
 
 

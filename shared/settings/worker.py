@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr
 
-from promptq.shared.settings.common import Settings, flag_of, read_settings_of
+from promptq.shared.settings.common import ReaperSettings, flag_of, read_settings_of
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(ReaperSettings):
     """Settings of a worker. Each is also an option of `promptq worker`."""
 
     engine: Literal["native", "vllm", "llama.cpp", "openai"] = Field(

@@ -14,25 +14,32 @@ from promptq.producer.settings.files import FilesSettings, read_files_settings
 from promptq.producer.settings.gateway import GatewaySettings, read_gateway_settings
 from promptq.producer.settings.jobs import JobsSettings, read_jobs_settings
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.settings.common import Settings, read_settings
+from promptq.shared.settings.common import ReaperSettings, Settings, read_settings
 from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 from promptq.worker.command import command
 from tests.producer.playing import Run
 
-CLASSES = (Settings, WorkerSettings, FilesSettings, GatewaySettings, JobsSettings)
+CLASSES = (
+    *(Settings, ReaperSettings, WorkerSettings),
+    *(FilesSettings, GatewaySettings, JobsSettings),
+)
 NAMES = [name for kind in CLASSES for name in get_annotations(kind)]
-HEADINGS = ["Common to all processes:", "Worker:", "Gateway, jobs:", "Gateway:", "Jobs:"]
+HEADINGS = [
+    *("Common to all processes:", "Worker, jobs:", "Worker:"),
+    *("Gateway, jobs:", "Gateway:", "Jobs:"),
+]
 
 
 def test_each_setting_is_in_one_class() -> None:
     """Before another one is added, look for one that becomes unnecessary."""
     counts = {kind: len(kind.model_fields) for kind in CLASSES}
     assert counts == {
-        Settings: 9,
-        WorkerSettings: 9 + 41,
-        FilesSettings: 9 + 1,
-        GatewaySettings: 9 + 1 + 20,
-        JobsSettings: 9 + 1 + 11,
+        Settings: 5,
+        ReaperSettings: 5 + 4,
+        WorkerSettings: 5 + 4 + 41,
+        FilesSettings: 5 + 1,
+        GatewaySettings: 5 + 1 + 20,
+        JobsSettings: 5 + 4 + 1 + 11,
     }
     assert len(NAMES) == len({*NAMES}) == 82
 
@@ -73,14 +80,21 @@ def test_a_wrong_setting_stops_the_process_that_reads_it(
         read()
 
 
-def test_a_wrong_dtype_stops_only_workers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway and jobs get as far as their port and their server."""
+OF_WORKERS_AND_JOBS = {
+    f"PROMPTQ_{name.upper()}": "soon" for name in get_annotations(ReaperSettings)
+}
+
+
+def test_a_wrong_setting_of_workers_stops_only_workers(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway gets as far as its port, jobs as far as their server."""
     monkeypatch.setenv("PROMPTQ_DTYPE", "wrong")
     said = r"--dtype \(PROMPTQ_DTYPE\): Input should be 'auto', .*, got 'wrong'"
     with pytest.raises(ConfigurationError, match=f"^{said}$"):
         command().main(["--model", "model-free"], standalone_mode=False)
     assert re.fullmatch(f"promptq: {said}\n", run("up", PROMPTQ_DTYPE="wrong").stderr)
-    assert run("stats", PROMPTQ_DTYPE="wrong").returncode == 0
+    assert run("stats", PROMPTQ_DTYPE="wrong", **OF_WORKERS_AND_JOBS).returncode == 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         reached = {
@@ -90,6 +104,8 @@ def test_a_wrong_dtype_stops_only_workers(run: Run, monkeypatch: pytest.MonkeyPa
         }
         for args, told in reached.items():
             env = {"PROMPTQ_JOBS_REDIS_URL": "unix:///nowhere", "PROMPTQ_DTYPE": "wrong"}
+            if args != ("jobs",):
+                env |= OF_WORKERS_AND_JOBS
             assert run(*args, **env).stderr.startswith(told)
 
 
@@ -122,7 +138,8 @@ def test_all_settings_are_listed_by_process(run: Run) -> None:
     assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
     assert rows["PROMPTQ_UPSTREAM_KEY"]["value"] == "***"
     processes = {
-        **dict.fromkeys(("QUEUE", "LEASE_MS"), None),
+        "QUEUE": None,
+        **dict.fromkeys(("LEASE_MS", "REDIS_WAIT"), "worker, jobs"),
         **dict.fromkeys(("MODEL", "DTYPE"), "worker"),
         "FILES_DIR": "gateway, jobs",
         "HTTP_PORT": "gateway",

@@ -17,9 +17,10 @@ def test_the_environment_is_read_and_overridden(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_wrong_is_named_as_flag_and_as_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROMPTQ_LEASE_MS", "soon")
+    monkeypatch.setenv("PROMPTQ_LOG_LEVEL", "loud")
+    said = r"--log-level \(PROMPTQ_LOG_LEVEL\): .*'loud'"
     for read in (read_settings, read_worker_settings):
-        with pytest.raises(ConfigurationError, match=r"--lease-ms \(PROMPTQ_LEASE_MS\): .*'soon'"):
+        with pytest.raises(ConfigurationError, match=said):
             read()
 
 
