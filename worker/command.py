@@ -1,4 +1,4 @@
-"""`promptq worker`: serve a queue with a model, or several in turns, until told to stop."""
+"""`promptq worker`: serves a queue with a model, or several in turns, until it is stopped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, get_args, get_origin
 
 import click
@@ -25,9 +26,9 @@ from promptq.worker.serve.process import serve_until_stopped
 from promptq.worker.swapping.taking_turns import take_turns
 
 _ARGUMENTS = "engine_arguments"
-"""The setting that is given behind `--`."""
+"""The setting whose values stand behind `--`."""
 _REPEATED = ("model", "queue")
-"""The settings that may be given several times."""
+"""The settings whose options may be repeated."""
 
 HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
 
@@ -85,28 +86,23 @@ def run(settings: Sequence[WorkerSettings]) -> None:
         _leave_torch_out()
     configure_logs(first.log_level, first.log_format)
     forget_secrets()  # before a file of a model is read, or a server started
-    redis_url = first.redis_url or advertised()
-    if redis_url is not None:
-        _run(settings, redis_url)
-        return
-    with EmbeddedServer(is_advertised=True) as server:
-        where = f"{without_password(server.url)} ({how_to_find(server.url)})"
-        print(f"no Redis given: started an embedded server at {where}", flush=True)
-        _run(settings, server.url)
-
-
-def _run(settings: Sequence[WorkerSettings], redis_url: str) -> None:
-    if len(settings) > 1:
-        asyncio.run(take_turns(settings, redis_url))
-    else:
-        serve_until_stopped(settings[0], redis_url)
+    with ExitStack() as stack:
+        redis_url = first.redis_url or advertised()
+        if redis_url is None:
+            redis_url = stack.enter_context(EmbeddedServer(is_advertised=True)).url
+            where = f"{without_password(redis_url)} ({how_to_find(redis_url)})"
+            print(f"no Redis given: started an embedded server at {where}", flush=True)
+        if len(settings) > 1:
+            asyncio.run(take_turns(settings, redis_url))
+        else:
+            serve_until_stopped(first, redis_url)
 
 
 def command() -> click.Command:
-    """The command, with one option for each setting, so that each is described in one place."""
+    """Returns the command, with one option for each setting."""
 
-    def callback(model: Sequence[str], queue: Sequence[str], **given: Any) -> None:
-        run(_settings_of_each(model, queue, given))
+    def callback(model: Sequence[str], queue: Sequence[str], **others: Any) -> None:
+        run(_settings_of_each(model, queue, others))
 
     options: list[click.Parameter] = []
     for key, field in WorkerSettings.model_fields.items():
@@ -139,15 +135,13 @@ def command() -> click.Command:
 
 
 def _settings_of_each(
-    models: Sequence[str], queues: Sequence[str], given: dict[str, Any]
+    models: Sequence[str], queues: Sequence[str], others: dict[str, Any]
 ) -> list[WorkerSettings]:
-    """The settings of each model. Raises ConfigurationError."""
+    """Returns the settings of each model. Raises ConfigurationError."""
     if len(models) < 2 and len(queues) < 2:
-        one = dict(
-            zip(_REPEATED, (next(iter(models), None), next(iter(queues), None)), strict=True)
-        )
-        return [read_worker_settings(**one, **given)]
-    shared = read_worker_settings(**given)
+        model, queue = next(iter(models), None), next(iter(queues), None)
+        return [read_worker_settings(model=model, queue=queue, **others)]
+    shared = read_worker_settings(**others)
     if shared.served_model_name is not None:
         raise ConfigurationError(
             "--served-model-name: is for a worker of one model; `promptq models alias` gives each"
@@ -155,23 +149,22 @@ def _settings_of_each(
         )
     by_queue = queues_of_models(models, queues, shared.queue)
     return [
-        read_worker_settings(model=model, queue=queue, **given) for queue, model in by_queue.items()
+        read_worker_settings(model=name, queue=queue, **others) for queue, name in by_queue.items()
     ]
 
 
 class _WorkerCommand(click.Command):
-    """Takes what follows `--` for the server. A stray word before it is a mistake, as ever."""
+    """Passes the words behind `--` to the inference server. Refuses a stray word before it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         rest = super().parse_args(ctx, args[:end])
-        # None lets the environment have them.
-        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None
+        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None  # then the environment's count
         return rest
 
 
 def _metavar(annotation: Any) -> str:
-    """What a setting takes: one of a few words, or a value."""
+    """Returns the form of a setting's value in the help: one of a few words, or VALUE."""
     if annotation == bool | None:
         return "true|false"
     words = get_args(annotation) if get_origin(annotation) is Literal else ()

@@ -53,8 +53,8 @@ class Served:
     device: str
     dtype: str
     """Empty if nothing is computed."""
-    way: str = ""
-    """How it computes, in words: with promptq's own code, or why not."""
+    method: str = ""
+    """How the engine computes, in words: with promptq's own code, or why not."""
     grammars: Grammars | None = None
     """Makes outputs match a schema; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
@@ -68,8 +68,11 @@ class Served:
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 
-def parse_size(text: str) -> int:
-    """Returns the bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
+def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
+    """Returns the bytes of '4G', '512M' or '1048576'; None if not set. Raises
+    ConfigurationError."""
+    if not (text := settings.kv_cache_memory):
+        return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigurationError(
@@ -85,7 +88,7 @@ def build(
 
     Raises ConfigurationError, ModelError.
     """
-    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    memory = _kv_cache_bytes(settings)
     if settings.engine != NATIVE:
         return _build_upstream(settings, progress)
     for name in ("upstream", "upstream_key", "engine_command", "engine_arguments"):
@@ -151,13 +154,12 @@ def fits_beside_others(settings: WorkerSettings) -> bool:
     from promptq.worker.engine.model import loading
     from promptq.worker.engine.model.backend_choice import resolve_device
 
-    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
     name = settings.model or str(MODEL_DIR)
     return loading.fits_beside_others(
         name if is_gguf(name) else str(_folder(name)),
         resolve_device(settings.device),
         settings.dtype,
-        memory,
+        _kv_cache_bytes(settings),
         trust_remote_code=settings.trust_remote_code,
     )
 
@@ -234,7 +236,7 @@ def _build_model(
         end_token_ids=ends,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
-        way=_way(runner, settings),
+        method=_method(runner, settings),
         grammars=Grammars(tokenizer, runner.vocab_size, ends, vets=True),
         verdict=runner.verdict,
         pooling=settings.pooling or pooling_of(_folder(name)),
@@ -262,8 +264,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     )
     progress("server")
     process = None if settings.upstream else start_server(dialect, settings)
-    found = find_server(dialect, settings, process)
-    name = settings.model or found.description.model_dir
+    server = find_server(dialect, settings, process)
+    name = settings.model or server.description.model_dir
     if name is None or (settings.trust_remote_code and settings.model is None):
         raise ConfigurationError(
             "--model: name the directory, GGUF file or hub name of the model that the server"
@@ -271,27 +273,27 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         )
     progress("tokenizer")
     facts = read_model_facts(name, trust_remote_code=settings.trust_remote_code)
-    limits = found.limits(settings, facts.vocab_size)
+    limits = server.limits(settings, facts.vocab_size)
     tokenizer = HuggingFaceTokenizer.load(
         name,
         trust_remote_code=settings.trust_remote_code,
         max_prompt_tokens=limits.max_model_len,
     )
-    found.check_tokenizer(tokenizer)
+    server.check_tokenizer(tokenizer)
     abilities = dialect.abilities
     get_logger().info(
         "what this engine cannot do",
-        server=found.description.software,
+        server=server.description.software,
         refused=" ".join(abilities.refused),
         exact_resume=abilities.exact_resume,
         not_exact_with=" ".join(sorted(abilities.inexact_with)),
     )
     engine = ForwardingEngine(
-        found.url,
+        server.url,
         key_of(settings),
         dialect,
         limits,
-        found.description.model,
+        server.description.model,
         settings.stuck_seconds,
         process,
     )
@@ -300,9 +302,9 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         tokenizer=tokenizer,
         identity=_identity(settings.model_copy(update={"model": name}), tokenizer),
         end_token_ids=_end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size),
-        device=found.url,
+        device=server.url,
         dtype="" if settings.dtype == "auto" else settings.dtype,
-        way=found.description.software,
+        method=server.description.software,
     )
 
 
@@ -315,19 +317,19 @@ def _end_token_ids(
     return of_model if own is None or own >= vocab_size else of_model | {own}
 
 
-def _way(runner: ModelRunner, settings: WorkerSettings) -> str:
-    way, origin = runner.own_code, "of"
+def _method(runner: ModelRunner, settings: WorkerSettings) -> str:
+    method, origin = runner.own_code, "of"
     if runner.why_no_own_code:
         is_compiled = runner.compiled is not None and runner.compiled.is_compiled
-        way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"
+        method = f"no {method} ({runner.why_no_own_code}){', compiled' * is_compiled}"
         origin = "widened from"
     if runner.saved_format:
-        way += f", weights {origin} {runner.saved_format}"
+        method += f", weights {origin} {runner.saved_format}"
     if settings.quantization != "none":
-        way += f", weights in {settings.quantization}"
+        method += f", weights in {settings.quantization}"
     if settings.kv_cache_dtype != "auto":
-        way += f", KV cache in {settings.kv_cache_dtype}"
-    return f"{way}, no CUDA graphs ({runner.why_no_graphs})" if runner.why_no_graphs else way
+        method += f", KV cache in {settings.kv_cache_dtype}"
+    return method + f", no CUDA graphs ({runner.why_no_graphs})" * bool(runner.why_no_graphs)
 
 
 def _engine(

@@ -1,7 +1,7 @@
 """Listens on the channels of the queue: new work and cancels on `control`, drains on `drain`.
 
-Producers may publish on `control`, but should not be able to end workers. If the server has no
-roles, so that every client may do everything, a drain on `control` is heeded too, as earlier
+Producers may publish on `control`, but should not be able to end workers. On a server without
+roles, where every client may do everything, the worker also heeds a drain on `control`: earlier
 releases send it there.
 """
 
@@ -42,20 +42,19 @@ class ControlChannel:
         await anext(self._messages)
 
     async def run(self) -> None:
-        """Act on each message, until cancelled."""
-        async for message in self._messages:
-            self._act(message)
+        """Act on each message, until cancelled.
 
-    def _act(self, message: str) -> None:
-        """`message` is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`."""
-        kind, colon, name = message.partition(":")
-        if kind == "pending":
-            self._wake_up.work_came()
-        elif kind == "cancel":
-            self._exchange.cancel(name)
-        elif kind == "drain" and (not colon or name == self._worker_id):
-            self._log.info("told to drain")
-            self._drain.set()
+        A message is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`.
+        """
+        async for message in self._messages:
+            kind, colon, name = message.partition(":")
+            if kind == "pending":
+                self._wake_up.work_came()
+            elif kind == "cancel":
+                self._exchange.cancel(name)
+            elif kind == "drain" and (not colon or name == self._worker_id):
+                self._log.info("a message orders a drain")
+                self._drain.set()
 
     async def _listen(self) -> AsyncIterator[str]:
         """Yields each message, until cancelled. The first one says that the worker listens.
@@ -64,8 +63,8 @@ class ControlChannel:
         every publish reports cancels. Only a drain has to be sent again.
         """
         heeded = {self._keys.drain.encode()}
-        if not _has_role(self._client):
-            heeded.add(self._keys.control.encode())
+        if self._client.connection_pool.connection_kwargs.get("username") in (None, "", "default"):
+            heeded.add(self._keys.control.encode())  # the worker has no role
         while True:
             try:
                 async with self._client.pubsub() as channel:
@@ -86,16 +85,10 @@ class ControlChannel:
                 await asyncio.sleep(_RECONNECT_SECONDS)
 
 
-def _has_role(client: Any) -> bool:
-    """Whether this connection uses its own user, not the default one of the server."""
-    user = client.connection_pool.connection_kwargs.get("username")
-    return user not in (None, "", "default")
-
-
 async def _next(channel: Any) -> dict[str, Any]:
-    """The next message. If none comes, a ping is sent and its answer is the next message.
+    """Returns the next message. If none comes, it sends a ping, whose answer is a message.
 
-    Raises RedisError if that does not come either: the connection may be open and pass nothing.
+    Raises RedisError if no answer comes: the connection may be open and pass nothing.
     """
     seconds = channel.connection.socket_timeout
     message: dict[str, Any] | None = await channel.get_message(timeout=seconds)

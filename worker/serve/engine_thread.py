@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -103,10 +103,6 @@ class EngineThread:
     def seconds_without_progress(self) -> float:
         return time.monotonic() - self._last_progress
 
-    @property
-    def _has_mail(self) -> bool:
-        return bool(self._additions or self._aborts or self._snapshots)
-
     def _wake(self) -> None:
         """Wake the thread if it waits. Of many messages, only the first one pays for that."""
         if self._is_waiting:
@@ -129,7 +125,7 @@ class EngineThread:
                     self._put(self._step())
         except BaseException as error:  # `fetch` raises it on the other side
             self._failure = error
-            self._notify()
+            self._in_loop(self._fetchable.set)
 
     def _step(self) -> StepOutput:
         try:
@@ -144,48 +140,41 @@ class EngineThread:
         """Wait for work, and apply additions and aborts. Returns False to stop."""
         if not self._engine.has_work:
             self._wait()
-        # Aborts are taken first: whatever was added before one of them is there by then.
+        # Aborts come out first: a request that was added before one of them is there by then.
         snapshots, aborts = _all_of(self._snapshots), _all_of(self._aborts)
         additions = _all_of(self._additions)
         for request in additions:
             try:
                 self._engine.add(request)
             except Exception as error:  # it must not stop the other requests
-                self._put_refusal(request, str(error))
+                refusal = SequenceOutput(
+                    request.sequence_id, [], finish_reason=FinishReason.ERROR, error=str(error)
+                )
+                self._put(StepOutput([refusal], self._engine.stats))
         # After the additions, so that an abort finds what was added just before it.
         for sequence_id in aborts:
             self._engine.abort(sequence_id)
             self.stats = self._engine.stats  # perhaps no step follows to report them
         if snapshots:
-            self._answer(snapshots, self._engine.snapshot())
+            snapshot = self._engine.snapshot()
+
+            def answer() -> None:
+                for future in snapshots:
+                    if not future.done():
+                        future.set_result(snapshot)
+
+            self._in_loop(answer)
         return not self._stopping
 
     def _wait(self) -> None:
         """Wait for mail, or for `stop`."""
         with self._inbox:
             self._is_waiting = True  # before it looks, so that nothing comes unnoticed after that
-            while not (self._stopping or self._has_mail):
+            while not (self._stopping or self._additions or self._aborts or self._snapshots):
                 self._last_progress = time.monotonic()
                 self._inbox.wait(_IDLE_TICK_SECONDS)
                 self._is_waiting = True
             self._is_waiting = False
-
-    def _answer(
-        self, waiting: Iterable[asyncio.Future[EngineSnapshot]], snapshot: EngineSnapshot
-    ) -> None:
-        def answer() -> None:
-            for future in waiting:
-                if not future.done():
-                    future.set_result(snapshot)
-
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(answer)
-
-    def _put_refusal(self, request: EngineRequest, reason: str) -> None:
-        refusal = SequenceOutput(
-            request.sequence_id, [], finish_reason=FinishReason.ERROR, error=reason
-        )
-        self._put(StepOutput([refusal], self._engine.stats))
 
     def _put(self, output: StepOutput) -> None:
         while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
@@ -194,11 +183,11 @@ class EngineThread:
                 return
         self.stats = output.stats
         self._outbox.append(output)
-        self._notify()
+        self._in_loop(self._fetchable.set)
 
-    def _notify(self) -> None:
+    def _in_loop(self, callback: Callable[[], object]) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fetchable.set)
+            self._loop.call_soon_threadsafe(callback)
 
 
 def _all_of(mail: deque[T]) -> list[T]:

@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
@@ -45,10 +45,10 @@ it gains."""
 
 
 class Turn(Protocol):
-    """Says when a process may load its model, if it shares the device with others."""
+    """Decides when a process may load its model, if it shares the device with others."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set the events when the owner has the process end, as a signal would."""
+        """Set the events when the owner orders the process to end, as a signal would."""
         ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
@@ -56,7 +56,7 @@ class Turn(Protocol):
         ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Requests are claimed from now on; `line` says by what."""
+        """Note that requests are claimed from now on. `line` is the ready line."""
         ...
 
 
@@ -184,16 +184,14 @@ async def unless(
 
 
 def _leave_at_once(error: Exception | None = None) -> NoReturn:
-    """End the process now, because the interpreter would wait for a thread that may hang for ever.
+    """Report the error as at a normal end, and end the process now.
 
-    `error` is reported as at a normal end.
+    The interpreter would wait for a thread that may hang for ever.
     """
-    if isinstance(error, PromptqError):
-        said = printable(str(error), keep="\n\t")
-        print(f"promptq worker: {said}", file=sys.stderr)
-    elif error is not None:
-        said = "".join(traceback.format_exception(error))
-        print(printable(said, keep="\n\t"), end="", file=sys.stderr)
+    if error is not None:
+        is_ours = isinstance(error, PromptqError)
+        text = f"promptq worker: {error}" if is_ours else "".join(format_exception(error))
+        print(printable(text.removesuffix("\n"), keep="\n\t"), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if error is None else 1)
@@ -232,7 +230,7 @@ def _ready_line(
     dtype = f" in {served.dtype}" if served.dtype else ""
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
-        f"{dtype}{', ' * bool(served.way)}{served.way},"
+        f"{dtype}{', ' * bool(served.method)}{served.method},"
         f" queue {settings.queue} at {without_password(redis_url)},"
         f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens{memory},"
         f" up to {limits.max_model_len:,} tokens a request,"

@@ -98,10 +98,10 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
 
 def test_the_way_a_model_is_computed_is_said() -> None:
     settings = {"max_num_seqs": 2, "device": "cpu"}
-    assert build(WorkerSettings(**settings)).way == "native code"
+    assert build(WorkerSettings(**settings)).method == "native code"
     turned_off = build(WorkerSettings(**settings, native=False))
-    assert turned_off.way == "no native code (it is turned off)"
-    assert "float16" in build(WorkerSettings(**settings, dtype="float16")).way
+    assert turned_off.method == "no native code (it is turned off)"
+    assert "float16" in build(WorkerSettings(**settings, dtype="float16")).method
 
 
 @pytest.mark.usefixtures("logs_in_json")

@@ -263,8 +263,8 @@ def test_a_worker_serves_a_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     settings = read_worker_settings(model=str(FILES / "small-q8_0.gguf"), kv_cache_memory="4M")
     served = build(settings)
     assert served.identity.name == "small-q8_0"
-    assert "weights of GGUF Q8_0" in served.way
-    wide = build(settings.model_copy(update={"native": False})).way
+    assert "weights of GGUF Q8_0" in served.method
+    wide = build(settings.model_copy(update={"native": False})).method
     assert wide == "no native code (it is turned off), weights widened from GGUF Q8_0"
     assert served.dtype == "bfloat16"
     assert served.end_token_ids == {2}

@@ -86,10 +86,10 @@ def test_a_worker_compiles_if_asked() -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
     plain = build(read_worker_settings(native=False, **options))
     expected = serve(plain.engine)
-    assert not plain.way.endswith("compiled")
+    assert not plain.method.endswith("compiled")
     assert num_graphs() == 0
     compiled = build(read_worker_settings(native=False, compile=True, **options))
-    assert compiled.way.endswith(", compiled")
+    assert compiled.method.endswith(", compiled")
     assert num_graphs() == 2
     assert serve(compiled.engine) == expected
     assert num_graphs() == 2
