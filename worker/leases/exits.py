@@ -20,15 +20,20 @@ _NS_A_MS = 1_000_000
 
 
 class Departures:
-    """Passes each departure to the log, the meter and the tracer."""
+    """Passes each departure to the log, the meter and, if there is `tracing`, the trace."""
 
-    def __init__(self, meter: Meter, tracer: RequestTracer, worker_id: str = "") -> None:
+    def __init__(
+        self, meter: Meter, tracing: Tracing | None, queue: str, model: str, worker_id: str
+    ) -> None:
         self._meter = meter
-        self._tracer = tracer
+        self._tracing = tracing
+        self._queue = queue
+        self._model = model
+        self._worker_id = worker_id
         self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """A request has left with this outcome. None means that there is nothing to note."""
+        """Note that a request has left with this outcome; None: there is nothing to note."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none
@@ -38,36 +43,24 @@ class Departures:
         elif outcome is Departure.FENCED:
             self._log.warning("lease lost", request_id=lease.request_id)
             self._meter.num_fences_lost += 1
-        if prepared is not None:
-            self._tracer.end(prepared, outcome)
+        if prepared is not None and self._tracing is not None:
+            self._trace(prepared, outcome, self._tracing)
 
-
-class RequestTracer:
-    """Traces requests that leave. Without `tracing` it does nothing."""
-
-    def __init__(self, tracing: Tracing | None, queue: str, model: str, worker_id: str) -> None:
-        self._tracing = tracing
-        self._queue = queue
-        self._model = model
-        self._worker_id = worker_id
-
-    def end(self, held: PreparedRequest, outcome: str) -> None:
+    def _trace(self, held: PreparedRequest, outcome: str, tracing: Tracing) -> None:
         """Trace a request that leaves with this outcome, a finish reason or a Departure.
 
         An attempt's span begins with its wait in the queue if it is the first, otherwise with its
         claim. Times are the server's.
         """
-        if self._tracing is None:
-            return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         claim, timing = held.claim, held.timing
         begin_ms = claim.enqueued_at_ms if claim.attempt == 1 else claim.claimed_at_ms
-        end_ms = max(begin_ms, held.claim.server_ms(time.monotonic()))
+        end_ms = max(begin_ms, claim.server_ms(time.monotonic()))
         operation = "text_completion" if held.request.messages is None else "chat"
-        span = self._tracing.tracer.start_span(
+        span = tracing.tracer.start_span(
             f"{operation} {self._model}",
-            context=self._tracing.parent(held.request.trace_context),
+            context=tracing.parent(held.request.trace_context),
             kind=SpanKind.CONSUMER,
             start_time=begin_ms * _NS_A_MS,
             attributes=self._attributes(held, operation, outcome),
@@ -80,15 +73,13 @@ class RequestTracer:
         if timing is not None:
             for name, times in (("preempted", timing.preempted_at), ("resumed", timing.resumed_at)):
                 for at in times:
-                    span.add_event(name, timestamp=held.claim.server_ms(at) * _NS_A_MS)
+                    span.add_event(name, timestamp=claim.server_ms(at) * _NS_A_MS)
             reached = [timing.scheduled_at, timing.first_token_at]
-            marks += [held.claim.server_ms(at) for at in reached if at is not None]
+            marks += [claim.server_ms(at) for at in reached if at is not None]
         marks.append(end_ms)
         inside = set_span_in_context(span)
         for name, start, end in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
-            part = self._tracing.tracer.start_span(
-                name, context=inside, start_time=start * _NS_A_MS
-            )
+            part = tracing.tracer.start_span(name, context=inside, start_time=start * _NS_A_MS)
             part.end(max(start, end) * _NS_A_MS)
         span.end(end_ms * _NS_A_MS)
 

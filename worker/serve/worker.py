@@ -34,7 +34,7 @@ from promptq.worker.health.systemd import notify, watchdog_seconds
 from promptq.worker.health.watchdogs import EngineWatchdog, LeaseTimer
 from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exits import Departures, RequestTracer
+from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.leases import Departure, Leases
 from promptq.worker.leases.meter import Meter
@@ -46,7 +46,7 @@ from promptq.worker.serve.control_channel import ControlChannel
 from promptq.worker.serve.engine_thread import EngineThread
 
 _NOTE_SECONDS = 5.0
-"""How often the queue's name is added to those of the server."""
+"""How often the worker adds its queue's name to the server's list of queues."""
 
 
 class Worker:
@@ -54,8 +54,8 @@ class Worker:
 
     It makes the parts of a worker and runs them. The intake claims and prepares requests, and the
     publisher sends their outputs. All parts report events of a held request to the leases, and the
-    leases feed the engine. `start_up_seconds` says how long each stage of
-    loading took; the heartbeat shows it.
+    leases feed the engine. `start_up_seconds` holds the seconds of each stage of loading, for the
+    heartbeat.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class Worker:
         self.engine = engine if isinstance(engine, EnginePort) else EngineThread(engine)
         self.leases = Leases(self.engine)
         self.meter = Meter()
-        tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
-        self._departures = Departures(self.meter, tracer, self.worker_id)
+        self._departures = Departures(
+            self.meter, tracing, settings.queue, served.identity.name, self.worker_id
+        )
         about = self._about(start_up_seconds or {})
         self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
         self._exchange = Exchange(self._queue, self.leases, self._departures)
@@ -131,9 +132,8 @@ class Worker:
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
 
     def _about(self, start_up_seconds: Mapping[str, float]) -> WorkerStats:
-        """The part of the worker's statistics that does not change."""
+        """Returns the worker's statistics, of which most do not change."""
         served, limits = self.served, self.engine.limits
-        stages = start_up_seconds.items()
         return WorkerStats(
             worker_id=self.worker_id,
             model=served.identity.name,
@@ -150,7 +150,7 @@ class Worker:
             untold=" ".join(sorted(self.engine.abilities.untold)),
             start_up_seconds=sum(start_up_seconds.values()),
             start_up_stages=" ".join(
-                f"{stage.replace(' ', '_')}={took:.3f}" for stage, took in stages
+                f"{stage.replace(' ', '_')}={took:.3f}" for stage, took in start_up_seconds.items()
             ),
         )
 
@@ -244,11 +244,11 @@ class Worker:
         )
 
     def stats(self) -> WorkerStats:
-        """The worker's statistics as they are now."""
+        """Returns the current statistics of the worker."""
         return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
-        """Let gateways of several queues find this one, also after the server lost its data."""
+        """Add the queue's name to the server's list, where gateways of several queues look."""
         try:
             await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from promptq.shared.protocol.claims import Held
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exits import Departures, RequestTracer
+from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
 from tests.support.waiting import async_until
@@ -52,7 +52,7 @@ def world() -> World:
 
 @pytest.fixture
 def exchange(server: Server, world: World) -> Exchange:
-    departures = Departures(Meter(), RequestTracer(None, "default", "m", "w"))
+    departures = Departures(Meter(), None, "default", "m", "w")
     return Exchange(cast(AsyncRequestQueue, server), world.leases, departures)
 
 

@@ -20,7 +20,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exits import Departures, RequestTracer
+from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.meter import Meter
@@ -94,7 +94,7 @@ class House:
         self.leases.num_places = 0
         self.policy = Policy(self.leases, self.engine, depth)
         self.meter = meter = Meter()
-        departures = Departures(meter, RequestTracer(None, "default", "m", "w"))
+        departures = Departures(meter, None, "default", "m", "w")
         self.exchange = Exchange(self.queue, self.leases, departures)
         tokenizer = tokenizer or ByteTokenizer()
         self.publisher = TellingPublisher(
