@@ -21,7 +21,7 @@ class LeaseState(Enum):
     ENDING = auto()
     """The engine is done with the request, and its last row is on its way to the server."""
     RETURNING = auto()
-    """The request is to be given back to the queue."""
+    """The worker is about to give the request back to the queue."""
     GONE = auto()
 
 
@@ -36,7 +36,7 @@ class Lease:
     is_blamed: bool = False
     """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
-    """How long nobody can claim the request after it was given back."""
+    """How long nobody can claim the request after its return to the queue."""
     is_length_reported: bool = False
     """Whether the server knows the exact length of the prompt."""
     prepared_or_none: PreparedRequest | None = None
@@ -77,8 +77,10 @@ class Lease:
 
     def with_unsent(self, row: Row) -> list[Row]:
         """Returns a row, behind the rows that have to go before it."""
-        prepared = self.prepared_or_none
-        return [row] if prepared is None else prepared.with_unsent(row)
+        if (prepared := self.prepared_or_none) is None:
+            return [row]
+        unsent, prepared.unsent = prepared.unsent, []
+        return [*unsent, row]
 
     def as_held(self) -> Held:
         """Returns the form that renews or gives back the lease. It has the prompt length if the

@@ -46,7 +46,7 @@ class Departure(StrEnum):
 
     @classmethod
     def of(cls, lease: Lease) -> Departure:
-        """The departure of a lease that is given back."""
+        """Returns the departure of a lease that goes back to the queue."""
         return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
 
 
@@ -69,7 +69,7 @@ class Leases:
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
-        """Set when a lease is to be given back. `Exchange.give_back` clears it."""
+        """Set when a lease has to go back to the queue. `Exchange.give_back` clears it."""
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}
@@ -93,12 +93,12 @@ class Leases:
 
     @property
     def due_back(self) -> list[Lease]:
-        """Leases that are to be given back."""
+        """Returns the leases that have to go back to the queue."""
         return [lease for lease in self if lease.state is _RETURNING]
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request runs, or is still to be reported or given back."""
+        """Whether a request runs, or the worker has to report it or give it back."""
         return any(lease.state in (_RUNNING, _ENDING, _RETURNING) for lease in self)
 
     # ------------------------------------------------------------ events
@@ -132,7 +132,7 @@ class Leases:
         """Preparation is done: the request waits for a place, or is ending if nothing is left to
         generate.
 
-        There is no effect if the lease was lost meanwhile, or is to be given back.
+        There is no effect if the lease was lost meanwhile, or is on its way back.
         """
         if lease.state is _PREPARING:
             lease.prepared_or_none = prepared
@@ -154,10 +154,10 @@ class Leases:
     def returning(
         self, lease: Lease, *, crashed: bool = False, delay_ms: int | None = None
     ) -> None:
-        """The request is to be given back to the queue.
+        """Have the request given back to the queue.
 
-        `crashed` counts a crash against it, `delay_ms` keeps it from being claimed for a while.
-        There is no effect if the lease is gone, or is being given back already.
+        `crashed` counts a crash against it; nobody can claim it for `delay_ms`. There is no effect
+        if the lease is gone, or is on its way back.
         """
         if lease.state not in (_RETURNING, _GONE):
             lease.is_blamed, lease.delay_ms = crashed, delay_ms

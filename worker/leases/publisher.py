@@ -81,7 +81,7 @@ class Publisher:
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:
-        """The steps since the last call; none if output of earlier steps is due first.
+        """Returns the steps since the last call; none if output of earlier steps is due first.
 
         Raises the exception of an engine that failed, once nothing waits any longer.
         """
@@ -120,27 +120,24 @@ class Publisher:
             self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
-        """The outputs that are due, step by step: one step may end what a later one goes on
-        with."""
-        for step in steps:
-            yield from self._take(step)
-        yield from self._coalescer.take_due()  # also when no step has come
+        """Measure steps and pass them to the coalescer. Yields the outputs that are due.
 
-    def _take(self, step: StepOutput) -> list[SequenceOutput]:
-        """Measure a step and pass it to the coalescer. Returns the outputs that are due."""
-        ready: list[SequenceOutput] = []
-        for output in step.outputs:
-            lease = self._leases.by_sequence(output.sequence_id)
-            if lease is None:
-                continue
-            prepared = lease.prepared
-            if output.timing is not None:
-                prepared.timing = output.timing
-            if output.token_ids:
-                self._meter.note_output(prepared, step.ended_at)
-            ready += self._coalescer.take(output, at_once=prepared.text.may_stop)
-        self._meter.note_step(step)
-        return ready + self._coalescer.take_due()
+        The caller may end a sequence whose next output comes later.
+        """
+        for step in steps:
+            for output in step.outputs:
+                lease = self._leases.by_sequence(output.sequence_id)
+                if lease is None:
+                    continue
+                prepared = lease.prepared
+                if output.timing is not None:
+                    prepared.timing = output.timing
+                if output.token_ids:
+                    self._meter.note_output(prepared, step.ended_at)
+                yield from self._coalescer.take(output, at_once=prepared.text.may_stop)
+            self._meter.note_step(step)
+            yield from self._coalescer.take_due()
+        yield from self._coalescer.take_due()  # also when no step has come
 
     async def _send(self, rows: Sequence[_Sent]) -> None:
         """Publish rows and act on the answers.

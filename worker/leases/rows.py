@@ -121,11 +121,6 @@ class PreparedRequest:
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
-    def with_unsent(self, row: Row) -> list[Row]:
-        """Returns the row, behind the rows that have to go before it."""
-        unsent, self.unsent = self.unsent, []
-        return [*unsent, row]
-
     def rows_until(self, row: Row) -> list[Row]:
         """Returns all rows of the log up to this one, with those of earlier attempts."""
         claim = self.claim
@@ -148,13 +143,8 @@ class PreparedRequest:
         claim, index = self.claim, self.num_emitted
         num_emitted = index + len(token_ids)
         more = self.prompt_json if index == 0 else ""
-        if finish_reason is None:
-            event_json = token_event_json(
-                index, token_ids, text, logprobs, claim.attempt, more=more
-            )
-            row = Row(claim.request_id, claim.fence, index, num_emitted, event_json)
-            self.rows.append(row)
-        else:
+        reason_json, result = "null", ""
+        if finish_reason is not None:
             whole = "".join((*self.texts, text))
             all_ids = [*self.token_ids, *token_ids]
             usage = Usage(
@@ -175,15 +165,7 @@ class PreparedRequest:
                 stop_reason = self.text.stop_string or last
             last_part = texts_json(embedding=embedding, stop_reason=stop_reason)
             more += last_part
-            event_json = token_event_json(
-                index,
-                token_ids,
-                text,
-                logprobs,
-                claim.attempt,
-                f'"{finish_reason.value}"',
-                more,
-            )
+            reason_json = f'"{finish_reason.value}"'
             result = result_json(
                 whole,
                 all_ids,
@@ -194,9 +176,13 @@ class PreparedRequest:
                 failure or "null",
                 self.prompt_json + last_part,
             )
-            row = Row(
-                claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result
-            )
+        event_json = token_event_json(
+            index, token_ids, text, logprobs, claim.attempt, reason_json, more
+        )
+        reason = finish_reason or ""
+        row = Row(claim.request_id, claim.fence, index, num_emitted, event_json, reason, result)
+        if finish_reason is None:
+            self.rows.append(row)
         self.token_ids += token_ids
         self.texts.append(text)
         self.logprobs += logprobs or ()
@@ -295,7 +281,11 @@ class RowBuilder:
         logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None
         self._name_tokens(logprobs or ())
         if output.prompt_logprobs is not None:
-            prepared.prompt_json = self._prompt_json(prepared, output.prompt_logprobs)
+            prompt = prepared.engine_request.prompt_token_ids
+            of_prompt = list(_prompt_logprobs(prompt, output.prompt_logprobs))
+            self._name_tokens(of_prompt)
+            texts = prompt_texts(self._tokenizer, prompt)
+            prepared.prompt_json = prompt_json(texts, [None, *of_prompt])
         return prepared.next_row(token_ids, text, logprobs, reason)
 
     def _error_of(self, prepared: PreparedRequest, output: SequenceOutput) -> ErrorInfo:
@@ -305,12 +295,6 @@ class RowBuilder:
             return ErrorInfo(type="unsupported", message=f"{field}: {reason}")
         self._log.error("the engine failed", request_id=prepared.request_id, error=output.error)
         return ErrorInfo(type="internal_error", message=reason)
-
-    def _prompt_json(self, prepared: PreparedRequest, pieces: list[PromptLogprobs]) -> str:
-        token_ids = prepared.engine_request.prompt_token_ids
-        logprobs = list(_prompt_logprobs(token_ids, pieces))
-        self._name_tokens(logprobs)
-        return prompt_json(prompt_texts(self._tokenizer, token_ids), [None, *logprobs])
 
     def _name_tokens(self, logprobs: Sequence[TokenLogprob]) -> None:
         for chosen in logprobs:
@@ -352,10 +336,10 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def encoded(vector: npt.NDArray[np.float32], asked: Embed) -> str:
+def encoded(vector: npt.NDArray[np.float32], embed: Embed) -> str:
     """Returns the vector as base64 of little-endian float32: the first `dimensions` numbers, at
-    length 1 if `asked.normalize`."""
-    numbers = vector[: asked.dimensions].astype(np.float64)
-    if asked.normalize:
+    length 1 if `embed.normalize`."""
+    numbers = vector[: embed.dimensions].astype(np.float64)
+    if embed.normalize:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)
     return base64.b64encode(numbers.astype("<f4").tobytes()).decode("ascii")

@@ -13,6 +13,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceTiming
+from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.leases.world import END, claim, emitted, preparation
@@ -119,9 +120,11 @@ def test_a_prefix_is_the_first_row_and_counts_beside_max_tokens() -> None:
     for held, output in ((first, "ab"), (later, "abc")):
         assert held.engine_request.output_token_ids == list(output.encode())
         assert held.engine_request.max_tokens == 7
-    rows = first.with_unsent(first.next_row([99], "c"))
+    lease = Lease(first.claim, prepared_or_none=first)
+    rows = lease.with_unsent(first.next_row([99], "c"))
     assert [(it.start, it.end) for it in rows] == [(0, 2), (2, 3)]
-    assert later.with_unsent(row := later.next_row([100], "d")) == [row]
+    lease = Lease(later.claim, prepared_or_none=later)
+    assert lease.with_unsent(row := later.next_row([100], "d")) == [row]
     assert (row.start, row.end) == (3, 4)
     assert prepare(**{**fields, "output_prefix": {"token_ids": [97, END]}}).token_ids == [97]
 
