@@ -113,8 +113,7 @@ def output_style(chat_template: str, response_template: Any = None) -> OutputSty
 def _with_response_template(style: OutputStyle, response_template: Any) -> OutputStyle:
     fields = response_template.get("fields") if isinstance(response_template, Mapping) else None
     for name, field in fields.items() if isinstance(fields, Mapping) else ():
-        marks = _words(field, "open"), _words(field, "close")
-        before, after = marks
+        before, after = _words(field, "open"), _words(field, "close")
         if before is None or after is None:
             continue
         if name in ("thinking", "reasoning", "reasoning_content"):
@@ -130,7 +129,7 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """The mark that opens or closes a field, unless a pattern does that needs a search."""
+    """Returns the mark that opens or closes a field; None if only a search would find it."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):

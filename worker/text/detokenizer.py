@@ -32,7 +32,7 @@ class IncrementalDecoder:
         self._num_done = len(self._tokens)
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; empty while a character is incomplete."""
+        """Returns the text that this token makes certain; empty while a character is incomplete."""
         self._tokens.append(token_id)
         if len(self._tokens) - self._num_done > _MOST_TOKENS and not self._may_be_complete():
             return ""
@@ -44,7 +44,7 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """The text that was held back. An incomplete character becomes U+FFFD."""
+        """Returns the text that was held back. An incomplete character becomes U+FFFD."""
         if self._num_done == len(self._tokens):
             return ""
         whole = self._decode(self._tokens)

@@ -19,13 +19,15 @@ class StopStrings:
         return bool(self._strings)
 
     def begin_after(self, text: str) -> None:
-        """The part before the first one, which is out already. A stop string may begin in it, but
-        not end in it."""
+        """Take the text before the first part, which is out already.
+
+        A stop string may begin in it, but not end in it.
+        """
         for string in self._strings:
             string.begin_after(text)
 
     def release(self, text: str, *, look: bool) -> str:
-        """Take the next part and return the text that is certain. `look`: stop strings count."""
+        """Take the next part and return the text that is certain. Stop strings count if `look`."""
         if not self._strings:
             return text
         if self.found is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -21,6 +21,8 @@ from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
+
+T = TypeVar("T")
 
 MOST_BYTES = 2**26
 """The limit of one value."""
@@ -79,8 +81,8 @@ def _check(size: int) -> None:
         raise TemplateSizeError
 
 
-def _kept(value: Any) -> Any:
-    """Count a value that was made, and return it."""
+def _kept(value: T) -> T:
+    """Count a new value, and return it."""
     if type(value) is str and len(value) < _SMALL:
         return value
     if isinstance(value, _MEASURED):
@@ -94,7 +96,7 @@ def _kept(value: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    """About how many characters a value has as a text."""
+    """Returns about how many characters a value has as a text."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -109,7 +111,7 @@ def _length(value: Any) -> int:
 
 
 def _json_of(value: Any) -> str:
-    """A text, or the JSON of a call's arguments: some templates take these for a text."""
+    """Returns a text, or the JSON of a call's arguments, which some templates take for a text."""
     _check(_length(value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -177,7 +179,7 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with the sizes of its arguments checked before and that of its result after."""
+    """Returns the filter with checks of the sizes of its arguments and its result."""
     has_context = hasattr(original, "jinja_pass_arg")
 
     @wraps(original)
@@ -185,10 +187,9 @@ def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         context, (value, *arguments) = args[:has_context], args[has_context:]
         if name == "join":
             attribute = arguments[1] if len(arguments) > 1 else kwargs.get("attribute")
-            of_item = (
-                str if attribute is None else make_attrgetter(context[0].environment, attribute)
-            )
-            value = [of_item(item) if attribute is not None else item for item in value]
+            value = [*value]
+            if attribute is not None:
+                value = [*map(make_attrgetter(context[0].environment, attribute), value)]
             separator = str(arguments[0] if arguments else kwargs.get("d", ""))
             _check_method(separator, "join", [value])
             return _kept(separator.join(map(str, value)))
@@ -276,15 +277,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             size += len(piece)
             _check(size)
             kept.append(piece)
-        joined: str = _kept("".join(kept))
-        return joined
+        return _kept("".join(kept))
 
     @staticmethod
     def joined(parts: Sequence[Any]) -> str:
         """Join the operands of `~`."""
         _check(sum(map(_length, parts)))
-        joined: str = _kept("".join(map(str, parts)))
-        return joined
+        return _kept("".join(map(str, parts)))
 
     kept = staticmethod(_kept)
 
@@ -295,7 +294,7 @@ def _check_bits(num_bits: int) -> None:
 
 
 def _printed(value: Any) -> Any:
-    """A value that becomes output."""
+    """Check a value that becomes output, and return it."""
     if isinstance(value, list | tuple | dict):
         _length(value)
     return value

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_output(self, text: str) -> list[int]:
-        """A text that an output begins with, without special tokens. Raises InvalidRequestError."""
+        """Encode the beginning of an output, without special tokens. Raises InvalidRequestError."""
         ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; incomplete characters as U+FFFD."""
+        """Returns the text without special tokens; incomplete characters become U+FFFD."""
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         ...
 
     def added_token(self, text: str) -> int | None:
-        """The id of the token that was added to the vocabulary for just this text, if any."""
+        """Returns the id of the token that was added to the vocabulary for this text, if any."""
         ...
 
     def special_within(self, text: str) -> list[str]:
@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token inside of a text, or the name of a special token."""
+        """Returns one token's text inside of a text, or the name of a special token."""
         ...
 
 
@@ -109,9 +109,10 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         tokenizer.model_max_length = _ANY_LENGTH  # or it warns of prompts that are refused anyway
         self._max_prompt_tokens = max_prompt_tokens
-        self._max_prompt_chars = (
-            None if max_prompt_tokens is None else max_prompt_tokens * _longest_token(tokenizer)
-        )
+        self._max_prompt_chars: int | None = None
+        if max_prompt_tokens is not None:  # a token's name has no fewer characters than the token
+            longest = max(map(len, tokenizer.get_vocab()), default=1)
+            self._max_prompt_chars = max_prompt_tokens * longest
         self.decode = _decoder(tokenizer)
         self._decoders: dict[frozenset[str], Decode] = {frozenset(): self.decode}
         self._token_texts: dict[int, str] = {}
@@ -249,7 +250,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _call_arguments(self) -> frozenset[str]:
-        """The arguments of the call that renders, which are not variables of the template."""
+        """Arguments of the call that renders, which are not variables of the template."""
         call = inspect.signature(self._tokenizer.apply_chat_template)
         return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)
 
@@ -379,41 +380,23 @@ def _num_ids(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def _longest_token(tokenizer: Any) -> int:
-    """Returns an upper bound of a token's characters: a token's name has at least as many."""
-    return max(map(len, tokenizer.get_vocab()), default=1)
-
-
 def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
     """Returns a decoder that leaves out the `dropped` tokens; None: all special ones."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     num_ids = cache(partial(_num_ids, tokenizer))  # a slow tokenizer may fail at ids beyond
-    if dropped is not None:
-
-        def decode_some(token_ids: Sequence[int]) -> str:
-            kept = [token_id for token_id in token_ids if token_id not in dropped]
-            if backend is not None:
-                text: str = backend.decode(kept, skip_special_tokens=False)
-            else:
-                kept = [token for token in kept if token < num_ids()]
-                text = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
-            return text
-
-        return decode_some
-
-    if backend is not None:  # its `decode` does the same at a fraction of the cost
-
-        def decode_fast(token_ids: Sequence[int]) -> str:
-            text: str = backend.decode(token_ids, skip_special_tokens=True)
-            return text
-
-        return decode_fast
+    drops_special = dropped is None
 
     def decode(token_ids: Sequence[int]) -> str:
-        known = [token for token in token_ids if token < num_ids()]
-        text: str = tokenizer.decode(
-            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        if dropped is not None:
+            token_ids = [token_id for token_id in token_ids if token_id not in dropped]
+        if backend is not None:  # at a fraction of the tokenizer's cost
+            text: str = backend.decode(token_ids, skip_special_tokens=drops_special)
+        else:
+            text = tokenizer.decode(
+                [token_id for token_id in token_ids if token_id < num_ids()],
+                skip_special_tokens=drops_special,
+                clean_up_tokenization_spaces=False,
+            )
         return text
 
     return decode

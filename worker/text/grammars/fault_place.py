@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from reprlib import repr as shown
 from typing import Any
 
@@ -48,7 +50,7 @@ def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]],
     place: Keys = ()
     try:
         while True:
-            node = _at(schema, place)
+            node = reduce(getitem, place, schema)
             inside = [(*place, *keys) for keys in _in_order(node)]
             if not inside or persists_without(inside):
                 break
@@ -89,16 +91,11 @@ def _cause(places: list[Keys], persists_without: Callable[[list[Keys]], bool]) -
     return places[0]
 
 
-def _in_order(node: dict[str, Any]) -> Iterator[Keys]:
-    """Definitions come first: what refers to one has no fault itself."""
+def _in_order(node: dict[str, Any]) -> list[Keys]:
+    """Returns the places of the schemas inside, definitions first: they hold the faults of their
+    references."""
     places = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
-    return iter(sorted(places, key=lambda keys: keys[0] not in ("$defs", "definitions")))
-
-
-def _at(schema: Any, place: Keys) -> Any:
-    for key in place:
-        schema = schema[key]
-    return schema
+    return sorted(places, key=lambda keys: keys[0] not in ("$defs", "definitions"))
 
 
 def _with(schema: Any, place: Keys, value: Any) -> Any:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from promptq.worker.text.grammars.references import all_objects
+
 MAX_COMBINED_PATTERNS = 12
 """The limit for a schema that combines others. With this number, a token takes 13 ms."""
 
@@ -35,20 +37,14 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
-    left: list[Any] = [schema]
-    while left:
-        item = left.pop()
-        if isinstance(item, list):
-            left += item
-        elif isinstance(item, dict):
-            left += item.values()
-            for key in ("pattern", "multipleOf"):
-                if isinstance(item.get(key), str | int | float):
-                    patterns.add((key, str(item[key])))
-            if isinstance(names := item.get("patternProperties"), dict):
-                patterns.update(("pattern", name) for name in names)
-                combines = True
-            combines = combines or _combines(item)
+    for item in all_objects(schema):
+        for key in ("pattern", "multipleOf"):
+            if isinstance(item.get(key), str | int | float):
+                patterns.add((key, str(item[key])))
+        if isinstance(names := item.get("patternProperties"), dict):
+            patterns.update(("pattern", name) for name in names)
+            combines = True
+        combines = combines or _combines(item)
     return len(patterns) if combines else 0
 
 
