@@ -19,16 +19,13 @@ from promptq.worker.leases.rows import PreparedRequest
 
 INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
-_AS_THE_ENGINE_SAYS = {
-    field.name for field in fields(EngineStats)
-} & WorkerStats.model_fields.keys()
+_ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
 """A snapshot comes after the running step. If that takes longer, a later heartbeat shows it."""
 
 
 class Heartbeat:
-    """Publishes heartbeats. `about` is the part that seldom changes: who the worker is, and its
-    limits."""
+    """Publishes heartbeats. `about` holds what seldom changes: the worker's names and limits."""
 
     def __init__(
         self,
@@ -45,7 +42,7 @@ class Heartbeat:
         self._engine = engine
         self._leases = leases
         self._meter = meter
-        self._asked: asyncio.Task[EngineSnapshot] | None = None
+        self._coming: asyncio.Task[EngineSnapshot] | None = None
         self._reported: EngineStats = engine.stats
         self._reported_at = time.monotonic()
 
@@ -60,16 +57,16 @@ class Heartbeat:
 
     async def leave(self) -> None:
         """Report that the worker leaves. Raises RedisError, OSError."""
-        if self._asked is not None:
-            self._asked.cancel()
+        if self._coming is not None:
+            self._coming.cancel()
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
     def stats(self) -> WorkerStats:
-        """The statistics of the worker, without its batch."""
+        """Returns the statistics of the worker, without its batch."""
         engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
         ready = self._leases.ready
         now = {
-            **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
+            **{name: getattr(engine, name) for name in _ENGINE_FIELDS},
             "num_prefetched": len(ready),
             "mean_prefetched": ready.mean_length,
             "mean_prefetch_wait_ms": ready.mean_wait_seconds * 1000,
@@ -94,7 +91,7 @@ class Heartbeat:
         return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:
-        """The batch at the last snapshot, without sequences that have left since."""
+        """Returns the batch at the last snapshot, without sequences that have left since."""
         slots = []
         for sequence in self._snapshot.sequences:
             held = self._leases.by_sequence(sequence.sequence_id)
@@ -103,12 +100,12 @@ class Heartbeat:
         return slots
 
     async def _look(self) -> None:
-        if self._asked is None:
-            self._asked = asyncio.create_task(self._engine.snapshot())
+        if self._coming is None:
+            self._coming = asyncio.create_task(self._engine.snapshot())
         with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                self._snapshot = await asyncio.shield(self._asked)
-                self._asked = None
+                self._snapshot = await asyncio.shield(self._coming)
+                self._coming = None
 
     def _part(self) -> statistics.Contribution:
         """Returns the work since the last heartbeat, for the statistics of the queue."""

@@ -26,7 +26,7 @@ from promptq.worker.text.tokenizer import Tokenizer
 _QUICK_BYTES = 32 * 1024
 _QUICK_MESSAGES = 128
 _QUICK_TOKENS = 1024
-"""Tokens of earlier attempts, or given ones, which have to be decoded."""
+"""Tokens of earlier attempts, or of an output prefix, which have to be decoded."""
 
 _MAX_VALUES = 100_000
 """The most JSON values in a payload, without the token ids of its prompt. The parser makes an
@@ -95,7 +95,9 @@ class Preparation:
         if not claim.events:  # earlier releases have begun such requests
             marks.check_stop_strings()
         text, begun = marks.text_stream(prefix, claim.events, min_tokens)
-        unsent = self._event_of(prefix, begun, claim)
+        unsent = []
+        if prefix and not claim.events:  # else an earlier attempt has published the prefix
+            unsent = [TokenEvent(index=0, token_ids=prefix, text=begun, attempt=claim.attempt)]
         events = [*unsent, *claim.events]
         emitted = [token_id for event in events for token_id in event.token_ids]
         return PreparedRequest(
@@ -142,15 +144,15 @@ class Preparation:
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
         """Returns the tokens that the output begins with, whichever attempt publishes them.
 
-        An end token at the end of the given ones is left out, as the output goes on in its place.
+        An end token at the end is left out, as the output goes on in its place.
         """
-        given = request.output_prefix
-        if given is None:
+        if (wanted := request.output_prefix) is None:
             return []
-        token_ids = (
-            given.token_ids[:-1] if ends.intersection(given.token_ids[-1:]) else given.token_ids
-        )
-        prefix = [*token_ids, *(self.tokenizer.encode_output(given.text) if given.text else ())]
+        prefix = [*wanted.token_ids]
+        if ends.intersection(prefix[-1:]):
+            prefix.pop()
+        if wanted.text:
+            prefix += self.tokenizer.encode_output(wanted.text)
         longest = self.limits.max_model_len - 1 - num_prompt
         if len(prefix) > longest:
             raise InvalidRequestError(
@@ -161,12 +163,6 @@ class Preparation:
                 code="context_length_exceeded",
             )
         return prefix
-
-    def _event_of(self, prefix: list[int], text: str, claim: Claim) -> list[TokenEvent]:
-        """Returns the event that publishes the prefix, unless an earlier attempt did that."""
-        if not prefix or claim.events:
-            return []
-        return [TokenEvent(index=0, token_ids=prefix, text=text, attempt=claim.attempt)]
 
     def _check_values(self, payload: bytes) -> None:
         """Refuse a payload of too many JSON values before they are parsed."""
@@ -279,10 +275,10 @@ class Preparation:
         request: Request,
         ends: frozenset[int],
         emitted: list[int],
-        is_given: bool,
+        is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar behind the emitted tokens. `is_given`: the request has them."""
+        """Returns the grammar behind the emitted tokens; `is_prefix`: these are the prefix."""
         wanted = request.wanted_output
         if wanted is None:
             return None
@@ -296,7 +292,7 @@ class Preparation:
             for token_id in emitted:
                 grammar.accept(token_id)
         except GrammarError as error:
-            if is_given:
+            if is_prefix:
                 raise InvalidRequestError(
                     f"output_prefix: does not fit {wanted.field}: {error}", field="output_prefix"
                 ) from error

@@ -39,8 +39,10 @@ def forking(*libraries: str) -> ForkServerContext:
 
 @contextmanager
 def _not_importing_from_here() -> Iterator[None]:
-    """The server of forks, which the first start starts, would else import from the current folder.
-    This process goes on as it was, and so does what it starts later."""
+    """Keep the server of forks, which starts here, from importing from the current folder.
+
+    The variable is unset afterwards, for this process and the processes that it starts later.
+    """
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -74,16 +76,12 @@ class ModelProcess:
         self.served = ""
         """The ready line, once the process serves."""
         self.known = known
-        self._state = ProcessState.STARTING
+        self.state = ProcessState.STARTING
         self._line, its_end = context.Pipe()
         self._process = context.Process(target=target, args=(settings, redis_url, its_end))
         with _not_importing_from_here():
             self._process.start()
         its_end.close()
-
-    @property
-    def state(self) -> ProcessState:
-        return self._state
 
     @property
     def exit_code(self) -> int | None:
@@ -92,9 +90,9 @@ class ModelProcess:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether a model is in its memory, or on the way there."""
+        """Whether a model is in its memory, or being loaded."""
         busy = (ProcessState.LOADING, ProcessState.SERVING, ProcessState.DRAINING)
-        return self._state in busy
+        return self.state in busy
 
     def look(self) -> ProcessState:
         """Read the reports of the process, and notice its end. Returns the new state."""
@@ -103,22 +101,22 @@ class ModelProcess:
             while self._line.poll():
                 self._take_note(*self._line.recv())
         if has_ended:
-            self._state = ProcessState.ENDED
-        return self._state
+            self.state = ProcessState.ENDED
+        return self.state
 
     def load(self, *, is_alone: bool) -> None:
         """Have the process load its model; `is_alone` says that no other model is in memory."""
-        self._state, self.has_room = ProcessState.LOADING, True
+        self.state, self.has_room = ProcessState.LOADING, True
         self._send(Order.LOAD_ALONE if is_alone else Order.LOAD)
 
     def drain(self) -> None:
         """Have the process claim no more, finish running requests, and end."""
-        self._state = ProcessState.DRAINING
+        self.state = ProcessState.DRAINING
         self._send(Order.DRAIN)
 
     def stop(self) -> None:
         """Have the process give back running requests and end."""
-        self._state = ProcessState.DRAINING
+        self.state = ProcessState.DRAINING
         self._send(Order.STOP)
 
     def kill(self) -> None:
@@ -133,10 +131,10 @@ class ModelProcess:
             self.failure = text
         elif report is Report.NO_ROOM:
             self.has_room = False
-        elif report is Report.REGISTERED and self._state is ProcessState.STARTING:
-            self._state = ProcessState.STANDBY
-        elif report is Report.SERVING and self._state is ProcessState.LOADING:
-            self._state, self.served = ProcessState.SERVING, text
+        elif report is Report.REGISTERED and self.state is ProcessState.STARTING:
+            self.state = ProcessState.STANDBY
+        elif report is Report.SERVING and self.state is ProcessState.LOADING:
+            self.state, self.served = ProcessState.SERVING, text
 
     def _send(self, order: Order) -> None:
         with suppress(OSError):  # it has ended, which is seen at the next look

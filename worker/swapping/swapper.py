@@ -19,7 +19,7 @@ from promptq.shared.queue.statistics import Work, measure_work
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.health.probes import Health
 from promptq.worker.health.systemd import notify
-from promptq.worker.swapping.model_choice import Candidate, Choice, Loaded, SwapTimes, choose
+from promptq.worker.swapping.model_choice import Candidate, Loaded, SwapTimes, choose
 from promptq.worker.swapping.model_process import ModelProcess, ProcessState
 from promptq.worker.swapping.standby import Known
 
@@ -82,7 +82,7 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The swapper's health: ready as long as models can be loaded, even while none is."""
+        """Ready as long as models can be loaded, even while none is."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
@@ -124,7 +124,10 @@ class Swapper:
         for place in self._places.values():
             place.process.drain()
         deadline, is_stopped = time.monotonic() + seconds, False
-        while self._running() and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            self._look()
+            if {place.process.state for place in self._places.values()} == {ProcessState.ENDED}:
+                return
             if stop_now.is_set() and not is_stopped:
                 is_stopped = True
                 for place in self._places.values():
@@ -136,10 +139,6 @@ class Swapper:
         for place in self._places.values():
             place.process.kill()
 
-    def _running(self) -> bool:
-        self._look()
-        return any(place.process.state is not ProcessState.ENDED for place in self._places.values())
-
     def _look(self) -> None:
         now = time.monotonic()
         for place in self._places.values():
@@ -147,7 +146,7 @@ class Swapper:
             if before is not ProcessState.SERVING and after is ProcessState.SERVING:
                 place.load_seconds, place.num_failures = now - self._changed_at, 0
                 place.worked_at = self._loaded_at = now
-                self._log.info("a model is loaded", told=place.process.served)
+                self._log.info("a model is loaded", ready=place.process.served)
             if before is ProcessState.SERVING and after is ProcessState.ENDED:
                 place.left_at = now
 
@@ -195,16 +194,13 @@ class Swapper:
         }
         choice = choose(self._times, loaded, own, candidates, now)
         if choice is not None and choice.queue != self._wanted:
-            self._change(choice, now)
-
-    def _change(self, choice: Choice, now: float) -> None:
-        self._log.info(
-            "another model",
-            loads=self._described(choice.queue),
-            in_place_of=self._described(self._wanted),
-            because=choice.because,
-        )
-        self._wanted, self._changed_at = choice.queue, now
+            self._log.info(
+                "another model",
+                loads=self._described(choice.queue),
+                in_place_of=self._described(self._wanted),
+                because=choice.because,
+            )
+            self._wanted, self._changed_at = choice.queue, now
 
     async def _report_loadable(self) -> None:
         """Report the queues whose models are loaded or can be."""

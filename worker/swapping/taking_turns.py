@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
 from promptq.shared.errors import PromptqError
@@ -46,8 +45,11 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
     stop, stop_now = asyncio.Event(), asyncio.Event()
     handle_signals(stop, stop_now)
     client = await unless(stop, open_when_there(redis_url, first.redis_wait))
-    context = forking("promptq.worker.command", *_libraries(settings))
-    target = partial(_serve_in_turn, _cores())
+    is_native = any(each.engine == NATIVE and each.model != MODEL_FREE for each in settings)
+    slow_imports = ["promptq.worker.engine.runner.model_runner"] * is_native
+    context = forking("promptq.worker.command", *slow_imports)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    target = partial(_serve_in_turn, cores)
     swapper = Swapper(
         names,
         lambda queue, known: ModelProcess(context, target, by_queue[queue], redis_url, known),
@@ -65,8 +67,10 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
             line = f"ready after {time.monotonic() - started:.1f} s: models take turns: {each}"
             print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
             notify("READY=1")
-            queues = [_queue_of(each, client) for each in by_queue.values()]
-            beside = [_notify_service_manager(), _reap(queues)]
+            queue_of = partial(
+                AsyncRequestQueue, client, lease_ms=first.lease_ms, max_crashes=first.max_crashes
+            )
+            beside = [_notify_service_manager(), _reap([*map(queue_of, by_queue)])]
             tasks = [asyncio.create_task(coroutine) for coroutine in beside]
             try:
                 await swapper.run(stop)
@@ -78,12 +82,6 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
         await client.aclose()
         if probed is not None:
             await asyncio.to_thread(probed.close)
-
-
-def _queue_of(settings: WorkerSettings, client: redis.asyncio.Redis) -> AsyncRequestQueue:
-    crashes = settings.max_crashes
-    lease_ms = settings.lease_ms
-    return AsyncRequestQueue(client, settings.queue, lease_ms=lease_ms, max_crashes=crashes)
 
 
 async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
@@ -114,21 +112,10 @@ def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
 
-def _libraries(settings: Sequence[WorkerSettings]) -> list[str]:
-    """Returns the modules that take long to import before a model can be loaded."""
-    is_needed = any(each.engine == NATIVE and each.model != MODEL_FREE for each in settings)
-    return ["promptq.worker.engine.runner.model_runner"] if is_needed else []
-
-
-def _cores() -> set[int] | None:
-    """Returns the cores that this process may use, where the system reports them."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-
-
 def _serve_in_turn(
     cores: set[int] | None, settings: WorkerSettings, redis_url: str, owner: Connection
 ) -> None:
-    """Run a worker that loads its model when the owner says so."""
+    """Run a worker that loads its model when the owner orders it."""
     os.setpgid(0, 0)  # Ctrl-C is for the owner, which then stops this process
     if cores is not None:
         os.sched_setaffinity(0, cores)  # a library bound the process that was forked to one core

@@ -46,7 +46,7 @@ _OF_SERVER = (403, 404)
 """Statuses that are not the fault of a request: a flag or the model is another one."""
 _OVERLOADED_SECONDS = 1.0
 _BLAMELESS_FAULTS = 2
-"""A server may break off a request so often before the request itself is blamed."""
+"""Number of times that a server may break off a request before the request is blamed."""
 _PROGRESS_TOKENS = 64
 """After this number of tokens of an attempt, earlier faults no longer count."""
 _MOST_REMEMBERED = 10_000
@@ -312,7 +312,7 @@ class ForwardingEngine:
             self._fail(error)
 
     def _leave(self, slot: int) -> None:
-        """A connection is closed, so that its slot is free."""
+        """Free the slot of a closed connection."""
         del self._running[slot]
         if self.is_accepting and (sequence := self._successors.pop(slot, None)) is not None:
             self._run(sequence, slot)
@@ -351,7 +351,7 @@ class ForwardingEngine:
                     yield chunk
 
     async def _next_with_tokens(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
-        """The next chunk that has tokens or is the last one; None after the server's end.
+        """Returns the next chunk that has tokens or is the last one; None after the server's end.
 
         Events and comments without a token do not count, since some servers send them for ever.
         """
@@ -509,15 +509,13 @@ class ForwardingEngine:
             self._fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
 
     def _shown(self, sequence: _Sequence) -> SequenceSnapshot:
-        num_computed = sequence.num_tokens - 1 if sequence.timing.first_token_at else 0
+        runs, num_tokens = sequence.slot is not None, sequence.num_tokens
         return SequenceSnapshot(
             sequence_id=sequence.sequence_id,
             slot=sequence.slot,
-            num_tokens=sequence.num_tokens,
-            num_computed_tokens=num_computed if sequence.slot is not None else 0,
-            num_blocks=-(-sequence.num_tokens // self.limits.block_size)
-            if sequence.slot is not None
-            else 0,
+            num_tokens=num_tokens,
+            num_computed_tokens=num_tokens - 1 if runs and sequence.timing.first_token_at else 0,
+            num_blocks=-(-num_tokens // self.limits.block_size) if runs else 0,
             num_shared_blocks=0,
             timing=sequence.timing.copy(),
         )

@@ -19,15 +19,17 @@ class ModelFacts:
 
     vocab_size: int
     end_token_ids: frozenset[int]
-    dtype: str
-    """The saved dtype, such as `bfloat16`. Empty if the files do not say."""
 
 
 def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Raises ModelNotFoundError if there is no model's configuration, and ConfigurationError if a
     package is missing that reads it."""
     if is_gguf(name_or_dir):
-        return _read_gguf_facts(name_or_dir)
+        source = check_source(name_or_dir)
+        from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
+
+        header = GGUFHeader(source)
+        return ModelFacts(header.vocab_size, header.end_token_ids)
     from transformers import AutoConfig, GenerationConfig
 
     from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
@@ -40,11 +42,7 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
         places: list[Any] = [config, text]
         with suppress(OSError):  # a model need not have one
             places.insert(0, GenerationConfig.from_pretrained(name_or_dir))
-        return ModelFacts(
-            vocab_size=text.vocab_size,
-            end_token_ids=end_token_ids(places),
-            dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
-        )
+        return ModelFacts(text.vocab_size, end_token_ids(places))
     except LOADING_ERRORS as error:
         raise ModelNotFoundError(
             f"{name_or_dir} has no usable configuration: {first_sentence(error)}"
@@ -63,11 +61,3 @@ def require_for_gguf() -> None:
             f"{error}; or name the directory of the model's tokenizer as --model, and the file"
             " behind `--`, as in `-- --model model.gguf`"
         ) from None
-
-
-def _read_gguf_facts(file: str) -> ModelFacts:
-    source = check_source(file)
-    from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
-
-    header = GGUFHeader(source)
-    return ModelFacts(header.vocab_size, header.end_token_ids, dtype="")

@@ -231,7 +231,7 @@ def test_a_real_model_beside_another_and_probes_of_both(
         for at in (1, 0):
             result_of(queues[at], put(queues[at], max_tokens=5))
             until_alone(queues, at)
-        told = [it["told"] for it in worker.logged("a model is loaded")]
+        told = [it["ready"] for it in worker.logged("a model is loaded")]
         assert len(told) == 3
         assert "checking 0.0 s" in told[-1], "it was checked when it was loaded first"
         url = worker.first_line.rpartition("probes at ")[2].strip()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import accumulate, groupby
 
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _CHARACTER = re.compile(r"\\[dwsDWSnrt]|\\[^\w\s]|\[(?!\^?\]).*\]|[^\\\[\](){}.*+?^$|]", re.DOTALL)
@@ -24,8 +24,9 @@ def without_lookaheads(pattern: str) -> list[str] | None:
     del tokens[0]
     patterns: list[str | None] = []
     while tokens[:3] in (["(", "?", "="], ["(", "?", "!"]):
-        if (end := _end_of_group(tokens)) is None:
+        if 0 not in (depths := _depths(tokens)):
             return None
+        end = depths.index(0)
         alternatives = _alternatives(tokens[3:end])
         if tokens[2] == "=":
             patterns.append(_beginning(alternatives))
@@ -75,23 +76,17 @@ def _other_than(character: str) -> str:
     return f"[{character[2:]}" if character.startswith("[^") else f"[^{character[1:]}"
 
 
-def _end_of_group(tokens: list[str]) -> int | None:
-    depth = 0
-    for index, each in enumerate(tokens):
-        depth += _DEPTHS.get(each, 0)
-        if depth == 0:
-            return index
-    return None
+def _depths(tokens: list[str]) -> list[int]:
+    """Returns the depth of groups behind each token."""
+    return [*accumulate(_DEPTHS.get(token, 0) for token in tokens)]
 
 
 def _alternatives(tokens: list[str]) -> list[list[str]]:
-    """The tokens between the bars that are in no group."""
-    found: list[list[str]] = [[]]
-    depth = 0
-    for each in tokens:
-        depth += _DEPTHS.get(each, 0)
+    """Returns the tokens between the bars that are in no group."""
+    alternatives: list[list[str]] = [[]]
+    for each, depth in zip(tokens, _depths(tokens), strict=True):
         if each == "|" and depth == 0:
-            found.append([])
+            alternatives.append([])
         else:
-            found[-1].append(each)
-    return found
+            alternatives[-1].append(each)
+    return alternatives

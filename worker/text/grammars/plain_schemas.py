@@ -63,8 +63,9 @@ def plain(schema: dict[str, Any]) -> dict[str, Any]:
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
-    result: dict[str, Any] = _Plain(_with_discriminators(with_pointers(schema))).of_root()
-    return result
+    root = _with_discriminators(with_pointers(schema))
+    result: dict[str, Any] | bool = _Plain(root).of(root)
+    return result if isinstance(result, dict) else {"enum": []}
 
 
 class _Plain:
@@ -77,14 +78,10 @@ class _Plain:
             for container, key, _ in steps_of(reference, root)
         }
 
-    def of_root(self) -> Any:
-        found = self._of(self._root)
-        return {"enum": []} if found is False else found
-
-    def _of(self, schema: Any) -> Any:
+    def of(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        result = rebuilt(schema, lambda child, _: self._of(child))
+        result = rebuilt(schema, lambda child, _: self.of(child))
         if "propertyNames" in schema:
             result["propertyNames"] = self._resolved(schema["propertyNames"])
         for name in _idle(result):
@@ -120,8 +117,8 @@ def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
     if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
     schema = deepcopy(schema)
-    for found in [*all_objects(schema)]:
-        named, branches = found.get("discriminator"), found.get("oneOf")
+    for node in [*all_objects(schema)]:
+        named, branches = node.get("discriminator"), node.get("oneOf")
         name = named.get("propertyName") if isinstance(named, dict) else None
         for branch in branches if isinstance(branches, list) and isinstance(name, str) else ():
             reference = branch.get("$ref") if isinstance(branch, dict) else None

@@ -48,13 +48,13 @@ def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(reference, str) or ("$ref" in node and name != "$ref"):
                 continue
             is_certain = name == "$ref" or dynamic[unquote(reference.partition("#")[2])] < 2
-            if is_certain and (found := pointer(reference, base)):
+            if is_certain and (target := pointer(reference, base)):
                 del result[name]
-                result["$ref"] = found
+                result["$ref"] = target
         return {name: value for name, value in result.items() if name not in _NAMES}
 
-    found: dict[str, Any] = rewritten(schema, "")
-    return found
+    result: dict[str, Any] = rewritten(schema, "")
+    return result
 
 
 def _placed(schema: Any, path: str, base: str) -> Iterator[tuple[dict[str, Any], str, str]]:

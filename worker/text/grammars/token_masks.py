@@ -83,7 +83,7 @@ class Grammars:
         self._vets = vets
         self._masker: LLMasker | None = None
         self._vetter: Vetter | None = None
-        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # and its length
+        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with its length
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()  # for all of these
 
@@ -126,15 +126,15 @@ class Grammars:
 
     def _text(self, wanted: Output) -> str:
         if isinstance(wanted, GrammarOutput):
+            what = "grammar that combines (&)"
             counts = [num_patterns_of_lark(wanted.grammar)]
         else:
+            what = "schema that combines others (allOf, ...)"
             counts = [num_combined_patterns(schema) for _, schema, _ in _placed_schemas(wanted)]
         if (count := max(counts, default=0)) > MAX_COMBINED_PATTERNS:
-            what = "grammar" if isinstance(wanted, GrammarOutput) else "schema"
-            how = "(&)" if isinstance(wanted, GrammarOutput) else "others (allOf, ...)"
-            raise _refusal(
+            raise _error(
                 wanted.field,
-                f"takes too long to compile: a {what} that combines {how} may have"
+                f"{wanted.field}: takes too long to compile: a {what} may have"
                 f" {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
             )
         try:
@@ -193,7 +193,10 @@ class Grammars:
                 self._remember(key, matcher, len(text))
                 return matcher
             message = _refused(wanted, reason, partial(self._reason_against, masker))
-        self._refuse(key, message)
+        with self._lock:
+            self._refused[key] = message
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
@@ -213,15 +216,10 @@ class Grammars:
                 _, (_, count) = self._known.popitem(last=False)
                 sum_of_chars -= count
 
-    def _refuse(self, key: bytes, reason: str) -> None:
-        with self._lock:
-            self._refused[key] = reason
-            if len(self._refused) > _MAX_REFUSED:
-                self._refused.popitem(last=False)
-
 
 def _not_possible(field: str, reason: str) -> InvalidRequestError:
-    return _refusal(field, f"the model's tokenizer does not suit the grammar library: {reason}")
+    message = f"{field}: the model's tokenizer does not suit the grammar library: {reason}"
+    return _error(field, message)
 
 
 class LLMasker:
@@ -286,7 +284,7 @@ class LLGrammar:
 
 
 def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mapping[str, int]) -> str:
-    """A Lark grammar. The parameters of each tool stay one whole schema, for their references."""
+    """Returns a Lark grammar, in which each tool's parameters stay one schema for references."""
     calls, rules = [], []
     for index, tool in enumerate(wanted.tools):
         if style.form == NAMED:
@@ -305,7 +303,7 @@ def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mappin
 def _choice(
     wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
 ) -> str:
-    """A Lark grammar. One terminal has all texts of letters: rules would make masks slow.
+    """Returns a Lark grammar. One terminal has all texts of letters: rules would make masks slow.
 
     Raises ValueError for a text with a special token, which is no text.
     """
@@ -328,13 +326,13 @@ def _choice(
 
 @lru_cache(maxsize=4)
 def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds these names, the longest first; the group keeps them where a text is split."""
+    """Returns a pattern of the names, longest first, with a group that keeps them in a split."""
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.compile(f"({any_name})" if names else "((?!))")
 
 
 def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
-    """The text in a Lark grammar, where an added token must be named: its letters are others."""
+    """Returns the text in a Lark grammar, with added tokens by id: their letters are others."""
     pieces = _any_of(tuple(added_tokens)).split(text)
     return " ".join(
         f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
@@ -344,7 +342,10 @@ def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
 
 
 def _simplified(wanted: Output) -> Output:
-    """The output with schemas that the library takes. Raises InvalidRequestError for long ones."""
+    """Returns the output with schemas that the library takes.
+
+    Raises InvalidRequestError for a long schema or grammar.
+    """
     if isinstance(wanted, GrammarOutput):
         _check_length(len(wanted.grammar), wanted.field)
     for _, schema, _ in _placed_schemas(wanted):
@@ -368,12 +369,14 @@ def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
 
 def _check_length(num_chars: int, field: str) -> None:
     if num_chars > _MAX_GRAMMAR_CHARS:
-        reason = f"{num_chars} characters are more than the {_MAX_GRAMMAR_CHARS} allowed"
-        raise _refusal(field, reason)
+        raise _error(
+            field,
+            f"{field}: {num_chars} characters are more than the {_MAX_GRAMMAR_CHARS} allowed",
+        )
 
 
 def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
-    """The message about an output that the library refuses. For a schema, it names the place."""
+    """Returns the message about an output that the library refuses, with the place in a schema."""
     if isinstance(wanted, GrammarOutput):
         if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
             reason = f"line {listed[1]}: {_reworded(listed[2])}"
@@ -401,7 +404,7 @@ _NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, whic
 
 
 def _reworded(reason: str) -> str:
-    """The library's reason in the words of JSON schema."""
+    """Returns the library's reason in the words of JSON schema."""
     reason = reason.split("failed to compile JSON schema: ")[-1]
     if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
@@ -431,10 +434,6 @@ def _schema_grammar(schema: dict[str, Any], strict: bool) -> str:
 
 def _options(strict: bool) -> dict[str, Any]:
     return {"lenient": not strict, "whitespace_pattern": WHITESPACE}
-
-
-def _refusal(field: str, reason: str) -> InvalidRequestError:
-    return _error(field, f"{field}: {reason}")
 
 
 def _error(field: str, message: str) -> InvalidRequestError:

@@ -64,10 +64,8 @@ class Vetter:
 
         Raises NotVettedError if this takes too long or too much memory, or cannot be tested.
         """
-        with self._lock:
-            reply = self._ask(grammar)
-            if reply is None:  # somebody ended the process, perhaps long ago
-                reply = self._ask(grammar)
+        with self._lock:  # a second try, as somebody may have ended the process long ago
+            reply = self._ask(grammar) or self._ask(grammar)
         if reply is None:
             raise NotVettedError(
                 "could not be tried out: the process that does it ends at once", is_certain=False
@@ -77,7 +75,7 @@ class Vetter:
         return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """The reply of the process; None if it ended without a reply, but not by a limit."""
+        """Returns the reply of the process; None if it ended without one, and by no limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
 
@@ -89,10 +87,9 @@ class Vetter:
         overdue.start()
         reply: dict[str, str] | None = None
         try:
-            _write(process.stdin, grammar)
-            reply = _read(process.stdout)
-        except OSError:
-            pass
+            with suppress(OSError):
+                _write(process.stdin, grammar)
+                reply = _read(process.stdout)
         finally:
             overdue.cancel()
         if reply is None:
@@ -146,7 +143,7 @@ def _write(pipe: IO[bytes] | None, message: Any) -> None:
 
 
 def _read(pipe: IO[bytes] | None) -> Any:
-    """The next message; None at the end."""
+    """Returns the next message; None at the end."""
     line = cast("IO[bytes]", pipe).readline()
     return json.loads(line) if line.endswith(b"\n") else None
 
