@@ -25,9 +25,7 @@ from promptq.worker.leases.prefetcher import Prefetcher
 
 _LOOKS_PER_LIMIT = 8
 _MAX_WATCH_SECONDS = 1.0
-
 _RENEWALS_PER_LEASE = 4
-
 _GRACE = 1.25  # leaves time to end in good order if the engine hangs without the lock
 _SIGNS_OF_LIFE = 8
 
@@ -67,29 +65,20 @@ class EngineWatchdog:
                 raise EngineStuckError(f"{what} has made no progress for {self.seconds:g} s")
 
 
-class LeaseTimer:
-    """Renews all leases several times within a lease, as long as there is progress."""
-
-    def __init__(
-        self, leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
-    ) -> None:
-        self._leases = leases
-        self._exchange = exchange
-        self._watchdog = watchdog
-        self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
-
-    async def run(self) -> None:
-        """Run until cancelled."""
-        log = get_logger()
-        while True:
-            await asyncio.sleep(self._interval)
-            try:
-                if self._watchdog.reason:
-                    log.error("no progress; leases are left to run out", held=len(self._leases))
-                elif held := list(self._leases):
-                    await self._exchange.renew(held)
-            except (RedisError, OSError) as error:
-                log.warning("leases not renewed", error=str(error))
+async def renew_leases(
+    leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
+) -> None:
+    """Renew all leases several times within a lease while there is progress, until cancelled."""
+    log = get_logger()
+    while True:
+        await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
+        try:
+            if watchdog.reason:
+                log.error("no progress; leases are left to run out", held=len(leases))
+            elif held := list(leases):
+                await exchange.renew(held)
+        except (RedisError, OSError) as error:
+            log.warning("leases not renewed", error=str(error))
 
 
 @asynccontextmanager

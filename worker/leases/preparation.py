@@ -307,12 +307,8 @@ class Preparation:
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of bad words that fit into an output of `max_tokens`."""
-        fitting = {
-            tuple(tokens)
-            for tokens in self.tokenizer.encode_words(request.bad_words or ())
-            if len(tokens) <= max_tokens
-        }
-        return tuple(sorted(fitting))
+        spellings = map(tuple, self.tokenizer.encode_words(request.bad_words or ()))
+        return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
 
 def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestError:
@@ -325,9 +321,8 @@ def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestErro
 
 def _num_values(payload: bytes) -> int:
     """Returns how many separators there are outside of strings: the most JSON values."""
-    text = payload.replace(b"\\\\", b"").replace(
-        b'\\"', b""
-    )  # only borders of strings keep their `"`
+    # Only borders of strings keep their `"`.
+    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
     return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))

@@ -268,9 +268,8 @@ class RowBuilder:
         for token_id in output.token_ids:
             token_ids.append(token_id)
             is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
-            if not (
-                is_last and token_id in prepared.engine_request.end_token_ids
-            ):  # an end token is not text
+            # An end token is not text.
+            if not (is_last and token_id in prepared.engine_request.end_token_ids):
                 text += stream.push(token_id)
             if stream.stopped:
                 break

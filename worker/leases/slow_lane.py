@@ -24,9 +24,8 @@ class SlowLane:
     """Runs functions in threads. Tenants take turns to get one."""
 
     def __init__(self) -> None:
-        self._waiting: dict[
-            str, deque[asyncio.Future[None]]
-        ] = {}  # the tenant whose turn is next comes first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """The turns that each tenant waits for. The tenant whose turn is next comes first."""
         self._running: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}  # how long a function of each tenant takes now
         self._put_off_until: dict[str, float] = {}  # when the last request of each tenant is back
@@ -38,7 +37,7 @@ class SlowLane:
         return any(until > now for until in self._put_off_until.values())
 
     def put_off(self, tenant: str) -> float:
-        """How many seconds to put off one more request, when there is no place for it here.
+        """Returns how many seconds to put off one more request that finds no place here.
 
         That is about when the tenant's turn would come, after what it has here and what was put off
         before. A request that comes back too early costs a useless claim.
@@ -77,8 +76,10 @@ class SlowLane:
 
     def _give_turns(self) -> None:
         while self._running.total() < _MAX_THREADS:
-            tenant = next(filter(self._may_run, self._waiting), None)
-            if tenant is None:
+            tenants = (
+                each for each in self._waiting if self._running[each] < _MAX_THREADS_OF_TENANT
+            )
+            if (tenant := next(tenants, None)) is None:
                 return
             turns = self._waiting.pop(tenant)
             turn = turns.popleft()
@@ -87,6 +88,3 @@ class SlowLane:
             if not turn.cancelled():
                 self._running[tenant] += 1
                 turn.set_result(None)
-
-    def _may_run(self, tenant: str) -> bool:
-        return self._running[tenant] < _MAX_THREADS_OF_TENANT

@@ -31,7 +31,7 @@ from promptq.worker.health.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.health.probes import Health
 from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.health.systemd import notify, watchdog_seconds
-from promptq.worker.health.watchdogs import EngineWatchdog, LeaseTimer
+from promptq.worker.health.watchdogs import EngineWatchdog, renew_leases
 from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures
@@ -118,9 +118,6 @@ class Worker:
             settings.stuck_seconds,
         )
         self._watchdog = EngineWatchdog(self.engine, self.intake, settings.stuck_seconds)
-        self._lease_timer = LeaseTimer(
-            self.leases, self._exchange, self._watchdog, self._queue.lease_ms
-        )
         self._maxmemory_log = MaxmemoryLog()
         self._drain_requested = asyncio.Event()
         self._control = ControlChannel(
@@ -166,7 +163,7 @@ class Worker:
         self._spawn(self._watchdog.watch())
         self._spawn(self._control.run())
         self._spawn(self._exchange.run_cancels())
-        self._spawn(self._lease_timer.run())
+        self._spawn(renew_leases(self.leases, self._exchange, self._watchdog, lease_ms))
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))

@@ -23,8 +23,8 @@ class StopStrings:
 
         A stop string may begin in it, but not end in it.
         """
-        for string in self._strings:
-            string.begin_after(text)
+        for each in self._strings:
+            each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
     def release(self, text: str, *, look: bool) -> str:
         """Take the next part and return the text that is certain. Stop strings count if `look`."""
@@ -71,10 +71,6 @@ class _StopString:
                 matched = self._borders[matched - 1]
             matched += string[length] == string[matched]
             self._borders.append(matched)
-
-    def begin_after(self, text: str) -> None:
-        """Match its first characters with the end of a text."""
-        self.find(text[max(0, len(text) - len(self.string) + 1) :])
 
     def find(self, text: str) -> int | None:
         """Returns where it begins, if it ends in this next part; negative if before the part."""

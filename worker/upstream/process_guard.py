@@ -41,11 +41,8 @@ def main(command: list[str]) -> int:
             _end(process)
         if not has_answered:
             return process.returncode
-        pause = (
-            1.0
-            if time.monotonic() - started > _LIVED_SECONDS
-            else min(2 * pause, _MAX_PAUSE_SECONDS)
-        )
+        has_lived = time.monotonic() - started > _LIVED_SECONDS
+        pause = 1.0 if has_lived else min(2 * pause, _MAX_PAUSE_SECONDS)
         if _read_line(pause) == "":
             return 0
 

@@ -117,13 +117,8 @@ def rebuilt(
 
 def _combines(schema: dict[str, Any]) -> bool:
     """Whether an object must match several schemas at once."""
-    if {
-        "properties",
-        "patternProperties",
-        "required",
-        "dependentSchemas",
-        *_BRANCH,
-    } & schema.keys():
+    direct = {"properties", "patternProperties", "required", "dependentSchemas", *_BRANCH}
+    if direct & schema.keys():
         return True
     combining = [name for name in (*_BRANCHES, "$ref") if name in schema]
     all_of = schema.get("allOf")

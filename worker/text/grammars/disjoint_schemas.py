@@ -72,12 +72,12 @@ class Disjointness:
         return False
 
     def _values(self, schema: dict[str, Any]) -> set[str] | None:
-        """All values that a schema allows, as text; None if it lists none."""
+        """Returns all values that a schema allows, as JSON; None if it lists none."""
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(listed, list):
             return None
         self._steps_left -= len(listed)
-        return {_as_text(value) for value in listed}
+        return {json.dumps(_plain_numbers(value), sort_keys=True) for value in listed}
 
 
 def _is_never(schema: Any) -> bool:
@@ -109,12 +109,8 @@ def _kind_of(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _as_text(value: Any) -> str:
-    """The text of a JSON value, which is the same for 1 and 1.0."""
-    return json.dumps(_plain_numbers(value), sort_keys=True)
-
-
 def _plain_numbers(value: Any) -> Any:
+    """Returns a JSON value with 1 in place of 1.0, which are one number."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -109,20 +109,16 @@ class Grammars:
     def _set_up(self, field: str) -> LLMasker:
         with self._lock:
             if self._masker is None:
-                vocabulary = self._vocabulary(field)
+                if (content := self._tokenizer.as_json()) is None:
+                    raise _not_possible(field, "it is not one of the tokenizers library")
+                num_tokens = max(self._vocab_size, self._tokenizer.num_tokens)
+                vocabulary = Vocabulary(content, num_tokens, sorted(self._end_token_ids))
                 self._vetter = Vetter(vocabulary) if self._vets else None
                 try:
                     self._masker = LLMasker(vocabulary.load())
                 except ValueError as error:
                     raise _not_possible(field, str(error)) from error
             return self._masker
-
-    def _vocabulary(self, field: str) -> Vocabulary:
-        content = self._tokenizer.as_json()
-        if content is None:
-            raise _not_possible(field, "it is not one of the tokenizers library")
-        num_tokens = max(self._vocab_size, self._tokenizer.num_tokens)
-        return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
 
     def _text(self, wanted: Output) -> str:
         if isinstance(wanted, GrammarOutput):

@@ -71,7 +71,7 @@ class Chunk:
 
 
 def seed_after(request: EngineRequest, num_emitted: int) -> int:
-    """The seed of a call. Another attempt draws other numbers than the first one has used."""
+    """Returns the seed of a call. A later attempt draws other numbers than the first one used."""
     return (request.seed + num_emitted * 0x9E3779B97F4A7C15) % 2**63
 
 
@@ -84,7 +84,7 @@ class Dialect(Protocol):
     abilities: EngineAbilities
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
-        """What starts a server of this kind as the settings say. Raises ConfigurationError."""
+        """Returns the command of a server with these settings. Raises ConfigurationError."""
         ...
 
     async def describe(self, server: Server) -> ServerDescription:

@@ -150,13 +150,10 @@ class VllmDialect:
             "sampling_params": sampling,
             "stream": True,
         }
-        if salt := self._salt(request):
-            body["cache_salt"] = salt
-        return body
-
-    def _salt(self, request: EngineRequest) -> str:
         tenant = "" if self._shares_prefixes else request.tenant
-        return f"{tenant}:{request.cache_salt}" if tenant or request.cache_salt else ""
+        if tenant or request.cache_salt:
+            body["cache_salt"] = f"{tenant}:{request.cache_salt}"
+        return body
 
 
 def _read(data: bytes, num_top: int) -> Chunk | None:
@@ -207,7 +204,7 @@ def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
 
 
 def _floored(logprob: Any) -> Any:
-    """LEAST for minus infinity, as vLLM's own API has it."""
+    """Returns LEAST for minus infinity, as vLLM's own API does."""
     return LEAST if logprob == -math.inf else logprob
 
 
