@@ -92,12 +92,11 @@ class Heartbeat:
 
     def slots(self) -> list[SlotStats]:
         """Returns the batch at the last snapshot, without sequences that have left since."""
-        slots = []
-        for sequence in self._snapshot.sequences:
-            held = self._leases.by_sequence(sequence.sequence_id)
-            if held is not None:
-                slots.append(_slot_of(held, sequence))
-        return slots
+        return [
+            _slot_of(lease, sequence)
+            for sequence in self._snapshot.sequences
+            if (lease := self._leases.by_sequence(sequence.sequence_id)) is not None
+        ]
 
     async def _look(self) -> None:
         if self._coming is None:

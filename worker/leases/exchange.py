@@ -43,8 +43,6 @@ class Exchange:
         self._turn = asyncio.Lock()  # so that no lease is given back twice
         self._log = get_logger(worker_id=queue.worker_id)
 
-    # ------------------------------------------------------------ renew
-
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Renew leases, and let go of requests that are cancelled, expired or lost.
 
@@ -66,8 +64,6 @@ class Exchange:
     def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:
         """Act on one answer. `reason` is the finish reason of a row; see `Leases.answered`."""
         self._departures.note(lease, self._leases.answered(lease, status, reason))
-
-    # ------------------------------------------------------------ cancel
 
     def cancel(self, request_id: str) -> None:
         """Have `run_cancels` look whether this request is cancelled.
@@ -101,8 +97,6 @@ class Exchange:
             await self.renew(held)
         if others := sorted(ids - {lease.request_id for lease in held}):
             await self._queue.run(scripts.cancel(others, "flagged"))
-
-    # ------------------------------------------------------------ give back
 
     async def run_returns(self) -> None:
         """Give back the leases that are due, until cancelled.

@@ -22,67 +22,58 @@ from promptq.worker.leases.ready import WakeUp
 _RECONNECT_SECONDS = 0.5
 
 
-class ControlChannel:
-    """Passes new work to the prefetcher's wake-up, cancels to the exchange, and sets `drain`."""
+async def act(
+    messages: AsyncIterator[str],
+    queue: AsyncRequestQueue,
+    wake_up: WakeUp,
+    exchange: Exchange,
+    drain: asyncio.Event,
+) -> None:
+    """Pass new work to `wake_up` and cancels to `exchange`, and set `drain`, until cancelled.
 
-    def __init__(
-        self, queue: AsyncRequestQueue, wake_up: WakeUp, exchange: Exchange, drain: asyncio.Event
-    ) -> None:
-        self._client: Any = queue.redis
-        self._keys = queue.keys
-        self._worker_id = queue.worker_id
-        self._wake_up = wake_up
-        self._exchange = exchange
-        self._drain = drain
-        self._messages = self._listen()
-        self._log = get_logger(worker_id=queue.worker_id, queue=queue.keys.queue)
+    A message is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`.
+    """
+    async for message in messages:
+        kind, colon, name = message.partition(":")
+        if kind == "pending":
+            wake_up.work_came()
+        elif kind == "cancel":
+            exchange.cancel(name)
+        elif kind == "drain" and (not colon or name == queue.worker_id):
+            log = get_logger(worker_id=queue.worker_id, queue=queue.keys.queue)
+            log.info("a message orders a drain")
+            drain.set()
 
-    async def start(self) -> None:
-        """Return once the worker listens. Raises NoPermissionError."""
-        await anext(self._messages)
 
-    async def run(self) -> None:
-        """Act on each message, until cancelled.
+async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
+    """Yields each message, until cancelled. The first one says that the worker listens.
 
-        A message is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`.
-        """
-        async for message in self._messages:
-            kind, colon, name = message.partition(":")
-            if kind == "pending":
-                self._wake_up.work_came()
-            elif kind == "cancel":
-                self._exchange.cancel(name)
-            elif kind == "drain" and (not colon or name == self._worker_id):
-                self._log.info("a message orders a drain")
-                self._drain.set()
-
-    async def _listen(self) -> AsyncIterator[str]:
-        """Yields each message, until cancelled. The first one says that the worker listens.
-
-        Messages that are missed while disconnected only cost time: workers poll for new work, and
-        every publish reports cancels. Only a drain has to be sent again.
-        """
-        heeded = {self._keys.drain.encode()}
-        if self._client.connection_pool.connection_kwargs.get("username") in (None, "", "default"):
-            heeded.add(self._keys.control.encode())  # the worker has no role
-        while True:
-            try:
-                async with self._client.pubsub() as channel:
-                    await channel.subscribe(self._keys.control, self._keys.drain)
-                    while True:
-                        message = await _next(channel)
-                        if message["type"] == "subscribe":
-                            yield "pending"  # something may have come before it listened
-                        if message["type"] != "message":
-                            continue
-                        text = message["data"].decode("ascii", "replace")
-                        if message["channel"] in heeded or text.partition(":")[0] != "drain":
-                            yield text
-            except NoPermissionError:
-                raise
-            except (RedisError, OSError) as error:
-                self._log.warning("control channel lost, subscribing again", error=str(error))
-                await asyncio.sleep(_RECONNECT_SECONDS)
+    Messages that are missed while disconnected only cost time: workers poll for new work, and
+    every publish reports cancels. Only a drain has to be sent again. Raises NoPermissionError.
+    """
+    client, keys = queue.redis, queue.keys
+    log = get_logger(worker_id=queue.worker_id, queue=keys.queue)
+    heeded = {keys.drain.encode()}
+    if client.connection_pool.connection_kwargs.get("username") in (None, "", "default"):
+        heeded.add(keys.control.encode())  # the worker has no role
+    while True:
+        try:
+            async with client.pubsub() as channel:
+                await channel.subscribe(keys.control, keys.drain)
+                while True:
+                    message = await _next(channel)
+                    if message["type"] == "subscribe":
+                        yield "pending"  # something may have come before it listened
+                    if message["type"] != "message":
+                        continue
+                    text = message["data"].decode("ascii", "replace")
+                    if message["channel"] in heeded or text.partition(":")[0] != "drain":
+                        yield text
+        except NoPermissionError:
+            raise
+        except (RedisError, OSError) as error:
+            log.warning("control channel lost, subscribing again", error=str(error))
+            await asyncio.sleep(_RECONNECT_SECONDS)
 
 
 async def _next(channel: Any) -> dict[str, Any]:

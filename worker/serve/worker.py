@@ -41,8 +41,8 @@ from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
 from promptq.worker.leases.preparation import Preparation
 from promptq.worker.leases.publisher import Publisher
+from promptq.worker.serve import control_channel
 from promptq.worker.serve.build import Served
-from promptq.worker.serve.control_channel import ControlChannel
 from promptq.worker.serve.engine_thread import EngineThread
 
 _NOTE_SECONDS = 5.0
@@ -120,9 +120,6 @@ class Worker:
         self._watchdog = EngineWatchdog(self.engine, self.intake, settings.stuck_seconds)
         self._maxmemory_log = MaxmemoryLog()
         self._drain_requested = asyncio.Event()
-        self._control = ControlChannel(
-            self._queue, self.leases.wake_up, self._exchange, self._drain_requested
-        )
         self._has_started = False
         self._was_refused = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,13 +152,15 @@ class Worker:
         """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
-        await self._control.start()  # raises if the user may not listen
+        messages = control_channel.listen(self._queue)
+        await anext(messages)  # raises if the user may not listen
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
         self._spawn(self._exchange.run_returns())
         self._spawn(self._watchdog.watch())
-        self._spawn(self._control.run())
+        listening = self._queue, self.leases.wake_up, self._exchange, self._drain_requested
+        self._spawn(control_channel.act(messages, *listening))
         self._spawn(self._exchange.run_cancels())
         self._spawn(renew_leases(self.leases, self._exchange, self._watchdog, lease_ms))
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))

@@ -142,13 +142,10 @@ class TextStream:
         """End the output. Returns the text that was held back, up to a stop string."""
         return self._release(self._decoder.flush()) + self._stop.flush()
 
-    def replay(self, token_ids: Iterable[int], emitted: str) -> str:
-        """Rebuild the state of an earlier attempt that emitted these tokens and this text.
-
-        Returns the text beyond `emitted`, which is empty unless the attempt was cut short.
-        """
-        text = "".join(self.push(token_id) for token_id in token_ids)
-        return text[len(emitted) :]
+    def replay(self, token_ids: Iterable[int]) -> str:
+        """Rebuild the state of an earlier attempt from its tokens. Returns the text that is
+        certain."""
+        return "".join(map(self.push, token_ids))
 
     def _release(self, text: str) -> str:
         return self._stop.release(text, look=self._num_tokens >= self._min_tokens)

@@ -38,12 +38,11 @@ class OutputMarks:
             marks += style.call_marks
         self._marks = marks
         self._decode = tokenizer.decoder(marks)
-        self._prefix = style.reasoning_before if self._may_reason and self._is_open() else ""
-
-    def _is_open(self) -> bool:
-        """Whether the prompt ends with the mark before the reasoning."""
-        tail = self._decode(self._prompt[-_TAIL_TOKENS:])
-        return tail.rstrip().endswith(self._style.reasoning_before.strip())
+        self._prefix = ""
+        if self._may_reason:
+            tail = self._decode(prompt[-_TAIL_TOKENS:]).rstrip()
+            if tail.endswith(style.reasoning_before.strip()):
+                self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
         """Raises InvalidRequestError for one that no text can have."""
@@ -59,9 +58,9 @@ class OutputMarks:
                     )
 
     def text_stream(
-        self, given: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
+        self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """Returns the text of the output, and the text of the `given` tokens, with which it begins.
+        """Returns the output's text stream, and the text of the prefix, with which it begins.
 
         `events` are those of earlier attempts. Stop strings count from token `min_tokens` on.
         """
@@ -73,8 +72,8 @@ class OutputMarks:
         for decode, prefix in ((self._decode, self._prefix), (self._tokenizer.decode, "")):
             stop = self._request.stop_strings
             stream = TextStream(decode, self._prompt, stop, min_tokens, prefix)
-            begun = stream.begin(given)
-            if (begun + stream.replay(emitted[len(given) :], "")).startswith(text):
+            begun = stream.begin(prefix_tokens)
+            if (begun + stream.replay(emitted[len(prefix_tokens) :])).startswith(text):
                 break
         return stream, begun
 

@@ -164,15 +164,13 @@ class HuggingFaceTokenizer:
     def encode_prompt(self, request: Request) -> list[int]:
         if isinstance(request.prompt, list):
             return request.prompt
-        if request.prompt is not None:
-            self._check_length("prompt", request.prompt)
-            with _failing_alone("prompt"):
-                return self.encode_text(request.prompt, add_special_tokens=True)
-        text = self._render(request)
-        self._check_length("messages", text)
-        with _failing_alone("messages"):
-            # The template writes the special tokens itself.
-            return self.encode_text(text, add_special_tokens=False)
+        is_chat = request.prompt is None
+        field, text = ("messages" if is_chat else "prompt"), request.prompt or ""
+        if is_chat:
+            text = self._render(request)
+        self._check_length(field, text)
+        with _failing_alone(field):  # a chat template writes the special tokens itself
+            return self.encode_text(text, add_special_tokens=not is_chat)
 
     def encode_output(self, text: str) -> list[int]:
         self._check_length("output_prefix", text)

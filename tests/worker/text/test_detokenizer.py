@@ -92,7 +92,7 @@ def test_an_attempt_goes_on_where_an_earlier_one_stopped(
     first = TextStream(decode, stop=stop, min_tokens=min_tokens)
     emitted = "".join(first.push(token) for token in tokens[:at])
     second = TextStream(decode, stop=stop, min_tokens=min_tokens)
-    assert second.replay(tokens[:at], emitted) == ""
+    assert second.replay(tokens[:at]) == emitted
     rest = "" if second.stopped else "".join(run(second, tokens[at:]))
     assert emitted + rest == undisturbed
 
@@ -240,5 +240,5 @@ def test_what_is_held_back_is_not_decoded_again_for_each_token(kind: Kind, of: s
         return kind.decode(token_ids)
 
     assert "".join(run(TextStream(counting), tokens)) == kind.decode(tokens)
-    TextStream(counting).replay(tokens, "")
+    TextStream(counting).replay(tokens)
     assert num_decoded < 100 * len(tokens)
