@@ -56,7 +56,7 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on the server's answers about leases, which it knows now as they were `sent`."""
+        """Act on the server's answers about leases, which it has received as `sent`."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
@@ -66,7 +66,7 @@ class Exchange:
         self._departures.note(lease, self._leases.answered(lease, status, reason))
 
     def cancel(self, request_id: str) -> None:
-        """Have `run_cancels` look whether this request is cancelled.
+        """Have `run_cancels` check whether this request is cancelled.
 
         The flag in the request decides; the message that leads here only says where to look.
         Anybody may have sent the message, so a text that cannot be an id is ignored.
@@ -131,8 +131,7 @@ class Exchange:
         self._leases.feed()
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """Give some leases back. All of them are blamed or none is, and all have a delay or none
-        has."""
+        """Give some leases back. Either all of them are blamed or none; likewise for delays."""
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed

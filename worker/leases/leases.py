@@ -84,7 +84,7 @@ class Leases:
         return self._by_request.get(request_id)
 
     def by_sequence(self, sequence_id: int) -> Lease | None:
-        """The lease of a sequence that runs in the engine."""
+        """Returns the lease of a sequence that runs in the engine."""
         return self._running.get(sequence_id)
 
     @property
@@ -129,8 +129,7 @@ class Leases:
         return True
 
     def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
-        """Preparation is done: the request waits for a place, or is ending if nothing is left to
-        generate.
+        """End a preparation: the request waits for a place, or ends if nothing is left to generate.
 
         There is no effect if the lease was lost meanwhile, or is on its way back.
         """
@@ -145,9 +144,9 @@ class Leases:
         self.wake_up.room_freed()
 
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
-        """The last row of the request was made.
+        """Note that the request has its last row.
 
-        `by_engine` says that the engine has removed the sequence already.
+        `by_engine`: the engine has removed the sequence already.
         """
         self._to(lease, _ENDING, is_out=by_engine)
 
@@ -189,7 +188,7 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Take the server's answer to giving a lease back."""
+        """Take the server's answer to the return of a lease."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")
@@ -269,7 +268,7 @@ class Leases:
     def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
         """Change a state, and with it the indices and the engine.
 
-        `is_out` says that the sequence has left the engine already, and need not be aborted.
+        `is_out`: the sequence has left the engine already, and need not be aborted.
         """
         before = lease.state
         if state not in _NEXT[before]:

@@ -40,7 +40,7 @@ class Meter:
         self.histograms[spec].add(value, count)
 
     def note_output(self, held: PreparedRequest, at: float) -> None:
-        """Note tokens that a step gave a request at `at`, `time.monotonic()` in seconds."""
+        """Note the tokens of a request in a step that ended `at`, by `time.monotonic()`."""
         last = held.last_token_at
         if last is None:
             self._note_first_token(held, at)
@@ -65,7 +65,7 @@ class Meter:
         self.observe(metrics.PUBLISH_TIME, seconds)
 
     def note_end(self, reason: FinishReason, held: PreparedRequest | None = None) -> None:
-        """Note the last event of a request; `held` is what this worker knows of it."""
+        """Note the last event of a request; `held` is the request if it was prepared here."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
         stats = held.stats if held is not None else None
@@ -88,7 +88,7 @@ class Meter:
         self.observe(metrics.ATTEMPTS, held.claim.attempt)
 
     def mean_ms(self, name: str) -> float:
-        """The mean of one of the times of the requests that ended, by its name in `Stats`."""
+        """Returns the mean of a time over the requests that ended, by its name in `Stats`."""
         return self._sums[name] / max(1, self._num_with_stats)
 
     def take_contribution(self) -> Contribution:

@@ -32,7 +32,7 @@ from promptq.worker.leases.slow_lane import SlowLane
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Nobody sends a message when the delay of a put-off request is over."""
+"""Shorter than a usual poll: no message says that the delay of a request is over."""
 
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
 """The result of preparing a claim; None for a claim that was lost meanwhile."""
@@ -89,10 +89,10 @@ class Prefetcher:
         self._task = asyncio.create_task(self._run(), name="intake")
 
     async def stop(self) -> None:
-        """Stop claiming, and give back what is ready or being prepared.
+        """Stop claiming, and give back the requests that are ready or being prepared.
 
-        A request whose preparation hangs is given back as a crash. Requests that the server does
-        not take stay held. Raises RedisError, OSError.
+        A request whose preparation hangs goes back as a crash. Requests that the server does not
+        take stay held. Raises RedisError, OSError.
         """
         if self._task is not None:
             await end([self._task, *self._slow])
@@ -120,8 +120,7 @@ class Prefetcher:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a thread is preparing something, even a request that was given back or lost
-        meanwhile."""
+        """Whether a thread prepares a request, perhaps one that is no longer held."""
         return bool(self._preparing)
 
     @property
@@ -187,7 +186,7 @@ class Prefetcher:
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
-        """Pass on the results of preparations. Requests that cannot be ended now are given back."""
+        """Pass on the results of preparations. Requests that cannot be ended now go back."""
         failed: list[tuple[Lease, InvalidRequestError]] = []
         for lease, result in zip(leases, made, strict=True):
             if result is None or lease.state is not LeaseState.PREPARING:
@@ -238,8 +237,7 @@ class Prefetcher:
             self._wake_up.work_came()
 
     async def _report_prompt_lengths(self) -> None:
-        """Report the exact prompt lengths of ready requests; running ones send theirs with a
-        row."""
+        """Report the prompt lengths of ready requests; running ones send theirs with a row."""
         ready = (lease for lease in self._leases if lease.state is LeaseState.READY)
         if unreported := [lease for lease in ready if lease.has_unreported_length]:
             with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
@@ -270,8 +268,10 @@ def _more(room: Room, than: Room) -> bool:
 
 
 class ClaimPolicy:
-    """How many requests to claim. With `depth` None, about 100 ms of work lie ready, by how fast
-    requests are handed out."""
+    """Decides how many requests to claim.
+
+    With `depth` None, about 100 ms of work lie ready, by the rate at which the engine gets them.
+    """
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
         self._leases = leases
@@ -287,7 +287,7 @@ class ClaimPolicy:
         return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
 
     def room(self) -> Room:
-        """The slots and the KV memory that no held request needs.
+        """Returns the slots and the KV memory that no held request needs.
 
         A prefix that several sequences share is counted once, and no request counts for more than
         the model length. Both numbers are negative while urgent requests that will preempt are

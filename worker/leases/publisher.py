@@ -76,8 +76,7 @@ class Publisher:
         await self._send([(lease, self._rows.refusal(lease.claim, error))])
 
     async def complete(self, lease: Lease) -> None:
-        """End a request whose earlier attempts generated all of its output. Raises as `run`
-        does."""
+        """End a request that needs no engine. Raises as `run` does."""
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:

@@ -13,7 +13,7 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""How many of the last hand-outs are remembered. Nobody looks at them if the depth is fixed."""
+"""The limit of remembered hand-outs. With a fixed depth nothing reads them, so they pile up."""
 
 
 class ReadyQueue:
@@ -38,7 +38,7 @@ class ReadyQueue:
         return len(self._since)
 
     def first(self) -> Lease | None:
-        """The first request in queue order."""
+        """Returns the first request in queue order."""
         while self._heap and self._heap[0][2] not in self._since:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
@@ -95,17 +95,17 @@ class WakeUp:
         self._rung = asyncio.Event()
 
     def work_came(self) -> None:
-        """There may be new requests, perhaps more urgent than the running ones."""
+        """Report that there may be new requests, perhaps more urgent than the running ones."""
         self._work_came = True
         self._rung.set()
 
     def room_freed(self) -> None:
-        """There may be room for requests that the last claim left."""
+        """Report that there may be room for requests that the last claim left."""
         if self.num_left:
             self._rung.set()
 
     def take(self) -> bool:
-        """Begin a turn. Returns whether new work may have come since the last one."""
+        """Begin a claim. Returns whether new work may have come since the last one."""
         self._rung.clear()
         came, self._work_came = self._work_came, False
         return came

@@ -54,8 +54,7 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run a function and return its result. When cancelled, the thread goes on and its result
-        is dropped."""
+        """Returns the function's result. A cancellation drops it, but the thread goes on."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()

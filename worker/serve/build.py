@@ -118,7 +118,7 @@ def identify(settings: WorkerSettings) -> ModelIdentity:
 
 
 def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
-    """`settings.model` is the model that an inference server serves."""
+    """Returns the identity of a model, which may be that of an inference server."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)
@@ -339,7 +339,7 @@ def _engine(
     *,
     async_scheduling: bool = False,
 ) -> Engine:
-    """`speculative_tokens` and `async_scheduling` are the defaults of the settings."""
+    """Returns the engine. The arguments after the settings are defaults for two of them."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
     if settings.async_scheduling is not None:

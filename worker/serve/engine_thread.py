@@ -191,5 +191,5 @@ class EngineThread:
 
 
 def _all_of(mail: deque[T]) -> list[T]:
-    """Take all mail that is there. The other thread may add to it meanwhile."""
+    """Returns all mail so far, and removes it. The other thread may add more meanwhile."""
     return [mail.popleft() for _ in range(len(mail))]

@@ -28,9 +28,9 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Makes processes that have imported these modules already, since that takes seconds.
+    """Returns a context whose processes have these modules imported, since that takes seconds.
 
-    They are forked from a process that does nothing else: this one has threads.
+    A process without threads forks them; this one has threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*libraries])
@@ -105,7 +105,7 @@ class ModelProcess:
         return self.state
 
     def load(self, *, is_alone: bool) -> None:
-        """Have the process load its model; `is_alone` says that no other model is in memory."""
+        """Have the process load its model; `is_alone`: no other model is in memory."""
         self.state, self.has_room = ProcessState.LOADING, True
         self._send(Order.LOAD_ALONE if is_alone else Order.LOAD)
 

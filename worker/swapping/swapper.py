@@ -47,15 +47,15 @@ class _Place:
     load_seconds: float = _GUESSED_LOAD_SECONDS
     num_failures: int = 0
     not_before: float = 0.0
-    """After a failure, a process is started again, and its model loaded, only from then on."""
+    """The time of the next start after a failure; until then nothing loads the model."""
 
 
 class Swapper:
     """Keeps the process of one model loaded, and those of the others ready to load theirs.
 
-    `start` makes the process of a queue. `overlaps` says whether a model may be loaded while the
-    one before it still runs, if there is memory for both. `choose` decides which model should
-    be loaded; all else follows from that and from the states of the processes.
+    `start` makes the process of a queue. With `overlaps`, a model may be loaded while the one
+    before it still runs, if there is memory for both. `choose` decides which model should be
+    loaded; all else follows from that and from the states of the processes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Swapper:
         *,
         overlaps: bool = True,
     ) -> None:
-        """`queues` gives the name of each queue's model."""
+        """`queues` maps each queue to the name of its model."""
         self._names = queues
         self._start = start
         self._queue = queue
@@ -151,7 +151,7 @@ class Swapper:
                 place.left_at = now
 
     def _replace_ended(self) -> None:
-        """Start the processes anew that have ended, by order or by themselves."""
+        """Replace the processes that have ended, by order or by themselves."""
         now = time.monotonic()
         for name, place in self._places.items():
             if place.process.state is not ProcessState.ENDED or now < place.not_before:

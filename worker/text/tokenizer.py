@@ -347,12 +347,12 @@ class HuggingFaceTokenizer:
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:
-        """The content of a tokenizer.json, added tokens included; None for slow tokenizers."""
+        """Returns a tokenizer.json with the added tokens; None for a slow tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
     def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text, however long it is."""
+        """Returns the token ids of a text of any length."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 

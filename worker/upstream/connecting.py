@@ -47,17 +47,17 @@ class FoundServer:
     probe_token_ids: list[int] | None
 
     def limits(self, settings: WorkerSettings, vocab_size: int) -> EngineLimits:
-        """How much of the server this worker uses."""
-        found = self.description
-        longest = min(found.max_model_len, settings.max_model_len or found.max_model_len)
-        slots = min(settings.max_num_seqs, found.max_num_seqs or settings.max_num_seqs)
-        kv_tokens = found.kv_tokens or slots * longest
+        """Returns the part of the server that this worker uses."""
+        server = self.description
+        longest = min(server.max_model_len, settings.max_model_len or server.max_model_len)
+        slots = min(settings.max_num_seqs, server.max_num_seqs or settings.max_num_seqs)
+        kv_tokens = server.kv_tokens or slots * longest
         return EngineLimits(
             max_num_seqs=slots,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=longest,
             kv_tokens=max(longest, int(kv_tokens * settings.upstream_share)),
-            block_size=found.block_size,
+            block_size=server.block_size,
             bytes_per_token=0,  # not known
             vocab_size=vocab_size,
         )
@@ -79,7 +79,7 @@ def key_of(settings: WorkerSettings) -> str | None:
 
 
 def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
-    """Start a server of this worker's own. Raises ConfigurationError."""
+    """Start a server for this worker. Raises ConfigurationError."""
     if settings.model is None:
         raise ConfigurationError(
             f"--engine {settings.engine}: give --model, for a server to be started, or --upstream,"

@@ -21,8 +21,7 @@ class ServerProcess:
     """Runs a command behind a guard, which ends the server with this process."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        """`port` is where the command serves. Raises ConfigurationError if there is no such
-        program."""
+        """Starts the command, which serves `port`. Raises ConfigurationError if it is missing."""
         self.url = f"http://{_HOST}:{port}"
         program = shutil.which(command[0])
         if program is None:
@@ -48,8 +47,7 @@ class ServerProcess:
             )
 
     def has_answered(self) -> None:
-        """Note that the server has answered: from now on the guard restarts it when it ends. Raises
-        the errors of `check`."""
+        """Have the guard restart the server from now on when it ends. Raises as `check` does."""
         assert self._guard.stdin is not None
         try:
             os.write(self._guard.stdin.fileno(), b"answered\n")

@@ -69,5 +69,5 @@ class ServerRecovery:
         self._well_since = time.monotonic()
 
     def _spread(self) -> float:
-        """The pause of one of several workers, which shall not ask at the same time."""
+        """Returns a random pause, so that several workers do not call at the same time."""
         return self._pause * random.uniform(0.5, 1.0)  # noqa: S311 # spreads retries

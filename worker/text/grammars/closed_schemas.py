@@ -78,7 +78,7 @@ def _names_all(schema: dict[str, Any]) -> bool:
 
 
 def below(path: str, keys: tuple[Any, ...]) -> str:
-    """The path of a child as references write it."""
+    """Returns the path of a child as references write it."""
     escaped = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
     return "/".join((path, *escaped))
 

@@ -29,7 +29,7 @@ class Vocabulary:
     end_token_ids: list[int]
 
     def load(self) -> LLTokenizer:
-        """Pass it to the library. Raises ValueError if the library cannot use the tokenizer."""
+        """Pass the data to the library. Raises ValueError if it cannot use the tokenizer."""
         from llguidance import LLTokenizer
 
         ends = self.end_token_ids or None
@@ -37,14 +37,14 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at the beginning of a grammar. For a wrong grammar, it has an error."""
+    """Returns a matcher at the beginning of a grammar. It holds the error of a wrong grammar."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """The library's message on one line, without the grammar and the dump of its state."""
+    """Returns the library's message on one line, without the grammar and its state."""
     message = _LISTING.split(matcher.get_error().split("<state>")[0])[0]
     message = _PATTERN.sub("", " ".join(message.split()))
     return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."

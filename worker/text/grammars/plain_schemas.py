@@ -240,6 +240,6 @@ def _without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _count(schema: dict[str, Any], name: str, default: float = nan) -> float:
-    """The keyword's number; the default, which compares as false, if it has none."""
+    """Returns the keyword's number or, if it has none, the default. NaN compares as false."""
     value = schema.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default

@@ -232,7 +232,6 @@ class LLMasker:
         self.num_words = (vocabulary.vocab_size + 31) // 32
 
     def compile(self, text: str) -> LLMatcher:
-        """See `compile_grammar`."""
         return compile_grammar(self._vocabulary, text)
 
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:

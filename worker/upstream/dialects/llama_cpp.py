@@ -141,7 +141,7 @@ class LlamaCppDialect:
     async def _stream(
         self, server: Server, request: EngineRequest, output: Sequence[int]
     ) -> AsyncGenerator[Chunk]:
-        """The chunks until the end, or until tokens are missing."""
+        """Yields the chunks until the end, or until tokens are missing."""
         body = {**_body(request, output), "stream": True}
         num_reported = 0
         async with server.stream(_COMPLETION, body) as events:

@@ -88,7 +88,7 @@ class Server:
         await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """The JSON, or the text, that a page answers with."""
+        """Returns the JSON, or the text, of a page."""
         return await self._call("GET", path, _CALL_SECONDS)
 
     async def post(self, path: str, body: Any, seconds: float = _CALL_SECONDS) -> Any:
@@ -142,14 +142,14 @@ def _described(error: Exception) -> str:
         cause = error.os_error
         if cause.errno is None or isinstance(cause, socket.gaierror):
             return str(cause.strerror or cause)
-        return os.strerror(cause.errno)  # in its place asyncio says where it connected to
+        return os.strerror(cause.errno)  # asyncio's own text only says where it connected to
     if isinstance(error, aiohttp.ClientResponseError):
         return f"it does not answer as an HTTP server: {error.message[:_MOST_SHOWN]}"
     return str(error) or type(error).__name__
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parses JSON from a server. Raises ServerFaultError."""
+    """Returns JSON from a server, parsed. Raises ServerFaultError."""
     try:
         return from_json(text)
     except ValueError as error:
@@ -157,7 +157,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body, or that many bytes of it. The rest is never read: each call has its connection."""
+    """Returns up to `most` bytes of the body. The rest is never read, nor the connection reused."""
     pieces, left = [], most
     while left and (piece := await response.content.read(left)):
         pieces.append(piece)
@@ -194,7 +194,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def message_of(body: Any) -> str:
-    """The message of an error object; empty if it is none."""
+    """Returns the message of an error object; empty if the body is none."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message", error) if isinstance(error, dict) else error or ""
     return str(message)[:_MOST_SHOWN]

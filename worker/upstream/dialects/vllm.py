@@ -179,7 +179,7 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
 
 
 def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
-    """Reads the chosen token with the likeliest tokens, of which the server sends `num_top`.
+    """Returns the chosen token with the `num_top` likeliest tokens.
 
     Raises UnusableAnswerError for a value that is no log-probability, such as a NaN.
     """
