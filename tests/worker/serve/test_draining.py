@@ -206,7 +206,7 @@ async def test_a_worker_that_stops_gives_back_if_its_server_returns_within_the_l
     async with cut_off(redis_url, queue, lease_ms=60_000) as (worker, network, request_id):
         stopping = asyncio.create_task(worker.stop())
         before = network.num_turned_away
-        await async_until(lambda: network.num_turned_away > before)
+        await async_until(lambda: stopping.done() or network.num_turned_away > before + 5)
         network.mend()
         await stopping
     assert await queue.state(request_id) is RequestState.WAITING
