@@ -52,7 +52,7 @@ class HealthServer:
 
             do_HEAD = do_GET
 
-            def log_message(self, format: str, *args: object) -> None:  # its name there
+            def log_message(self, format: str, *args: object) -> None:  # the base class's name
                 pass
 
         class Server(ThreadingHTTPServer):

@@ -203,7 +203,7 @@ class Leases:
                 return Departure.FENCED
         return None
 
-    # ------------------------------------------------------------ what is counted
+    # ------------------------------------------------------------ counts
 
     @property
     def num_counted(self) -> int:

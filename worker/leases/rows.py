@@ -102,7 +102,7 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """How many KV tokens it counts for: the expected number, or its tokens if they are more."""
+        """The KV tokens that the request counts for: the expected number, or its own if more."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
@@ -117,7 +117,7 @@ class PreparedRequest:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found or the grammar is complete. Only used before it runs."""
+        """Whether a stop string was found or the grammar is complete, before the request runs."""
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 

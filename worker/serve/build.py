@@ -148,7 +148,7 @@ def _formats(settings: WorkerSettings) -> list[str]:
 def fits_beside_others(settings: WorkerSettings) -> bool:
     """Returns whether the model can surely be loaded while others stay in memory."""
     if settings.engine != NATIVE:
-        return settings.upstream is not None  # otherwise its server takes what it takes
+        return settings.upstream is not None  # what its own server takes is unknown
     if settings.model == MODEL_FREE:
         return True
     from promptq.worker.engine.model import loading
@@ -380,7 +380,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     files = [folder / name for name in names if (folder / name).exists()]
     if with_weights:
         files += sorted(folder.glob("*.safetensors"))
-    if is_gguf(name_or_dir):  # it has all of these inside
+    if is_gguf(name_or_dir):  # one file with all of these inside
         files = [Path(name_or_dir).expanduser()]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())

@@ -73,7 +73,7 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Returns where it begins, if it ends in this next part; negative if before the part."""
+        """Returns where the string begins, if this next part ends it; negative: before the part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

@@ -64,7 +64,7 @@ _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether it sets two constraints on one value, at least one of them in another schema."""
+    """Whether a schema sets two constraints on one value, one of them in another schema."""
     constraints = schema.keys() - _ANNOTATIONS
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:

@@ -219,7 +219,7 @@ def _not_possible(field: str, reason: str) -> InvalidRequestError:
 
 
 class LLMasker:
-    """See Masker. It also holds the vocabulary, and compiles grammars for it."""
+    """The library's Masker, which also holds the vocabulary and compiles grammars for it."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         from llguidance import LLExecutor
@@ -247,7 +247,7 @@ class LLMasker:
 
 
 class LLGrammar:
-    """See Grammar. The library also offers `rollback` and `validate_tokens`, for drafts."""
+    """The library's Grammar. It also offers `rollback` and `validate_tokens`, for drafts."""
 
     __slots__ = ("_ends_to_allow", "_ends_to_ban", "masker", "matcher")
 

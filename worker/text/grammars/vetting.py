@@ -25,7 +25,7 @@ from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_gr
 COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take, for compiling and the first masks together."""
 COMPILE_BYTES = 128 * 2**20
-"""Memory that it may take."""
+"""Memory that a grammar may take."""
 MASK_SECONDS = 0.1
 """CPU time that a mask may take, because in a worker the step of all sequences waits for it."""
 _MASKS = 32
