@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -21,8 +21,6 @@ from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
-
-T = TypeVar("T")
 
 MOST_BYTES = 2**26
 """The limit of one value."""
@@ -81,7 +79,7 @@ def _check(size: int) -> None:
         raise TemplateSizeError
 
 
-def _kept(value: T) -> T:
+def _kept(value: Any) -> Any:
     """Count a new value, and return it."""
     if type(value) is str and len(value) < _SMALL:
         return value
@@ -277,13 +275,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             size += len(piece)
             _check(size)
             kept.append(piece)
-        return _kept("".join(kept))
+        joined: str = _kept("".join(kept))
+        return joined
 
     @staticmethod
     def joined(parts: Sequence[Any]) -> str:
         """Join the operands of `~`."""
         _check(sum(map(_length, parts)))
-        return _kept("".join(map(str, parts)))
+        joined: str = _kept("".join(map(str, parts)))
+        return joined
 
     kept = staticmethod(_kept)
 
