@@ -7,11 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis
 import redis.asyncio
 
+from promptq.producer import admin
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
@@ -64,15 +65,6 @@ from promptq.shared.runtime.tasks import heeding_cancels
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 from promptq.shared.server.connection import open_async_redis
-
-if TYPE_CHECKING:  # the modules for a whole queue are loaded when they are first used
-    from promptq.producer.admin.api_keys import ApiKey
-    from promptq.producer.admin.autoscaling import Scaling
-    from promptq.producer.admin.dead_letters import DeadLetter
-    from promptq.producer.admin.overview import Overview, WorkerView
-    from promptq.producer.admin.queue_stats import QueueStats
-    from promptq.producer.admin.queue_views import ServedModel
-    from promptq.producer.admin.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -286,39 +278,31 @@ class AsyncClient:
         Returns whether that worked. A request that a worker holds stays as it is. Raises
         InvalidRequestError.
         """
-        from promptq.producer.admin.queue_control import reprioritise
-
-        return await self._do(reprioritise(await self._keys(), request_id, priority))
+        return await self._do(
+            admin.queue_control.reprioritise(await self._keys(), request_id, priority)
+        )
 
     async def state(self, request_id: str) -> RequestState | None:
         """Returns the state of a request; None if it is unknown."""
         return await self._do(lookups.state(await self._keys(), check_request_id(request_id)))
 
-    async def timeline(self, request_id: str) -> Timeline:
+    async def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, and when. Raises RequestNotFoundError."""
-        from promptq.producer.admin.timeline import timeline
-
-        return await self._do(timeline(await self._keys(), request_id))
+        return await self._do(admin.timeline.timeline(await self._keys(), request_id))
 
     # The queue and its workers
 
-    async def stats(self) -> QueueStats:
+    async def stats(self) -> admin.queue_stats.QueueStats:
         """Returns what the queue holds and how its workers do."""
-        from promptq.producer.admin.queue_stats import stats
+        return await self._do(admin.queue_stats.stats(await self._keys()))
 
-        return await self._do(stats(await self._keys()))
-
-    async def overview(self) -> Overview:
+    async def overview(self) -> admin.overview.Overview:
         """Returns what the queue holds, how its workers do, and the latest statistics."""
-        from promptq.producer.admin.overview import overview
+        return await self._do(admin.overview.overview(await self._keys()))
 
-        return await self._do(overview(await self._keys()))
-
-    async def worker(self, worker_id: str) -> WorkerView:
+    async def worker(self, worker_id: str) -> admin.overview.WorkerView:
         """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
-        from promptq.producer.admin.overview import worker
-
-        return await self._do(worker(await self._keys(), worker_id))
+        return await self._do(admin.overview.worker(await self._keys(), worker_id))
 
     async def statistics(self, since_ms: int = 0) -> list[Sample]:
         """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
@@ -331,35 +315,27 @@ class AsyncClient:
         """Take a sample if one is due. Call it every few seconds if workers may all be away."""
         await self._do(statistics.sample(statistics.Contribution()))
 
-    async def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
+    async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
         """How many workers the queue needs so that no request waits over `target_seconds`."""
-        from promptq.producer.admin.autoscaling import scaling
+        return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
-        return await self._do(scaling(await self._keys(), target_seconds))
-
-    async def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[Scaling]:
+    async def scalings(
+        self, target_seconds: float = TARGET_SECONDS
+    ) -> list[admin.autoscaling.Scaling]:
         """How many workers each queue of the server that can be read should have."""
-        from promptq.producer.admin.autoscaling import scalings
-
-        return await self._do(scalings(await self._keys(), target_seconds))
+        return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
         """Hand out no more requests. New ones are accepted and wait; those that run go on."""
-        from promptq.producer.admin.queue_control import pause
-
-        await self._do(pause(await self._keys()))
+        await self._do(admin.queue_control.pause(await self._keys()))
 
     async def resume(self) -> None:
         """Hand out requests again after `pause`."""
-        from promptq.producer.admin.queue_control import resume
-
-        await self._do(resume(await self._keys()))
+        await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
         """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
-        from promptq.producer.admin.queue_control import drain
-
-        return await self._do(drain(await self._keys(), worker_id))
+        return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters
 
@@ -367,17 +343,13 @@ class AsyncClient:
         """Ids of dead letters, the latest first."""
         return await self._do(lookups.dead_ids(await self._keys(), limit))
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+    async def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
         """Requests that were given up because they crash their workers, the latest first."""
-        from promptq.producer.admin.dead_letters import dead_letters
+        return await self._do(admin.dead_letters.dead_letters(await self._keys(), limit))
 
-        return await self._do(dead_letters(await self._keys(), limit))
-
-    async def dead_letter(self, request_id: str) -> DeadLetter:
+    async def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
         """One dead letter. Raises RequestNotFoundError."""
-        from promptq.producer.admin.dead_letters import dead_letter
-
-        return await self._do(dead_letter(await self._keys(), request_id))
+        return await self._do(admin.dead_letters.dead_letter(await self._keys(), request_id))
 
     async def requeue(self, request_id: str) -> str:
         """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
@@ -390,11 +362,9 @@ class AsyncClient:
 
     # Models and their queues
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[admin.queue_views.ServedModel]:
         """The models of all queues of the server, by name. A queue without a model is left out."""
-        from promptq.producer.admin.queue_views import models
-
-        return await self._do(models(await self._keys()))
+        return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:
         """The queue that serves a model, which may be named by one of its further names.
@@ -402,54 +372,42 @@ class AsyncClient:
         Of several queues, it is the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
-        from promptq.producer.admin.queue_views import queue_of_model
-
-        return await self._do(queue_of_model(await self._keys(), model))
+        return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
     async def queue_of_request(self, request_id: str) -> str:
         """The queue of the server in which a request is known; this one if it is known in none."""
-        from promptq.producer.admin.queue_views import queue_of_request
-
-        return await self._do(queue_of_request(await self._keys(), request_id))
+        return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
         """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
-        from promptq.producer.admin.queue_views import set_alias
-
-        await self._do(set_alias(await self._keys(), alias, model))
+        await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
         """Forget a further name of a model, or a model that no worker serves. Returns its queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
-        from promptq.producer.admin.queue_views import forget_model
-
-        return await self._do(forget_model(await self._keys(), name))
+        return await self._do(admin.queue_views.forget_model(await self._keys(), name))
 
     # API keys of the gateway
 
-    async def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
+    async def create_api_key(
+        self, key: admin.api_keys.ApiKey, weight: float | None = None
+    ) -> tuple[str, admin.api_keys.ApiKey]:
         """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
 
         `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
         two keys that should be separate would see each other's files, and for an unknown scope.
         """
-        from promptq.producer.admin.api_keys import create_api_key
+        return await self._do(admin.api_keys.create_api_key(await self._keys(), key, weight))
 
-        return await self._do(create_api_key(await self._keys(), key, weight))
-
-    async def api_keys(self) -> list[ApiKey]:
+    async def api_keys(self) -> list[admin.api_keys.ApiKey]:
         """The gateway's keys, sorted by name."""
-        from promptq.producer.admin.api_keys import api_keys
+        return await self._do(admin.api_keys.api_keys(await self._keys()))
 
-        return await self._do(api_keys(await self._keys()))
-
-    async def revoke_api_key(self, name: str) -> ApiKey:
+    async def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
         """Make a key invalid from now on. Raises RequestNotFoundError."""
-        from promptq.producer.admin.api_keys import revoke_api_key
-
-        return await self._do(revoke_api_key(await self._keys(), name))
+        return await self._do(admin.api_keys.revoke_api_key(await self._keys(), name))
 
     # Streams
 
@@ -526,11 +484,9 @@ class AsyncClient:
                     raise without_server(error) from error
                 self._use(self._owned)
             if self._model is not None:
-                from promptq.producer.admin.queue_views import queue_of_model
-
                 assert self._redis is not None
                 assert self._queue is not None
-                finding = queue_of_model(self._queue.keys, self._model)
+                finding = admin.queue_views.queue_of_model(self._queue.keys, self._model)
                 with explained(self.url):
                     name = await heeding_cancels(carry_out_async(finding, self._queue.run))
                 self._model, self._queue_name = None, name

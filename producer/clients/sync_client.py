@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis
 
+from promptq.producer import admin
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
@@ -59,15 +60,6 @@ from promptq.shared.queue.call import Call, Operation, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_redis
-
-if TYPE_CHECKING:  # the modules for a whole queue are loaded when they are first used
-    from promptq.producer.admin.api_keys import ApiKey
-    from promptq.producer.admin.autoscaling import Scaling
-    from promptq.producer.admin.dead_letters import DeadLetter
-    from promptq.producer.admin.overview import Overview, WorkerView
-    from promptq.producer.admin.queue_stats import QueueStats
-    from promptq.producer.admin.queue_views import ServedModel
-    from promptq.producer.admin.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -287,39 +279,29 @@ class Client:
         Returns whether that worked. A request that a worker holds stays as it is. Raises
         InvalidRequestError.
         """
-        from promptq.producer.admin.queue_control import reprioritise
-
-        return self._do(reprioritise(self._keys(), request_id, priority))
+        return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
     def state(self, request_id: str) -> RequestState | None:
         """Returns the state of a request; None if it is unknown."""
         return self._do(lookups.state(self._keys(), check_request_id(request_id)))
 
-    def timeline(self, request_id: str) -> Timeline:
+    def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, and when. Raises RequestNotFoundError."""
-        from promptq.producer.admin.timeline import timeline
-
-        return self._do(timeline(self._keys(), request_id))
+        return self._do(admin.timeline.timeline(self._keys(), request_id))
 
     # The queue and its workers
 
-    def stats(self) -> QueueStats:
+    def stats(self) -> admin.queue_stats.QueueStats:
         """Returns what the queue holds and how its workers do."""
-        from promptq.producer.admin.queue_stats import stats
+        return self._do(admin.queue_stats.stats(self._keys()))
 
-        return self._do(stats(self._keys()))
-
-    def overview(self) -> Overview:
+    def overview(self) -> admin.overview.Overview:
         """Returns what the queue holds, how its workers do, and the latest statistics."""
-        from promptq.producer.admin.overview import overview
+        return self._do(admin.overview.overview(self._keys()))
 
-        return self._do(overview(self._keys()))
-
-    def worker(self, worker_id: str) -> WorkerView:
+    def worker(self, worker_id: str) -> admin.overview.WorkerView:
         """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
-        from promptq.producer.admin.overview import worker
-
-        return self._do(worker(self._keys(), worker_id))
+        return self._do(admin.overview.worker(self._keys(), worker_id))
 
     def statistics(self, since_ms: int = 0) -> list[Sample]:
         """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
@@ -332,35 +314,25 @@ class Client:
         """Take a sample if one is due. Call it every few seconds if workers may all be away."""
         self._do(statistics.sample(statistics.Contribution()))
 
-    def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
+    def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
         """How many workers the queue needs so that no request waits over `target_seconds`."""
-        from promptq.producer.admin.autoscaling import scaling
+        return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
-        return self._do(scaling(self._keys(), target_seconds))
-
-    def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[Scaling]:
+    def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
         """How many workers each queue of the server that can be read should have."""
-        from promptq.producer.admin.autoscaling import scalings
-
-        return self._do(scalings(self._keys(), target_seconds))
+        return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
         """Hand out no more requests. New ones are accepted and wait; those that run go on."""
-        from promptq.producer.admin.queue_control import pause
-
-        self._do(pause(self._keys()))
+        self._do(admin.queue_control.pause(self._keys()))
 
     def resume(self) -> None:
         """Hand out requests again after `pause`."""
-        from promptq.producer.admin.queue_control import resume
-
-        self._do(resume(self._keys()))
+        self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
         """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
-        from promptq.producer.admin.queue_control import drain
-
-        return self._do(drain(self._keys(), worker_id))
+        return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters
 
@@ -368,17 +340,13 @@ class Client:
         """Ids of dead letters, the latest first."""
         return self._do(lookups.dead_ids(self._keys(), limit))
 
-    def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+    def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
         """Requests that were given up because they crash their workers, the latest first."""
-        from promptq.producer.admin.dead_letters import dead_letters
+        return self._do(admin.dead_letters.dead_letters(self._keys(), limit))
 
-        return self._do(dead_letters(self._keys(), limit))
-
-    def dead_letter(self, request_id: str) -> DeadLetter:
+    def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
         """One dead letter. Raises RequestNotFoundError."""
-        from promptq.producer.admin.dead_letters import dead_letter
-
-        return self._do(dead_letter(self._keys(), request_id))
+        return self._do(admin.dead_letters.dead_letter(self._keys(), request_id))
 
     def requeue(self, request_id: str) -> str:
         """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
@@ -391,11 +359,9 @@ class Client:
 
     # Models and their queues
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> list[admin.queue_views.ServedModel]:
         """The models of all queues of the server, by name. A queue without a model is left out."""
-        from promptq.producer.admin.queue_views import models
-
-        return self._do(models(self._keys()))
+        return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:
         """The queue that serves a model, which may be named by one of its further names.
@@ -403,54 +369,42 @@ class Client:
         Of several queues, it is the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
-        from promptq.producer.admin.queue_views import queue_of_model
-
-        return self._do(queue_of_model(self._keys(), model))
+        return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
     def queue_of_request(self, request_id: str) -> str:
         """The queue of the server in which a request is known; this one if it is known in none."""
-        from promptq.producer.admin.queue_views import queue_of_request
-
-        return self._do(queue_of_request(self._keys(), request_id))
+        return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
         """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
-        from promptq.producer.admin.queue_views import set_alias
-
-        self._do(set_alias(self._keys(), alias, model))
+        self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
         """Forget a further name of a model, or a model that no worker serves. Returns its queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
-        from promptq.producer.admin.queue_views import forget_model
-
-        return self._do(forget_model(self._keys(), name))
+        return self._do(admin.queue_views.forget_model(self._keys(), name))
 
     # API keys of the gateway
 
-    def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
+    def create_api_key(
+        self, key: admin.api_keys.ApiKey, weight: float | None = None
+    ) -> tuple[str, admin.api_keys.ApiKey]:
         """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
 
         `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
         two keys that should be separate would see each other's files, and for an unknown scope.
         """
-        from promptq.producer.admin.api_keys import create_api_key
+        return self._do(admin.api_keys.create_api_key(self._keys(), key, weight))
 
-        return self._do(create_api_key(self._keys(), key, weight))
-
-    def api_keys(self) -> list[ApiKey]:
+    def api_keys(self) -> list[admin.api_keys.ApiKey]:
         """The gateway's keys, sorted by name."""
-        from promptq.producer.admin.api_keys import api_keys
+        return self._do(admin.api_keys.api_keys(self._keys()))
 
-        return self._do(api_keys(self._keys()))
-
-    def revoke_api_key(self, name: str) -> ApiKey:
+    def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
         """Make a key invalid from now on. Raises RequestNotFoundError."""
-        from promptq.producer.admin.api_keys import revoke_api_key
-
-        return self._do(revoke_api_key(self._keys(), name))
+        return self._do(admin.api_keys.revoke_api_key(self._keys(), name))
 
     # Streams
 
