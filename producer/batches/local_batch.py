@@ -22,9 +22,10 @@ from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptio
 from promptq.producer.calls.queues import ServedQueues
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import explained, server_url, without_server
-from promptq.producer.settings.gateway import read_gateway_settings
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis
+from promptq.shared.settings.common import read_settings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def run_batch(
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
-    settings = read_gateway_settings(queues=queue and [queue])
+    settings = read_settings_of(GatewaySettings, queues=queue and [queue])
     options = RunOptions(
         max_in_flight=max_in_flight,
         defaults=dict(fields or {}),

@@ -70,13 +70,13 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
+    """`promptq.Client` for asyncio: its methods, awaited, with their errors, and `follow`.
 
     It connects at the first call, or on entering `async with`. Any number of tasks may use it at
     once. At most 32 calls are on their way, and further calls wait for their turn. All streams
-    together use one connection. If you give it a redis-py client, calls take at most half of that
-    client's connections (its `max_connections`, by default 100). If several clients share one
-    redis-py client, each may need 33 connections.
+    together use one connection. With a redis-py client that you pass, calls take at most half of
+    its connections (`max_connections`, by default 100). If several clients share one redis-py
+    client, each may need 33 connections.
     """
 
     def __init__(
@@ -181,18 +181,17 @@ class AsyncClient:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Put a request in that goes on from the first `at` tokens of another one; return its id.
+        """Continue from the first `at` tokens of a request as a new one. Returns the new id.
 
-        The other request, `request_id`, may run or have ended; without `at` it is forked at the end
-        of what it has so far. The output of the fork begins with these tokens and the text
-        `append`, and the model goes on behind them. They are cheap: the prompt and they are found
-        in the prefix cache if their worker still has them. The id is `fork_id`, or a UUIDv7. The
-        fork has the payload of the other request but for its seed and its idempotency key, and
-        `changes` are further fields of it, such as `temperature`. `max_tokens` counts what is
-        generated behind the prefix.
+        The source, `request_id`, may run or have ended. Without `at`, the fork continues after all
+        of its tokens. The fork's output begins with these tokens and the text `append`. They and
+        the prompt cost little while the source's worker has them in its prefix cache. The id is
+        `fork_id`, or a UUIDv7. The fork has the source's payload without its seed and idempotency
+        key. `changes` are further fields, such as `temperature`. `max_tokens` counts only tokens
+        after the prefix.
 
-        Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for
-        a request that is unknown or has expired, and what `enqueue` raises.
+        Raises InvalidRequestError, also for an `at` beyond the source's tokens,
+        RequestNotFoundError if the source is unknown or has expired, and what `enqueue` raises.
         """
         check_changes(changes)
         source = await self._do(fork_source(await self._keys(), check_request_id(request_id)))
@@ -205,10 +204,10 @@ class AsyncClient:
     ) -> Result:
         """Wait for the request to end and return its whole result.
 
-        Raises RequestFailedError if it ended with an error, unless `check` is false. A request that
-        was cancelled or expired gives what it had generated. Raises TimeoutError after `timeout`
-        seconds; the request then goes on, unless you call `cancel`. Raises RequestNotFoundError and
-        StreamChangedError as `stream` does.
+        The result of a cancelled or expired request holds its tokens so far. Raises
+        RequestFailedError if the request ended with an error, unless `check` is false. Raises
+        TimeoutError after `timeout` seconds; the request then continues, unless you call `cancel`.
+        Raises RequestNotFoundError and StreamChangedError like `stream`.
         """
         return fold(request_id, await self._read(request_id, timeout), check)
 
@@ -220,7 +219,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """`enqueue` and `result` in one. The request goes on if you stop waiting for it."""
+        """`enqueue` and `result` in one. The request continues if you stop waiting for it."""
         request_id = await self.enqueue(prompt, **fields)
         return await self.result(request_id, timeout=timeout, check=check)
 
@@ -236,7 +235,7 @@ class AsyncClient:
         """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
-        results = [await self.result(it, timeout=left(), check=check) for it in request_ids]
+        results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
         return Samples(request_ids, results)
 
     async def embed(
@@ -252,8 +251,9 @@ class AsyncClient:
         """Turn a text, or several, into vectors. Texts are enqueued all or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
-        tokens) or the worker's own. `dimensions` keeps so many numbers of each vector. `fields` are
-        as in `enqueue`; those that generate have no meaning here. `timeout` is for all together.
+        tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
+        `fields` are as in `enqueue`; those for generation have no effect. `timeout` is for all
+        together.
 
         Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
         without a vector.
@@ -262,7 +262,7 @@ class AsyncClient:
         new = compose_embeddings(texts, {**fields, "embed": embed})
         request_ids = await self.enqueue_composed(new)
         left = countdown(timeout)
-        results = [await self.result(it, timeout=left()) for it in request_ids]
+        results = [await self.result(each, timeout=left()) for each in request_ids]
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     # One request
@@ -273,9 +273,9 @@ class AsyncClient:
         return status
 
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to the place that it would have if enqueued with this priority.
+        """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns whether that worked. A request that a worker holds stays as it is. Raises
+        Returns whether that worked. A request that a worker holds does not change. Raises
         InvalidRequestError.
         """
         return await self._do(
@@ -326,15 +326,15 @@ class AsyncClient:
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
-        """Hand out no more requests. New ones are accepted and wait; those that run go on."""
-        await self._do(admin.queue_control.pause(await self._keys()))
+        """Stop handing out requests. New ones are accepted and wait; running ones finish."""
+        await self._do(scripts.set_paused(await self._keys(), True))
 
     async def resume(self) -> None:
         """Hand out requests again after `pause`."""
         await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
         return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters
@@ -379,7 +379,7 @@ class AsyncClient:
         return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
-        """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
+        """Give a model the further name `alias`. Raises ConfigurationError."""
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
@@ -394,7 +394,7 @@ class AsyncClient:
     async def create_api_key(
         self, key: admin.api_keys.ApiKey, weight: float | None = None
     ) -> tuple[str, admin.api_keys.ApiKey]:
-        """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
+        """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
         two keys that should be separate would see each other's files, and for an unknown scope.
@@ -414,7 +414,7 @@ class AsyncClient:
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """As `Client.stream`. To leave the loop early, use `contextlib.aclosing`."""
+        """Yields events like `Client.stream`. To leave early, use `contextlib.aclosing`."""
         check_request_id(request_id)
 
         def begin() -> Callable[[Any], Any]:
@@ -435,7 +435,7 @@ class AsyncClient:
         With `stream`, each event wakes up a task. With hundreds of streams that costs more than the
         events themselves. Here no task wakes up, and all streams of the client wait while `handle`
         runs. For work that takes time, `handle` returns a function, which is called and awaited
-        before the stream goes on. Raises what `stream` and `handle` raise.
+        before the stream continues. Raises what `stream` and `handle` raise.
         """
         check_request_id(request_id)
 
@@ -460,7 +460,7 @@ class AsyncClient:
                 await finish()
 
     async def close(self) -> None:
-        """As `Client.close`."""
+        """End every wait and close the connections, unless you passed the redis-py client."""
         if self._queue is not None:
             await self._queue.close()
         if self._subscriptions is not None:
@@ -527,7 +527,7 @@ class AsyncClient:
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
         """Carry out a stream's actions, once the client is connected and knows its queue.
 
-        Yields whatever else the function of `begin` gives, until it gives None.
+        Yields all other results of the function from `begin`, until it returns None.
         """
         await self._connected()
         go_on = begin()

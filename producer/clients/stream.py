@@ -48,7 +48,7 @@ _MAX_BACKOFF_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Drop any subscription there is and open a new one; answered with None."""
+    """Replace the stream's subscription by a new one; answered with None."""
 
     channel: str
     sharded: bool
@@ -56,21 +56,21 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Make a call; answered with what it gives."""
+    """Make a call; answered with its value."""
 
     call: Call[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait so many seconds; answered with what the subscription brings, see `heard`."""
+    """Wait for the subscription; answered with the result of `heard`, None after `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Sleep so many seconds; answered with None."""
+    """Sleep for `seconds`; answered with None."""
 
     seconds: float
 
@@ -81,20 +81,17 @@ Action = Subscribe | Ask | Wait | Sleep | TokenEvent
 Steps = Generator[Action, Any, None]
 
 
-class Subscribed(Enum):
-    """Heard when the server confirms a subscription, and again after each reconnection."""
+class Notice(Enum):
+    """Arrives on a subscription beside its messages."""
 
     SUBSCRIBED = "subscribed"
-
-
-class Missed(Enum):
-    """Heard instead of messages that were dropped."""
-
+    """The server has confirmed the subscription; again after each reconnection."""
     MISSED = "missed"
+    """Messages were dropped."""
 
 
-def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
-    """What a pub/sub message of redis-py says: an event, a confirmed subscription, or nothing.
+def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
+    """Returns what a pub/sub message of redis-py is: an event, `SUBSCRIBED`, or nothing.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -104,13 +101,13 @@ def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
     if message and kind in ("message", "smessage"):
         data: bytes = message["data"]
         return data
-    return Subscribed.SUBSCRIBED if kind in ("subscribe", "ssubscribe") else None
+    return Notice.SUBSCRIBED if kind in ("subscribe", "ssubscribe") else None
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Send the answer to the last action (an exception if it failed) and get the next action.
+    """Send the last action's answer, or the error that it raised. Returns the next action.
 
-    None when the stream has ended.
+    Returns None when the stream has ended.
     """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
@@ -129,10 +126,10 @@ def follow(
 ) -> Steps:
     """Stream a request, from its first event or the one that holds token `from_index`, to its last.
 
-    If the request's log was folded into its result, the stream is one event with all that is left.
-    If it was also to begin at a later index, that event has `index` 0 and holds everything, as the
-    borders of the text are lost with the log. A user who may not read requests' records gets what
-    log and channel say, and waits if there is no log.
+    If the request's log was folded into its result, the stream is one event with the rest. With a
+    `from_index`, that event has `index` 0 and holds everything, as the borders of the text are lost
+    with the log. A Redis user who may not read requests' records gets the events of log and
+    channel, and waits if there is no log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and what redis-py raises when the server stays away.
@@ -141,7 +138,7 @@ def follow(
 
 
 class _Folded(BaseModel):
-    """What the log held, as the record's `result` keeps it."""
+    """The content of the log, from the record's field `result`."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -160,7 +157,7 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """None for what is not of this kind: anybody may write into a record."""
+    """Returns None for a text of another kind: anybody may write into a record."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -174,8 +171,8 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """The event, or None if it is not one: anybody may publish on a channel."""
-    if len(text) > _LARGE_BYTES:  # it tells of all tokens of a prompt
+    """Returns the event; None if the text is no event: anybody may publish on a channel."""
+    if len(text) > _LARGE_BYTES:  # it has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
         return TokenEvent.model_validate_json(text)
@@ -207,7 +204,7 @@ class _Stream:
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
         self._token_ids = array("q")  # delivered, from `_text_from` on
-        self._is_barred = False  # from the request's record
+        self._may_not_read = False  # from the request's record
         self._was_cut = False  # from the server, which may have lost writes meanwhile
         self._ended = False
         self._silence = silence
@@ -233,7 +230,8 @@ class _Stream:
                 yield Sleep(min(self._backoff(), self._patience()))
 
     def _listen(self) -> Steps:
-        sharded = yield Ask(_is_sharded(self._keys))
+        config = self._keys.config
+        sharded = yield Ask(Call("", ["HGET", config, "pubsub"], lambda reply: reply == b"sharded"))
         yield Subscribe(self._keys.events(self._id), sharded)
         while not self._ended:
             answer = yield Wait(self._patience())
@@ -241,7 +239,7 @@ class _Stream:
             if event is not None and event.index <= self._position:
                 yield from self._continue(event)
             else:
-                if answer is Subscribed.SUBSCRIBED and self._token_ids:
+                if answer is Notice.SUBSCRIBED and self._token_ids:
                     self._was_cut = True
                 yield from self._catch_up()
                 self._failures = 0  # the server answered, even if it goes away again
@@ -276,7 +274,7 @@ class _Stream:
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
-        """Note that the event is delivered, and give it."""
+        """Note that the event is delivered, and return it."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
@@ -287,10 +285,10 @@ class _Stream:
         return event
 
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
-        """What an event brings beyond the tokens that were delivered.
+        """Returns the event without the tokens that were delivered before.
 
-        This is for a log of which a part was lost, as in a failover: another worker went on, and
-        its events begin at other tokens.
+        A failover may lose a part of the log. Another worker then continues, and its events begin
+        at other tokens.
         """
         text = ""
         call = lookups.log_after(self._keys, self._id, 0)
@@ -314,7 +312,7 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Deliver what the log has, or what the record says if the log has nothing new."""
+        """Deliver new events of the log. If there are none, deliver the record's result."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
@@ -345,7 +343,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Deliver what continues the stream. Gives whether there was anything."""
+        """Deliver events that continue the stream. Returns whether there were any."""
         before = self._position
         call = lookups.log_after(self._keys, self._id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
@@ -356,28 +354,31 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """What the record says about the end; None if this user may not read it.
+        """Returns the end in the record; None if this user may not read the record.
 
-        Each stream tries it once only, so that the server's log of refusals stays short.
+        Each stream tries only once, so that the server's log of refusals stays short.
         """
-        if self._is_barred:
+        if self._may_not_read:
             return None
         try:
             return (yield from self._ask(_ending(self._keys, self._id), _NOTHING))
         except redis.exceptions.NoPermissionError:
-            self._is_barred = True
+            self._may_not_read = True
             return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
         """Whether a record without a state belongs to a request that plain commands enqueued.
 
-        It asks with plain commands, as users who only read may not run scripts.
+        This uses plain commands, as users who only read may not run scripts.
         """
         if (yield from self._ask(lookups.state(self._keys, self._id), None)) is not None:
             return True
-        tenants = yield from self._ask(_tenants_waiting(self._keys), list[bytes]())
-        for key in [self._keys.pending.encode(), *tenants]:
-            if (yield from self._ask(Call("", ["ZSCORE", key, self._id], _is_there), False)):
+        reading: Call[list[bytes]] = Call("", ["SMEMBERS", self._keys.tenants_waiting], list)
+        tenants = yield from self._ask(reading, [])
+        pending = self._keys.pending.encode()
+        for key in [pending, *(pending + b":" + tenant for tenant in tenants)]:
+            score: Call[Any] = Call("", ["ZSCORE", key, self._id], lambda reply: reply)
+            if (yield from self._ask(score, None)) is not None:
                 return True
         return False
 
@@ -403,7 +404,7 @@ class _Stream:
         )
 
     def _ask(self, call: Call[T], otherwise: T) -> Generator[Action, Any, T]:
-        """What the call gives; `otherwise` if a stranger made the key of another type."""
+        """Returns the call's value; `otherwise` if a stranger made the key of another type."""
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:
@@ -425,20 +426,6 @@ class _Stream:
         """Seconds until the next try, spread so that clients do not return all at once."""
         longest = min(_FIRST_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
         return random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
-
-
-def _is_sharded(keys: Keys) -> Call[bool]:
-    return Call("", ["HGET", keys.config, "pubsub"], lambda reply: reply == b"sharded")
-
-
-def _tenants_waiting(keys: Keys) -> Call[list[bytes]]:
-    """The keys in which requests of tenants wait."""
-    prefix = keys.pending.encode() + b":"
-    return Call("", ["SMEMBERS", keys.tenants_waiting], lambda reply: [prefix + it for it in reply])
-
-
-def _is_there(score: Any) -> bool:
-    return score is not None
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:

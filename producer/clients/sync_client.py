@@ -68,13 +68,13 @@ class Client:
     """Puts requests into a queue and reads their streams.
 
     Thread-safe: any number of threads may use one client. A thread that reads a stream keeps a
-    connection, and each call takes another one while it lasts. If you give it a redis-py client,
-    that client must allow so many connections (its `max_connections`, by default 100).
+    connection, and each call takes another one while it lasts. A redis-py client that you pass must
+    allow as many connections (its `max_connections`, by default 100).
 
     `server` is a URL or a redis-py client, which you close yourself. By default it is the server
     of PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a
     context manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each
-    request gets a span, and its worker's spans are children of that span.
+    request gets a span, the parent of its worker's spans.
 
     Instead of a `queue` you may name a `model`: the client then uses the queue that serves it, or,
     of several, the one with the fewest requests for each worker. A request is known in the queue
@@ -182,18 +182,17 @@ class Client:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Put a request in that goes on from the first `at` tokens of another one; return its id.
+        """Continue from the first `at` tokens of a request as a new one. Returns the new id.
 
-        The other request, `request_id`, may run or have ended; without `at` it is forked at the end
-        of what it has so far. The output of the fork begins with these tokens and the text
-        `append`, and the model goes on behind them. They are cheap: the prompt and they are found
-        in the prefix cache if their worker still has them. The id is `fork_id`, or a UUIDv7. The
-        fork has the payload of the other request but for its seed and its idempotency key, and
-        `changes` are further fields of it, such as `temperature`. `max_tokens` counts what is
-        generated behind the prefix.
+        The source, `request_id`, may run or have ended. Without `at`, the fork continues after all
+        of its tokens. The fork's output begins with these tokens and the text `append`. They and
+        the prompt cost little while the source's worker has them in its prefix cache. The id is
+        `fork_id`, or a UUIDv7. The fork has the source's payload without its seed and idempotency
+        key. `changes` are further fields, such as `temperature`. `max_tokens` counts only tokens
+        after the prefix.
 
-        Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for
-        a request that is unknown or has expired, and what `enqueue` raises.
+        Raises InvalidRequestError, also for an `at` beyond the source's tokens,
+        RequestNotFoundError if the source is unknown or has expired, and what `enqueue` raises.
         """
         check_changes(changes)
         source = self._do(fork_source(self._keys(), check_request_id(request_id)))
@@ -206,10 +205,10 @@ class Client:
     ) -> Result:
         """Wait for the request to end and return its whole result.
 
-        Raises RequestFailedError if it ended with an error, unless `check` is false. A request that
-        was cancelled or expired gives what it had generated. Raises TimeoutError after `timeout`
-        seconds; the request then goes on, unless you call `cancel`. Raises RequestNotFoundError and
-        StreamChangedError as `stream` does.
+        The result of a cancelled or expired request holds its tokens so far. Raises
+        RequestFailedError if the request ended with an error, unless `check` is false. Raises
+        TimeoutError after `timeout` seconds; the request then continues, unless you call `cancel`.
+        Raises RequestNotFoundError and StreamChangedError like `stream`.
         """
         return fold(request_id, self._read(request_id, timeout), check)
 
@@ -221,7 +220,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """`enqueue` and `result` in one. The request goes on if you stop waiting for it."""
+        """`enqueue` and `result` in one. The request continues if you stop waiting for it."""
         request_id = self.enqueue(prompt, **fields)
         return self.result(request_id, timeout=timeout, check=check)
 
@@ -237,7 +236,7 @@ class Client:
         """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
-        results = [self.result(it, timeout=left(), check=check) for it in request_ids]
+        results = [self.result(each, timeout=left(), check=check) for each in request_ids]
         return Samples(request_ids, results)
 
     def embed(
@@ -253,8 +252,9 @@ class Client:
         """Turn a text, or several, into vectors. Texts are enqueued all or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
-        tokens) or the worker's own. `dimensions` keeps so many numbers of each vector. `fields` are
-        as in `enqueue`; those that generate have no meaning here. `timeout` is for all together.
+        tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
+        `fields` are as in `enqueue`; those for generation have no effect. `timeout` is for all
+        together.
 
         Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
         without a vector.
@@ -263,7 +263,7 @@ class Client:
         new = compose_embeddings(texts, {**fields, "embed": embed})
         request_ids = self.enqueue_composed(new)
         left = countdown(timeout)
-        results = [self.result(it, timeout=left()) for it in request_ids]
+        results = [self.result(each, timeout=left()) for each in request_ids]
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     # One request
@@ -274,9 +274,9 @@ class Client:
         return status
 
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to the place that it would have if enqueued with this priority.
+        """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns whether that worked. A request that a worker holds stays as it is. Raises
+        Returns whether that worked. A request that a worker holds does not change. Raises
         InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
@@ -323,15 +323,15 @@ class Client:
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
-        """Hand out no more requests. New ones are accepted and wait; those that run go on."""
-        self._do(admin.queue_control.pause(self._keys()))
+        """Stop handing out requests. New ones are accepted and wait; running ones finish."""
+        self._do(scripts.set_paused(self._keys(), True))
 
     def resume(self) -> None:
         """Hand out requests again after `pause`."""
         self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
         return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters
@@ -376,7 +376,7 @@ class Client:
         return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
-        """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
+        """Give a model the further name `alias`. Raises ConfigurationError."""
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
@@ -391,7 +391,7 @@ class Client:
     def create_api_key(
         self, key: admin.api_keys.ApiKey, weight: float | None = None
     ) -> tuple[str, admin.api_keys.ApiKey]:
-        """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
+        """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
         two keys that should be separate would see each other's files, and for an unknown scope.
@@ -411,29 +411,22 @@ class Client:
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> Iterator[TokenEvent]:
-        """The events of a request, from the first to the last, each once and in order.
+        """Yields the events of a request, from the first to the last, each once and in order.
 
         You may read a stream at any time, even after its end. With `from_index` it begins with the
-        event that holds that token. A lost connection is opened again. If the request fails, the
-        error is in its last event and is not raised.
+        event that holds that token. A lost connection is opened again. If the request fails, its
+        last event holds the error, which is not raised.
 
         Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
-        and StreamChangedError if the server lost tokens that were read and other ones replaced
-        them.
+        and StreamChangedError if the server lost delivered tokens and others replaced them.
         """
         keys = self.queue.keys
-        return self._carry_out(
-            follow(
-                keys,
-                check_request_id(request_id),
-                from_index,
-                silence=self._silence,
-                timeout=timeout,
-            )
-        )
+        check_request_id(request_id)
+        steps = follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
+        return self._carry_out(steps)
 
     def close(self) -> None:
-        """End every wait and close the connections, unless the redis-py client was given."""
+        """End every wait and close the connections, unless you passed the redis-py client."""
         self.queue.close()
         if self._owned is not None:
             self._owned.close()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, SecretStr
 
 from promptq.producer.settings.files import FilesSettings
-from promptq.shared.settings.common import read_settings_of
 
 
 class JobsSettings(FilesSettings):
@@ -51,8 +48,3 @@ class JobsSettings(FilesSettings):
     webhook_timeout_seconds: float = Field(
         10.0, gt=0, description="how long the receiver of a webhook may take to answer"
     )
-
-
-def read_jobs_settings(**overrides: Any) -> JobsSettings:
-    """Returns the settings of jobs. `overrides` come first. Raises ConfigurationError."""
-    return read_settings_of(JobsSettings, overrides)
