@@ -1,4 +1,4 @@
-"""The records of batches in Redis: owner, progress, and the process that runs each."""
+"""The records of batches in Redis, with owner and progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BatchOverError(PromptqError):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. Only its runner changes it, except for `cancelling_at`."""
+    """A batch. Times are Unix seconds. Only its runner changes fields, except `cancelling_at`."""
 
     id: str
     endpoint: str
@@ -46,7 +46,7 @@ class BatchRecord(BaseModel):
     caller: ApiKey = ApiKey(name="unknown")
     """The key that created the batch, whose rights limit its lines."""
     queues: tuple[str, ...] = ()
-    """The queues to which its lines may go, beside that which holds it; `*` are all others."""
+    """More queues to which its lines may go, beside the batch's queue; `*` are all others."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
@@ -146,7 +146,7 @@ class Batches:
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         count = _command("ZINTERCARD", 2, unfinished, own)
-        if max_unfinished and await self._queue.run(count) >= max_unfinished:
+        if 0 < max_unfinished <= await self._queue.run(count):
             raise _too_many(max_unfinished)
         forgotten = record.created_at - WINDOW_SECONDS - BATCH_FILE_SECONDS
         adding = [
@@ -155,11 +155,8 @@ class Batches:
             _command("ZREMRANGEBYSCORE", own, "-inf", forgotten),
             _command("SADD", unfinished, record.id),
         ]
-        if not max_unfinished:
-            await self._queue.run(adding, atomic=True)
-            return
         *_, num_unfinished = await self._queue.run([*adding, count], atomic=True)
-        if num_unfinished > max_unfinished:  # other batches came at the same time
+        if 0 < max_unfinished < num_unfinished:  # other batches came at the same time
             taking_back = [
                 _command("SREM", unfinished, record.id),
                 _command("ZREM", own, record.id),
@@ -201,7 +198,7 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Request that a batch's runner ends it. Raises BatchMissingError, BatchOverError."""
+        """Request the end of a batch from its runner. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -246,7 +243,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Remove a batch whose record is gone from the list of batches to run."""
+        """Remove a batch from the unfinished ones, because its record is gone or final."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
@@ -266,7 +263,7 @@ def _command(*args: str | int) -> Call[int]:
 
 
 def _record(batch_id: str, reply: Any) -> BatchRecord | None:
-    """The record; None if there is none, or a stranger wrote it."""
+    """Returns the record; None if there is none, or a stranger wrote it."""
     fields = text_map(reply)
     names = [name for name in BatchRecord.model_fields if name in fields]
     try:

@@ -1,8 +1,8 @@
 """Uploaded files and the answers of batches, kept in a folder alone.
 
 A file is two entries: `ID.data` is its content, and `ID.json` describes it and is written last. So
-a file is either complete or not there, and the folder can be copied, restored or put on a shared
-disk. Ids sort by time.
+a file is either complete or absent, and the folder can be copied, restored or put on a shared disk.
+Ids sort by time.
 """
 
 from __future__ import annotations
@@ -62,10 +62,6 @@ class StoredFile(BaseModel):
         return {**shown, "object": "file", "status": "processed", "status_details": None}
 
 
-def new_file_id() -> str:
-    return "file-" + new_request_id().replace("-", "")
-
-
 class FileStore:
     """The files in a folder. The first file creates the folder. Thread-safe."""
 
@@ -90,7 +86,7 @@ class FileStore:
         Does nothing if a file with the id exists. `entering(tenant, bytes)` returns a context
         manager, inside of which the file is added. If it raises, nothing is added.
         """
-        file_id = file_id or new_file_id()
+        file_id = file_id or "file-" + new_request_id().replace("-", "")
         with suppress(FileMissingError):
             return self._read(file_id)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +115,7 @@ class FileStore:
         return stored
 
     def get(self, file_id: str, *tenants: str) -> StoredFile:
-        """A file of one of these tenants. Raises FileMissingError."""
+        """Returns a file of one of these tenants. Raises FileMissingError."""
         if _FILE_ID.fullmatch(file_id):
             stored = self._read(file_id)
             if stored.is_of(*tenants):

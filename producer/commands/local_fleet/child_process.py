@@ -1,4 +1,4 @@
-"""Child processes: how one is started, watched and ended."""
+"""Starts, watches and ends child processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import suppress
 
 _LAST_LINES = 15
 
-# The shell ends the child when the pipe from the owner closes, however the owner died; otherwise
-# it gives the child's exit status. Descriptor 3 is that pipe, and the child does not get it.
+# The shell ends the child when the pipe from the owner closes, however the owner died. Otherwise
+# the shell exits with the child's status. Descriptor 3 is that pipe; the child does not inherit it.
 _WATCH_OWNER = """
 exec 3<&0 </dev/null
 "$@" 3<&- & child=$!

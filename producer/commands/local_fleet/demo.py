@@ -124,7 +124,7 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `play` until it ends, or until SIGTERM or Ctrl-C.
 
-    A function, and not its coroutine: a signal before the first step would leave that unawaited.
+    `play` is no coroutine, as a signal before the first step would leave a coroutine unawaited.
     """
     this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None
@@ -184,18 +184,18 @@ async def _run_parts(console: Console, client: AsyncClient, worker: WorkerProces
                 task.result()
         finally:
             await end([readers, failure])
-    await _ask_for_missing_times(client.queue, ids, shown)
+    await _read_missing_times(client.queue, ids, shown)
     return shown
 
 
 async def _read(
     console: Console, client: AsyncClient, request_id: str, part: Part, shown: Shown
 ) -> None:
-    is_asked = False
+    will_cancel = part.is_cancelled
     async for event in client.stream(request_id):
         shown.add(event)
-        if part.is_cancelled and not is_asked and shown.num_tokens >= CANCEL_AFTER_TOKENS:
-            is_asked = True
+        if will_cancel and shown.num_tokens >= CANCEL_AFTER_TOKENS:
+            will_cancel = False
             await client.cancel(request_id)
     if not console.is_terminal:
         console.print(finished_text(shown))
@@ -218,7 +218,7 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
     )
 
 
-async def _ask_for_missing_times(
+async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
     """Read times from the record for requests without statistics, which a script has ended."""
