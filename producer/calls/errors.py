@@ -33,7 +33,6 @@ from promptq.shared.errors import (
     RequestNotFoundError,
     SpoiltRecordError,
 )
-from promptq.shared.runtime.logs import get_logger
 
 _TYPES = {
     400: "invalid_request_error",
@@ -214,6 +213,8 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
     """Log each message of the server once: it would repeat it for every call."""
+    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+
     get_logger().error(
         "the Redis server refuses what a gateway does; give the gateway the URL of the user"
         " 'gateway' (promptq acl)",
@@ -224,4 +225,6 @@ def _log_refusal(message: str) -> None:
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
     """Log a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
+    from promptq.shared.runtime.logs import get_logger
+
     get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

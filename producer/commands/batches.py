@@ -63,7 +63,6 @@ def run(
     promptq batch run in.jsonl -o out.jsonl
     promptq batch run in.jsonl -o out.jsonl --in-flight 256 --priority 10
     """
-    require("promptq batch", "gateway")
     import sys
 
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn

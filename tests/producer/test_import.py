@@ -47,6 +47,11 @@ def test_a_client_loads_no_more_than_it_needs(name: str) -> None:
     assert of_admin == ["promptq.producer.admin.autoscaling_defaults"]
 
 
+def test_a_batch_needs_no_extra() -> None:
+    packages = {module.partition(".")[0] for module in loaded("from promptq import run_batch")}
+    assert packages <= ALLOWED | {"dotenv", "pydantic_settings"}
+
+
 def test_the_package_alone_loads_nothing() -> None:
     assert loaded("import promptq") == ["promptq"]
     assert loaded("import promptq; promptq.__version__; dir(promptq)") == ["promptq"]
