@@ -17,7 +17,7 @@ from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
-    check_is_alone,
+    check_one_of,
     check_replies_are_bytes,
     explained,
     server_url,
@@ -88,8 +88,7 @@ class AsyncClient:
         silence_seconds: float = SILENCE_SECONDS,
         tracing: Tracing | None = None,
     ) -> None:
-        if model is not None:
-            check_is_alone(model, queue)
+        check_one_of(model, queue)
         self._queue_name = Keys(DEFAULT_QUEUE if queue is None else queue).queue
         self._model = model
         self._owned: redis.asyncio.Redis | None = None
@@ -533,7 +532,7 @@ class AsyncClient:
         go_on = begin()
         assert self._subscriptions is not None
         with explained(self.url):
-            async with aclosing(self._subscriptions.mailbox()) as mailbox:
+            async with aclosing(Mailbox(self._subscriptions)) as mailbox:
                 todo = go_on(None)
                 while todo is not None:
                     if isinstance(todo, Wait):

@@ -66,9 +66,9 @@ def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.Connectio
         raise ConfigurationError(f"redis: give a client that was made without {encoding=}")
 
 
-def check_is_alone(model: str, queue: str | None) -> None:
+def check_one_of(model: str | None, queue: str | None) -> None:
     """Raises ConfigurationError for a client with both a model and a queue."""
-    if queue is not None:
+    if model is not None and queue is not None:
         raise ConfigurationError(
             f"model: {model!r} finds its queue by itself; name it or the queue {queue!r}, not both"
         )

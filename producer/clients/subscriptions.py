@@ -59,10 +59,6 @@ class Subscriptions:
         self._closed = False
         self._is_quiet = False
 
-    def mailbox(self) -> Mailbox:
-        """A mailbox for one stream. It follows nothing yet, and its user closes it."""
-        return Mailbox(self)
-
     async def aclose(self) -> None:
         """Drop the connection. Streams that still listen raise QueueClosedError."""
         self._closed = True
@@ -219,7 +215,10 @@ class Subscriptions:
 
 
 class Mailbox:
-    """Messages that one stream has not handled yet. If there are too many, all are dropped."""
+    """Messages that one stream has not handled yet. If there are too many, all are dropped.
+
+    It follows no channel at first, and its user closes it.
+    """
 
     def __init__(self, subscriptions: Subscriptions) -> None:
         self._subscriptions = subscriptions

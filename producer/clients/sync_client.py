@@ -14,7 +14,7 @@ from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
-    check_is_alone,
+    check_one_of,
     check_replies_are_bytes,
     explained,
     server_url,
@@ -96,8 +96,7 @@ class Client:
         silence_seconds: float = SILENCE_SECONDS,
         tracing: Tracing | None = None,
     ) -> None:
-        if model is not None:
-            check_is_alone(model, queue)
+        check_one_of(model, queue)
         self._owned: redis.Redis | None = None
         if isinstance(server, redis.Redis):
             check_replies_are_bytes(server.connection_pool)

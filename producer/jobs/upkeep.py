@@ -110,7 +110,10 @@ def roll_up(settings: JobsSettings) -> str:
         end = seconds * 1000 // _MINUTE_MS * _MINUTE_MS
         begin = _next_minute(client, keys, end)
         minutes: dict[int, list[dict[str, str]]] = defaultdict(list)
-        for entry_id, fields in _samples(client, keys, begin, end):
+        entries: list[Any] = []
+        with alone(keys.statistics):
+            entries = client.xrange(keys.statistics, begin, f"({end}-0")
+        for entry_id, fields in entries:
             minutes[_ms_of(entry_id) // _MINUTE_MS * _MINUTE_MS].append(text_map(fields))
         for minute, samples in sorted(minutes.items()):
             with suppress(redis.ResponseError):  # another process was first
@@ -138,12 +141,6 @@ def _next_minute(client: Any, keys: Keys, end: int) -> int:
         client.delete(key)
         return 0
     return begin
-
-
-def _samples(client: Any, keys: Keys, begin: int, end: int) -> list[Any]:
-    with alone(keys.statistics):
-        return [*client.xrange(keys.statistics, begin, f"({end}-0")]
-    return []
 
 
 def _ms_of(entry_id: bytes) -> int:

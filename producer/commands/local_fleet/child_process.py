@@ -114,12 +114,3 @@ class ChildProcess:
             self.last_lines.append(text)
             self.is_ready = self.is_ready or text.startswith("ready")
             self._show(text)
-
-
-class WorkerProcess(ChildProcess):
-    """A worker process."""
-
-    def __init__(
-        self, args: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
-    ) -> None:
-        super().__init__(worker_command(args), env, show)
