@@ -52,10 +52,6 @@ class StoredFile(BaseModel):
         """Whether the file has expired."""
         return self.expires_at is not None and self.expires_at < time.time()
 
-    def is_of(self, *tenants: str) -> bool:
-        """Whether the file is one of the tenants', and has not expired."""
-        return self.tenant in tenants and not self.is_over
-
     def to_api(self) -> dict[str, object]:
         """OpenAI's file object."""
         shown = self.model_dump(exclude={"tenant"})
@@ -118,7 +114,7 @@ class FileStore:
         """Returns a file of one of these tenants. Raises FileMissingError."""
         if _FILE_ID.fullmatch(file_id):
             stored = self._read(file_id)
-            if stored.is_of(*tenants):
+            if stored.tenant in tenants and not stored.is_over:
                 return stored
         raise FileMissingError(f"no file {file_id[:80]!r} is known")
 

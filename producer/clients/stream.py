@@ -187,30 +187,24 @@ _NOTHING: _Ending = (None, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
 
 
+@dataclass
 class _Stream:
-    def __init__(
-        self,
-        keys: Keys,
-        request_id: str,
-        from_index: int,
-        silence: float,
-        timeout: float | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._keys = keys
-        self._id = request_id
-        self._from_index = from_index
-        self._position = from_index
+    keys: Keys
+    id: str
+    from_index: int
+    silence: float
+    timeout: float | None
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._position = self.from_index
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
         self._token_ids = array("q")  # delivered, from `_text_from` on
         self._may_not_read = False  # from the request's record
         self._was_cut = False  # from the server, which may have lost writes meanwhile
         self._ended = False
-        self._silence = silence
-        self._timeout = timeout
-        self._clock = clock
-        self._deadline = None if timeout is None else clock() + timeout
+        self._deadline = None if self.timeout is None else self.clock() + self.timeout
         self._failures = 0
         self._lost_at = 0.0
 
@@ -223,16 +217,16 @@ class _Stream:
                     raise
                 self._was_cut = True
                 if self._failures == 0:
-                    self._lost_at = self._clock()
-                elif self._clock() - self._lost_at >= GIVE_UP_SECONDS:
+                    self._lost_at = self.clock()
+                elif self.clock() - self._lost_at >= GIVE_UP_SECONDS:
                     raise
                 self._failures += 1
                 yield Sleep(min(self._backoff(), self._patience()))
 
     def _listen(self) -> Steps:
-        config = self._keys.config
+        config = self.keys.config
         sharded = yield Ask(Call("", ["HGET", config, "pubsub"], lambda reply: reply == b"sharded"))
-        yield Subscribe(self._keys.events(self._id), sharded)
+        yield Subscribe(self.keys.events(self.id), sharded)
         while not self._ended:
             answer = yield Wait(self._patience())
             event = (yield from _event_in(answer)) if isinstance(answer, bytes) else None
@@ -269,8 +263,8 @@ class _Stream:
         if ours != theirs:
             at = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             raise StreamChangedError(
-                f"request {self._id!r}: the server lost tokens that this stream has delivered, and"
-                f" other ones took their place from token {start + at} on; read the request anew"
+                f"request {self.id!r}: the server lost tokens that this stream has delivered,"
+                f" and other ones took their place from token {start + at} on; read the request anew"
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
@@ -291,7 +285,7 @@ class _Stream:
         at other tokens.
         """
         text = ""
-        call = lookups.log_after(self._keys, self._id, 0)
+        call = lookups.log_after(self.keys, self.id, 0)
         for entry in (yield from self._ask(call, list[bytes]())):
             logged = yield from _event_in(entry)
             if (
@@ -332,11 +326,11 @@ class _Stream:
             return
         if is_spoilt:
             raise SpoiltRecordError(
-                f"request {self._id!r}: a spoilt record: it has ended, and its fields last_event"
-                " and result do not say how"
+                f"request {self.id!r}: a spoilt record: it has ended, and its fields"
+                " last_event and result do not say how"
             )
         if last_event is None or folded is None:
-            raise RequestNotFoundError.of(self._id, self._keys.queue)
+            raise RequestNotFoundError.of(self.id, self.keys.queue)
         self._check(0, folded.token_ids)
         event = self._rest(last_event, folded)
         del folded  # so that the reader may free parts of the event
@@ -345,7 +339,7 @@ class _Stream:
     def _read_log(self) -> Generator[Action, Any, bool]:
         """Deliver events that continue the stream. Returns whether there were any."""
         before = self._position
-        call = lookups.log_after(self._keys, self._id, before)
+        call = lookups.log_after(self.keys, self.id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
             event = yield from _event_in(entry)
             if event is None or event.index > self._position:
@@ -361,7 +355,7 @@ class _Stream:
         if self._may_not_read:
             return None
         try:
-            return (yield from self._ask(_ending(self._keys, self._id), _NOTHING))
+            return (yield from self._ask(_ending(self.keys, self.id), _NOTHING))
         except redis.exceptions.NoPermissionError:
             self._may_not_read = True
             return None
@@ -371,13 +365,13 @@ class _Stream:
 
         This uses plain commands, as users who only read may not run scripts.
         """
-        if (yield from self._ask(lookups.state(self._keys, self._id), None)) is not None:
+        if (yield from self._ask(lookups.state(self.keys, self.id), None)) is not None:
             return True
-        reading: Call[list[bytes]] = Call("", ["SMEMBERS", self._keys.tenants_waiting], list)
+        reading: Call[list[bytes]] = Call("", ["SMEMBERS", self.keys.tenants_waiting], list)
         tenants = yield from self._ask(reading, [])
-        pending = self._keys.pending.encode()
+        pending = self.keys.pending.encode()
         for key in [pending, *(pending + b":" + tenant for tenant in tenants)]:
-            score: Call[Any] = Call("", ["ZSCORE", key, self._id], lambda reply: reply)
+            score: Call[Any] = Call("", ["ZSCORE", key, self.id], lambda reply: reply)
             if (yield from self._ask(score, None)) is not None:
                 return True
         return False
@@ -385,9 +379,9 @@ class _Stream:
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
         """The last event, with all of the result that was not delivered yet."""
         start, text_start = self._position, self._text_length
-        if self._from_index >= len(result.token_ids):
+        if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)
-        elif self._from_index > 0:
+        elif self.from_index > 0:
             start, text_start = 0, 0
         logprobs = result.logprobs and result.logprobs[start:]
         of_prompt = _NOTHING_OF_PROMPT
@@ -416,11 +410,11 @@ class _Stream:
     def _patience(self) -> float:
         """Seconds to wait for the next event. Raises TimeoutError when the stream's time is up."""
         if self._deadline is None:
-            return self._silence
-        left = self._deadline - self._clock()
+            return self.silence
+        left = self._deadline - self.clock()
         if left <= 0:
-            raise TimeoutError(f"request {self._id!r} did not end within {self._timeout} seconds")
-        return min(self._silence, left)
+            raise TimeoutError(f"request {self.id!r} did not end within {self.timeout} seconds")
+        return min(self.silence, left)
 
     def _backoff(self) -> float:
         """Seconds until the next try, spread so that clients do not return all at once."""

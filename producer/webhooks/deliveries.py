@@ -191,7 +191,9 @@ class Deliveries:
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
             return 0
-        tenants = self._tenants_of(ids)
+        keys = [self._keys.request("").encode() + raw for raw in ids]
+        reading = [Call("", ["HGET", record, "tenant"], _tenant, str) for record in keys]
+        tenants = self._queue.run(reading)
         new: dict[str, Waiting] = {}
         coming: Counter[str] = Counter()
         writing = list[Call[Any]]()
@@ -213,10 +215,6 @@ class Deliveries:
         for request_id, item in new.items():
             self._plan(request_id, item)
         return len(ids)
-
-    def _tenants_of(self, ids: list[bytes]) -> list[str]:
-        keys = [self._keys.request("").encode() + raw for raw in ids]
-        return self._queue.run([Call("", ["HGET", key, "tenant"], _tenant, str) for key in keys])
 
     def _begin(self) -> None:
         now = self._clock()

@@ -57,9 +57,9 @@ def post(
 ) -> int:
     """Returns the status of the answer.
 
-    Each wait may take `timeout` seconds, and the whole call three times that.
-    The system's resolver limits the time to look up the host. Raises AddressRefusedError, and
-    OSError or http.client.HTTPException for failures that may pass.
+    Each wait may take `timeout` seconds, and the whole call three times that, without the look-up
+    of the host, which the system's resolver limits. Raises AddressRefusedError, and OSError or
+    http.client.HTTPException for failures that may pass.
     """
     until = time.monotonic() + 3 * timeout
     try:
