@@ -201,7 +201,7 @@ class _Stream:
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
         self._token_ids = array("q")  # delivered, from `_text_from` on
-        self._may_not_read = False  # from the request's record
+        self._may_not_read = False  # the request's record
         self._was_cut = False  # from the server, which may have lost writes meanwhile
         self._ended = False
         self._deadline = None if self.timeout is None else self.clock() + self.timeout
@@ -263,8 +263,8 @@ class _Stream:
         if ours != theirs:
             at = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             raise StreamChangedError(
-                f"request {self.id!r}: the server lost tokens that this stream has delivered,"
-                f" and other ones took their place from token {start + at} on; read the request anew"
+                f"request {self.id!r}: the server lost tokens that this stream has delivered, and"
+                f" other ones took their place from token {start + at} on; read the request anew"
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
@@ -326,8 +326,8 @@ class _Stream:
             return
         if is_spoilt:
             raise SpoiltRecordError(
-                f"request {self.id!r}: a spoilt record: it has ended, and its fields"
-                " last_event and result do not say how"
+                f"request {self.id!r}: a spoilt record: it has ended, and its fields last_event"
+                " and result do not say how"
             )
         if last_event is None or folded is None:
             raise RequestNotFoundError.of(self.id, self.keys.queue)

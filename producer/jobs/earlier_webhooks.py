@@ -12,7 +12,7 @@ import redis
 
 from promptq.producer.jobs.rq_jobs import rq_queue_name
 from promptq.shared.protocol.keys import Keys, is_request_id
-from promptq.shared.queue.spoilt import deleted_if_spoilt, is_wrong_type
+from promptq.shared.queue.spoilt import deleted_if_spoilt
 from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
@@ -38,8 +38,12 @@ def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     count = 0
     for job_id in job_ids:
         if _JOB_ID.fullmatch(job_id):
-            job = b"rq:job:" + job_id
-            request_id = _request_id_in(_data_of(client, job))
+            job = f"rq:job:{job_id.decode()}"
+            data = b""
+            with deleted_if_spoilt(client, job):
+                if client.hstrlen(job, "data") <= _MAX_BYTES:
+                    data = client.hget(job, "data") or b""
+            request_id = _request_id_in(data)
             if request_id is not None and own.exists(keys.request(request_id)):
                 own.zadd(keys.webhooks, {request_id: int(time.time() * 1000)}, nx=True)
                 count += 1
@@ -49,18 +53,6 @@ def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     if job_ids:
         get_logger(queue=keys.queue).info("webhooks taken over", found=len(job_ids), taken=count)
     return count
-
-
-def _data_of(client: Any, key: bytes) -> bytes:
-    """The data of a job; empty if there is none, or more than a job of ours had."""
-    try:
-        if client.hstrlen(key, "data") > _MAX_BYTES:
-            return b""
-        return client.hget(key, "data") or b""
-    except redis.ResponseError as error:
-        if not is_wrong_type(error):
-            raise
-        return b""
 
 
 def _request_id_in(data: bytes) -> str | None:
