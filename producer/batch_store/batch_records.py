@@ -25,7 +25,6 @@ WINDOW_SECONDS = 86_400
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"
 ]
-FINAL = ("failed", "completed", "expired", "cancelled")
 
 
 class BatchMissingError(PromptqError):
@@ -71,7 +70,7 @@ class BatchRecord(BaseModel):
 
     @property
     def is_final(self) -> bool:
-        return self.status in FINAL
+        return self.status in ("failed", "completed", "expired", "cancelled")
 
     @property
     def tenant_as_written(self) -> str:

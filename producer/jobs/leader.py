@@ -9,7 +9,6 @@ from contextlib import suppress
 import redis
 
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.jobs import upkeep
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_jobs import (
@@ -21,6 +20,7 @@ from promptq.producer.jobs.rq_jobs import (
     open_jobs_redis,
     upkeep_queue,
 )
+from promptq.producer.jobs.upkeep import REAP_SECONDS
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
 from promptq.shared.errors import RedisSideError
@@ -34,11 +34,8 @@ from promptq.shared.server.connection import open_redis
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 30.0
-_UPKEEP = (
-    (upkeep.REAP_SECONDS, REAP),
-    (upkeep.SWEEP_SECONDS, SWEEP),
-    (upkeep.ROLL_UP_SECONDS, ROLL_UP),
-)
+_UPKEEP = ((REAP_SECONDS, REAP), (600, SWEEP), (60, ROLL_UP))
+"""The seconds between two runs of a job, and the job."""
 
 
 def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:

@@ -26,8 +26,6 @@ from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_redis
 
 REAP_SECONDS = 5
-SWEEP_SECONDS = 600
-ROLL_UP_SECONDS = 60
 
 _MINUTE_MS = 60_000
 _MINUTES_KEPT = 7 * 24 * 60
