@@ -36,7 +36,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """Rates of its caller that the line must still take from."""
+    """Rates of its caller that do not include the line's cost yet."""
     served: ServedQueue
     """The queue that serves its model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -94,13 +94,13 @@ class LineGateway:
         if caller is None or not item.rates:
             return 0.0
         own, holder = self._queues.own.queue, _holder(caller)
-        taken = await take_of_queues(own, item.served.queue, holder, item.rates)
-        if taken.wait_ms is None:
+        reply = await take_of_queues(own, item.served.queue, holder, item.rates)
+        if reply.wait_ms is None:
             with _refusing(item.line, item.request_id):
                 raise beyond_rates(caller, item.rates)
-        if taken.wait_ms == 0:
+        if reply.wait_ms == 0:
             item.rates = []
-        return taken.wait_ms / 1000
+        return reply.wait_ms / 1000
 
     async def answer(self, item: LineRequest) -> dict[str, Any]:
         """Returns the body of the answer. Raises RefusedLineError if a request failed."""

@@ -128,11 +128,11 @@ class AsyncClient:
         delay_ms: int = 0,
         **fields: Any,
     ) -> str:
-        """Put one request in and return its id, a UUIDv7 unless `request_id` is given.
+        """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
         `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
         are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-        `priority`, ...). With `delay_ms` it waits at least that long.
+        `priority`, ...). With `delay_ms` the request waits at least that long.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
         request is sent again, and the server recognises it. If the server stays away, nobody can
@@ -143,7 +143,7 @@ class AsyncClient:
         return own_id
 
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Put requests in, all or none, and return their ids.
+        """Enqueue requests, all or none. Returns their ids.
 
         Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
         """
@@ -163,7 +163,7 @@ class AsyncClient:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Put `n` requests with the same prompt in, all or none.
+        """Enqueue `n` requests with the same prompt, all or none.
 
         Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
         """

@@ -1,4 +1,4 @@
-"""Forks: requests that go on from the first tokens of another one, running or finished."""
+"""Forks: requests that continue from the first tokens of another one, running or finished."""
 
 from __future__ import annotations
 

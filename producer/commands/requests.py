@@ -79,7 +79,7 @@ def submit(
     promptq submit "Once" --json --param logprobs=2 --param 'stop_token_ids=[0]'
     """
     fields = _parse_params(param or [])
-    given = {
+    options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -89,7 +89,7 @@ def submit(
         "priority": priority,
         "deadline_ms": deadline_ms,
     }
-    fields |= {name: value for name, value in given.items() if value is not None}
+    fields |= {name: value for name, value in options.items() if value is not None}
     if "prompt" not in fields and "messages" not in fields:
         fields |= _prompt_fields(prompt, chat, system)
     with open_client(redis, queue, model) as client:

@@ -16,7 +16,12 @@ from rq import Queue
 
 from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.batch_job import LEASE_MS
-from promptq.producer.jobs.rq_jobs import batches_waiting, enqueue_batch, is_taken, num_workers
+from promptq.producer.jobs.rq_jobs import (
+    batches_waiting,
+    enqueue_batch,
+    is_queued_or_started,
+    num_workers,
+)
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
@@ -46,7 +51,7 @@ class Dispatcher:
         self._holder = secrets.token_hex(8)
         self._log = get_logger(queue=settings.queue)
         self._clock = clock
-        self._taken: dict[str, float] = {}
+        self._starting: dict[str, float] = {}
         """When batches were first seen that a worker has, but whose runs have no lease yet."""
         self._served: dict[bytes, None] = {}
         """Tenants that had a turn, as their batches name them; the longest ago first."""
@@ -67,13 +72,13 @@ class Dispatcher:
         """Enqueue new batches, and batches whose process died, one for each free worker."""
         unfinished = self._unfinished_batches()
         if not unfinished:
-            self._taken.clear()
+            self._starting.clear()
             return 0
         in_rq, run = batches_waiting(self._batches), self._run_of(unfinished)
         ids = unfinished - in_rq - run
-        taken = self._just_taken(ids)
-        ids -= taken
-        num_free = num_workers(self._batches) - len(in_rq | run | taken)
+        starting = self._find_starting(ids)
+        ids -= starting
+        num_free = num_workers(self._batches) - len(in_rq | run | starting)
         if not ids or num_free <= 0:
             return 0
         # Read again at last: a batch without a process may just have ended.
@@ -126,7 +131,7 @@ class Dispatcher:
         is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
         return set(compress(listed, is_run))
 
-    def _just_taken(self, ids: set[str]) -> set[str]:
+    def _find_starting(self, ids: set[str]) -> set[str]:
         """Returns batches that a worker has just got, so that their runs have no lease yet.
 
         A run without a lease after `LEASE_MS` counts as lost, whatever RQ knows of its worker.
@@ -135,7 +140,7 @@ class Dispatcher:
         since: dict[str, float] = {}
         for batch_id in ids:
             with alone(f"batch {batch_id}"):
-                if is_taken(self._batches, batch_id):
-                    since[batch_id] = self._taken.get(batch_id, now)
-        self._taken = {each: at for each, at in since.items() if now - at < LEASE_MS / 1000}
-        return set(self._taken)
+                if is_queued_or_started(self._batches, batch_id):
+                    since[batch_id] = self._starting.get(batch_id, now)
+        self._starting = {each: at for each, at in since.items() if now - at < LEASE_MS / 1000}
+        return set(self._starting)

@@ -186,9 +186,9 @@ def _lead(settings: JobsSettings) -> None:
     os._exit(0)  # do not wait for threads whose receivers do not answer
 
 
-def _working(make_queue: MakeQueue, **given: Any) -> Work:
+def _working(make_queue: MakeQueue, **arguments: Any) -> Work:
     def work(settings: JobsSettings) -> None:
-        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings, **given)
+        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings, **arguments)
 
     return work
 

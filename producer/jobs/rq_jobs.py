@@ -52,7 +52,7 @@ _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
-_TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
+_QUEUED_OR_STARTED = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class JobJson:
     """RQ's serializer: JSON, and on the way in only calls of the table for one of RQ's queues."""
 
     rq_queue: str
-    given: dict[str, Any] = field(default_factory=dict, repr=False)
+    more: dict[str, Any] = field(default_factory=dict, repr=False)
     """Arguments that this process adds to those of each job, such as its settings."""
 
     def dumps(self, value: Any) -> bytes:
@@ -115,9 +115,9 @@ class JobJson:
             raise ValueError(f"it is not for the queue {self.rq_queue}")
         match others:
             case [] if name != RUN_BATCH.name:
-                return name, None, [], {**self.given}
+                return name, None, [], {**self.more}
             case [str(batch_id)] if name == RUN_BATCH.name and is_batch_id(batch_id):
-                return name, None, [], {**self.given, "batch_id": batch_id}
+                return name, None, [], {**self.more, "batch_id": batch_id}
         raise ValueError(f"{name} has other arguments than a job of ours")
 
 
@@ -139,8 +139,8 @@ class ListedJob(Job):
         except (ValueError, redis.ResponseError) as error:
             if isinstance(error, redis.ResponseError) and not is_wrong_type(error):
                 raise
-            taken = f"rq:queue:{serializer.rq_queue}:intermediate"
-            _delete_id(connection, taken, id.encode(), str(error))
+            intermediate = f"rq:queue:{serializer.rq_queue}:intermediate"
+            _delete_id(connection, intermediate, id.encode(), str(error))
             raise NoSuchJobError(f"not a job of ours: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
@@ -226,10 +226,10 @@ def _delete_strangers(queue: Queue) -> None:
                 client.srem(workers, entry)
 
 
-def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **given: Any) -> None:
+def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **more: Any) -> None:
     """Works until SIGTERM or SIGINT, or with `burst` until no job waits.
 
-    Each job gets the settings and the arguments in `given`. They do not pass through the
+    Each job gets the settings and the arguments in `more`. They do not pass through the
     environment, where others could read them.
     """
     pool: Any = queue.connection.connection_pool
@@ -250,7 +250,7 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **g
         exception_handlers=[_log_failure],
         serializer="json",  # RQ takes no object here
     )
-    worker.serializer = JobJson(queue.name, {"settings": settings, **given})
+    worker.serializer = JobJson(queue.name, {"settings": settings, **more})
     worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
 
 
@@ -320,13 +320,13 @@ def num_workers(queue: Queue) -> int:
     return sum(1 for key in listed if _WORKER_KEY.fullmatch(key))
 
 
-def is_taken(queue: Queue, batch_id: str) -> bool:
+def is_queued_or_started(queue: Queue, batch_id: str) -> bool:
     """Whether RQ's record says that a batch waits, or that a worker runs it.
 
     After the death of that worker the record may stay so for hours, or for ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
-    return status in _TAKEN
+    return status in _QUEUED_OR_STARTED
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:

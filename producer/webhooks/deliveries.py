@@ -223,8 +223,8 @@ class Deliveries:
             item = self._waiting.get(request_id)
             if item is not None and item.due == due:
                 self._make_ready(request_id)
-        while (taken := self._turns.take()) is not None:
-            self._under_way[self._threads.submit(self._call, taken)] = taken
+        while (due_id := self._turns.take()) is not None:
+            self._under_way[self._threads.submit(self._call, due_id)] = due_id
 
     def _make_ready(self, request_id: str) -> None:
         item = self._waiting.get(request_id)
