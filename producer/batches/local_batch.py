@@ -134,8 +134,8 @@ def _check_apart(source: Path, *others: Path) -> None:
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
     """Returns the id of the run to which the files belong, or of a new run."""
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with source.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
     if mark.exists() and output.exists():  # the output is there before anything is enqueued
         try:
             begun = json.loads(mark.read_text())
