@@ -154,8 +154,11 @@ class Batches:
             _command("ZREMRANGEBYSCORE", own, "-inf", forgotten),
             _command("SADD", unfinished, record.id),
         ]
+        if not max_unfinished:
+            await self._queue.run(adding, atomic=True)
+            return
         *_, num_unfinished = await self._queue.run([*adding, count], atomic=True)
-        if 0 < max_unfinished < num_unfinished:  # other batches came at the same time
+        if num_unfinished > max_unfinished:  # other batches came at the same time
             taking_back = [
                 _command("SREM", unfinished, record.id),
                 _command("ZREM", own, record.id),

@@ -163,7 +163,8 @@ def test_a_job_that_the_queues_server_refuses_fails_with_one_sentence(
 ) -> None:
     with OwnServer(tmp_path) as server, server.client() as admin:
         admin.config_set("min-replicas-to-write", 1)
-        settings = JobsSettings(redis_url=server.url, jobs_redis_url=as_role("jobs", redis_url))
+        own, jobs_url = as_role("jobs", server.url), as_role("jobs", redis_url)
+        settings = JobsSettings(redis_url=own, jobs_redis_url=jobs_url)
         with closing(open_jobs_redis(settings)) as jobs:
             queue = upkeep_queue("default", jobs)
             enqueue_upkeep(queue, REAP, "default")
