@@ -145,19 +145,20 @@ async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
     if not console.is_terminal:  # it shows no status
         console.print(f"  {loading}")
     with console.status(loading):
-        while not worker.is_ready:
-            _check_alive(worker)
-            await asyncio.sleep(_LOOK_SECONDS)
+        await _watch(worker, lambda: worker.is_ready)
     for warning in takewhile(lambda line: not line.startswith("ready"), [*worker.last_lines]):
         console.out(warning, highlight=False)
     console.print(f"[green]✓[/] worker   ready after {time.monotonic() - started:.1f} s")
 
 
-def _check_alive(worker: ChildProcess) -> None:
-    if (exit_code := worker.exit_code) is not None:
-        raise WorkersFailedError(
-            f"the worker ended with exit code {exit_code}; it said:\n{worker.output}"
-        )
+async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
+    """Wait until `is_over`. Raises WorkersFailedError if the worker ends before."""
+    while not is_over():
+        if (exit_code := worker.exit_code) is not None:
+            raise WorkersFailedError(
+                f"the worker ended with exit code {exit_code}; it said:\n{worker.output}"
+            )
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _run_parts(console: Console, client: AsyncClient, worker: ChildProcess) -> list[Shown]:
@@ -170,7 +171,7 @@ async def _run_parts(console: Console, client: AsyncClient, worker: ChildProcess
     readers = asyncio.gather(
         *(_read(console, client, *item) for item in zip(ids, PARTS, shown, strict=True))
     )
-    failure = asyncio.create_task(_wait_for_failure(worker))
+    failure = asyncio.create_task(_watch(worker, lambda: False))
     with _live(console, shown):
         try:
             either: set[asyncio.Future[Any]] = {readers, failure}
@@ -194,12 +195,6 @@ async def _read(
             await client.cancel(request_id)
     if not console.is_terminal:
         console.print(finished_text(shown))
-
-
-async def _wait_for_failure(worker: ChildProcess) -> None:
-    while True:
-        _check_alive(worker)
-        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[object]:
