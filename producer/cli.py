@@ -21,8 +21,8 @@ def main() -> NoReturn:
 
         app(prog_name="promptq")
     except PromptqError as error:
-        said = printable(str(error), keep="\n\t")  # it may quote what a stranger wrote
-        print(f"promptq: {said}", file=sys.stderr)
+        message = printable(str(error), keep="\n\t")  # it may quote a stranger's text
+        print(f"promptq: {message}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
 

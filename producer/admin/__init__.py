@@ -1,1 +1,24 @@
-"""Reads and controls a whole queue."""
+"""Reads and controls a whole queue. Each module is loaded when it is first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from promptq.producer.admin import api_keys as api_keys
+    from promptq.producer.admin import autoscaling as autoscaling
+    from promptq.producer.admin import dead_letters as dead_letters
+    from promptq.producer.admin import overview as overview
+    from promptq.producer.admin import queue_control as queue_control
+    from promptq.producer.admin import queue_stats as queue_stats
+    from promptq.producer.admin import queue_views as queue_views
+    from promptq.producer.admin import timeline as timeline
+
+
+def __getattr__(name: str) -> ModuleType:
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error

@@ -1,6 +1,6 @@
 """API keys of the gateway: the rights of each, and their storage.
 
-A key is 256 random bits. Nobody can guess it, so it is enough to keep its plain SHA-256. The key
+A key is 256 random bits. Nobody can guess a key, so storing its plain SHA-256 is safe. The key
 itself is printed once, when it is created, and is stored nowhere.
 """
 
@@ -88,7 +88,7 @@ class ApiKey(BaseModel):
         """The tenants whose files and batches the key sees: its own.
 
         Administrators without a tenant also see those of the tenant without a name (''), such as
-        files from before there were keys.
+        files from before the first key.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)
@@ -99,7 +99,7 @@ class ApiKey(BaseModel):
 
 
 def hash_of(secret: str) -> str:
-    """The hash under which a key is kept."""
+    """Returns the hash under which a key is stored."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 

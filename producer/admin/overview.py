@@ -14,8 +14,6 @@ from promptq.shared.queue import statistics as queue_statistics
 from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import measure_work
 
-_READS = 3
-
 
 class Overview(QueueStats):
     """State of a queue and its workers, with the latest statistics."""
@@ -61,7 +59,7 @@ def overview(keys: Keys, /) -> Operation[Overview]:
 
 def worker(keys: Keys, /, worker_id: str) -> Operation[WorkerView]:
     """Returns a worker and its current batch. Raises RequestNotFoundError for one that is gone."""
-    for _ in range(_READS):  # a heartbeat may come between the two calls
+    for _ in range(3):  # a heartbeat may come between the two calls
         stats, (told_at, slots) = yield [
             lookups.worker_stats(keys, worker_id),
             queue_statistics.slots(keys, worker_id),

@@ -1,4 +1,4 @@
-"""Controls a queue: pause, resume, drain workers, and change priorities."""
+"""Controls a queue: resume, drain workers, and change priorities."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import MAX_PRIORITY
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.call import Operation
-
-
-def pause(keys: Keys, /) -> Operation[None]:
-    """Stop handing out requests. New ones are accepted and wait; running ones finish."""
-    yield scripts.set_paused(keys, True)
 
 
 def resume(keys: Keys, /) -> Operation[None]:
@@ -32,7 +27,7 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
-    """Move a waiting request to the place that it would have if enqueued with this priority.
+    """Move a waiting request to the place of requests that were enqueued with this priority.
 
     Returns whether that worked. A request that a worker holds does not change. Raises
     InvalidRequestError.

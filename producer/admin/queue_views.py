@@ -14,10 +14,10 @@ from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
 
-_TOLD = ("model", "tool_call_style")
-_OF_MODEL = (*_TOLD, "fingerprint")
+_REPORTED = ("model", "tool_call_style")
+_OF_MODEL = (*_REPORTED, "fingerprint")
 MOST_QUEUES = 256
-"""More names than this in the server's list are somebody's mistake, or worse."""
+"""More names than this in the server's list are a mistake, or an attack."""
 _LONGEST_NAME = 200
 _MOST_NAMED = 20
 """The most models that an error names."""
@@ -71,8 +71,8 @@ class ServedModel:
 def queue_view(keys: Keys, /) -> Operation[QueueView]:
     """Returns the current state of the queue."""
     (*current, standby_until), earlier, now_ms, waiting, active, delayed = yield [
-        Call("", ["HMGET", keys.model, *_TOLD, "standby_until"], list, lambda: [None] * 3),
-        Call("", ["HMGET", keys.config, *_TOLD, "paused"], list, lambda: [None] * 3),
+        Call("", ["HMGET", keys.model, *_REPORTED, "standby_until"], list, lambda: [None] * 3),
+        Call("", ["HMGET", keys.config, *_REPORTED, "paused"], list, lambda: [None] * 3),
         lookups.server_time_ms(),
         lookups.count(keys),
         Call("", ["ZCARD", keys.leases], int, lambda: 0),

@@ -145,15 +145,14 @@ def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
     finished_at = whole(record.get("finished_at"))
     if at := first_token_at:
         holder = next((one for one in history if one.claimed_at <= at <= one.ended_at), last)
-        what, attempt, worker = Happened.FIRST_TOKEN, holder.attempt, holder.worker
-        yield Moment(at=at, what=what, attempt=attempt, worker=worker)
+        what = Happened.FIRST_TOKEN
+        yield Moment(at=at, what=what, attempt=holder.attempt, worker=holder.worker)
     claimed_at = whole(record.get("claimed_at"))
     if claimed_at and timeline.attempts not in {ended.attempt for ended in history}:
         yield from _of_this_attempt(timeline, claimed_at, first_token_at, finished_at)
     if at := finished_at:
-        what, attempt, worker = Happened.FINISHED, last.attempt, last.worker
-        reason = timeline.finish_reason
-        yield Moment(at=at, what=what, attempt=attempt, worker=worker, detail=reason)
+        of_last = {"attempt": last.attempt, "worker": last.worker}
+        yield Moment(at=at, what=Happened.FINISHED, detail=timeline.finish_reason, **of_last)
 
 
 def _of_this_attempt(

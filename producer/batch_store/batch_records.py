@@ -1,4 +1,4 @@
-"""The records of batches in Redis: owner, progress, and the process that runs each."""
+"""The records of batches in Redis, with owner and progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ WINDOW_SECONDS = 86_400
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"
 ]
-FINAL = ("failed", "completed", "expired", "cancelled")
 
 
 class BatchMissingError(PromptqError):
@@ -37,7 +36,7 @@ class BatchOverError(PromptqError):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. Only its runner changes it, except for `cancelling_at`."""
+    """A batch. Times are Unix seconds. Only its runner changes fields, except `cancelling_at`."""
 
     id: str
     endpoint: str
@@ -46,7 +45,7 @@ class BatchRecord(BaseModel):
     caller: ApiKey = ApiKey(name="unknown")
     """The key that created the batch, whose rights limit its lines."""
     queues: tuple[str, ...] = ()
-    """The queues to which its lines may go, beside that which holds it; `*` are all others."""
+    """More queues to which its lines may go, beside the batch's queue; `*` are all others."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
@@ -71,7 +70,7 @@ class BatchRecord(BaseModel):
 
     @property
     def is_final(self) -> bool:
-        return self.status in FINAL
+        return self.status in ("failed", "completed", "expired", "cancelled")
 
     @property
     def tenant_as_written(self) -> str:
@@ -146,7 +145,7 @@ class Batches:
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         count = _command("ZINTERCARD", 2, unfinished, own)
-        if max_unfinished and await self._queue.run(count) >= max_unfinished:
+        if 0 < max_unfinished <= await self._queue.run(count):
             raise _too_many(max_unfinished)
         forgotten = record.created_at - WINDOW_SECONDS - BATCH_FILE_SECONDS
         adding = [
@@ -201,7 +200,7 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Request that a batch's runner ends it. Raises BatchMissingError, BatchOverError."""
+        """Request the end of a batch from its runner. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -246,7 +245,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Remove a batch whose record is gone from the list of batches to run."""
+        """Remove a batch from the unfinished ones, because its record is gone or final."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
@@ -266,7 +265,7 @@ def _command(*args: str | int) -> Call[int]:
 
 
 def _record(batch_id: str, reply: Any) -> BatchRecord | None:
-    """The record; None if there is none, or a stranger wrote it."""
+    """Returns the record; None if there is none, or a stranger wrote it."""
     fields = text_map(reply)
     names = [name for name in BatchRecord.model_fields if name in fields]
     try:

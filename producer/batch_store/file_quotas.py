@@ -1,9 +1,9 @@
 """Limits each tenant's part of the folder for files, including uploads that are under way.
 
-Each check counts the files anew, because other gateways and jobs add and delete files too. A file
-that has expired counts until it is deleted. Each process counts its own uploads under way. At the
-end of an upload the files are counted once more, by one process at a time, so all gateways together
-keep to the quota.
+Each check counts the files anew, because other gateways and jobs add and delete files too. An
+expired file counts until it is deleted. Each process counts only its own uploads under way. At the
+end of an upload one process at a time counts the files once more, so all gateways together keep the
+quota.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import BinaryIO, Self
 
 from promptq.producer.batch_store.files import FileStore, StoredFile
@@ -92,16 +93,16 @@ class FileQuotas:
             )
 
 
+@dataclass(eq=False, slots=True)
 class Upload:
     """An upload under way. It counts until its `with` block ends; then the added file counts."""
 
-    def __init__(self, quotas: FileQuotas, tenant: str, kept_files: int, kept_bytes: int) -> None:
-        self.tenant = tenant
-        self.kept_files = kept_files
-        self.kept_bytes = kept_bytes
-        """The tenant's bytes and files when the upload began."""
-        self.num_bytes = 0
-        self._quotas = quotas
+    _quotas: FileQuotas
+    tenant: str
+    kept_files: int
+    kept_bytes: int
+    """The tenant's bytes of files when the upload began."""
+    num_bytes: int = 0
 
     def grow(self, num_bytes: int) -> None:
         """Count more bytes. Raises FileQuotaError."""

@@ -1,8 +1,8 @@
 """Uploaded files and the answers of batches, kept in a folder alone.
 
 A file is two entries: `ID.data` is its content, and `ID.json` describes it and is written last. So
-a file is either complete or not there, and the folder can be copied, restored or put on a shared
-disk. Ids sort by time.
+a file is either complete or absent, and the folder can be copied, restored or put on a shared disk.
+Ids sort by time.
 """
 
 from __future__ import annotations
@@ -52,18 +52,10 @@ class StoredFile(BaseModel):
         """Whether the file has expired."""
         return self.expires_at is not None and self.expires_at < time.time()
 
-    def is_of(self, *tenants: str) -> bool:
-        """Whether the file is one of the tenants', and has not expired."""
-        return self.tenant in tenants and not self.is_over
-
     def to_api(self) -> dict[str, object]:
         """OpenAI's file object."""
         shown = self.model_dump(exclude={"tenant"})
         return {**shown, "object": "file", "status": "processed", "status_details": None}
-
-
-def new_file_id() -> str:
-    return "file-" + new_request_id().replace("-", "")
 
 
 class FileStore:
@@ -90,7 +82,7 @@ class FileStore:
         Does nothing if a file with the id exists. `entering(tenant, bytes)` returns a context
         manager, inside of which the file is added. If it raises, nothing is added.
         """
-        file_id = file_id or new_file_id()
+        file_id = file_id or "file-" + new_request_id().replace("-", "")
         with suppress(FileMissingError):
             return self._read(file_id)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,10 +111,10 @@ class FileStore:
         return stored
 
     def get(self, file_id: str, *tenants: str) -> StoredFile:
-        """A file of one of these tenants. Raises FileMissingError."""
+        """Returns a file of one of these tenants. Raises FileMissingError."""
         if _FILE_ID.fullmatch(file_id):
             stored = self._read(file_id)
-            if stored.is_of(*tenants):
+            if stored.tenant in tenants and not stored.is_over:
                 return stored
         raise FileMissingError(f"no file {file_id[:80]!r} is known")
 

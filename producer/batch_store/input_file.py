@@ -61,9 +61,10 @@ def is_batch_id(text: str) -> bool:
 
 
 def request_id_of(batch_id: str, line: BatchLine) -> str:
-    """The id of a line's request in the queue. It is the same for every process that enqueues the
-    line: a UUIDv7 of the batch's time, with a hash of the batch's id and the line's number as its
-    random bits."""
+    """Returns the id of a line's request in the queue. All processes compute the same one.
+
+    It is a UUIDv7 of the batch's time. Its random bits are a hash of batch id and line number.
+    """
     time_and_version = uuid.UUID(batch_id.removeprefix("batch_")).int >> 76
     digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()
     low = int.from_bytes(digest[:10]) & (2**76 - 1)
@@ -80,7 +81,7 @@ class BatchFileError(PromptqError):
 
 
 class BrokenLineError(PromptqError):
-    """A line that is not a request. `custom_id` is its name, if that can be read."""
+    """A line that is not a request. `custom_id` is None if it cannot be read."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -100,9 +101,9 @@ class RefusedLineError(PromptqError):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of all lines that are not blank.
+    """Yields (number, line) for all lines that are not blank.
 
-    A line that is longer than MAX_LINE_BYTES is cut, but still longer than that.
+    A line above MAX_LINE_BYTES is cut, and remains above it.
     """
     with path.open("rb") as file:
         number = 0
@@ -122,8 +123,8 @@ def _goes_on(piece: bytes) -> bool:
 def count_lines(path: Path) -> int:
     """Returns the number of a file's lines, without blank ones.
 
-    Raises BatchFileError if it is empty, has over 50,000 lines or as many blank ones, is larger
-    than 200 MB, or is not UTF-8 from its beginning.
+    Raises BatchFileError if the file is empty, larger than 200 MiB, has over 50,000 lines or over
+    50,000 blank ones, or does not begin as UTF-8.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
@@ -134,8 +135,10 @@ def count_lines(path: Path) -> int:
     with path.open("rb") as file:
         # By blocks: a file may be line breaks alone, and each line would cost a call.
         while block := file.read(_BLOCK_BYTES):
-            if file.tell() == len(block):
-                _check_encoding(block)
+            encoding = json.detect_encoding(block)
+            if file.tell() == len(block) and not encoding.startswith("utf-8"):
+                message = f"the file is {encoding}; its lines must be JSON in utf-8"
+                raise BatchFileError("not_utf8", message)
             count += block.count(b"\n")
             if count > MAX_LINES + MAX_BLANK_LINES:
                 raise BatchFileError(
@@ -153,12 +156,6 @@ def count_lines(path: Path) -> int:
     if count == 0:
         raise BatchFileError("empty_file", "the file has no lines")
     return count
-
-
-def _check_encoding(begin: bytes) -> None:
-    encoding = json.detect_encoding(begin)
-    if not encoding.startswith("utf-8"):
-        raise BatchFileError("not_utf8", f"the file is {encoding}; its lines must be JSON in utf-8")
 
 
 class LineReader:

@@ -1,7 +1,7 @@
 """The RQ job that runs one batch of the API, from its input file to its output files.
 
-It may be killed at any point. A step that was not finished is done again, and `batch_run` runs no
-line twice.
+It may be killed at any point. The next run repeats an unfinished step, and `batch_run` runs no line
+twice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""The shortest turn of a batch that only waits for its key's rates, so that many such batches do
-not replace each other all the time."""
+"""The shortest turn of a batch that only waits for its key's rates. Otherwise many such batches
+would replace each other all the time."""
 
 LEASE_MS = 15_000
 """A runner that does not renew its lease for this time loses its batch to another process."""
@@ -50,24 +50,23 @@ LEASE_MS = 15_000
 def run_batch_job(settings: JobsSettings, batch_id: str, stop_pipe: int | None = None) -> str:
     """Run a batch to its end, unless another process runs it. Returns its status.
 
-    At the end of `stop_pipe` it stops where it is.
+    When `stop_pipe` closes, the run stops where it is.
     """
     return asyncio.run(_run(settings, batch_id, stop_pipe))
 
 
 async def _run(settings: JobsSettings, batch_id: str, stop_pipe: int | None) -> str:
     async with await open_async_redis(server_url(settings.redis_url)) as connection:
-        queue = AsyncRequestQueue(connection, settings.queue)
-        lease = RunnerLease(queue, batch_id)
-        if not await lease.hold():
+        job = _BatchJob(settings, connection, batch_id, stop_pipe)
+        if not await job.lease.hold():
             return "somebody else runs it"
         # If this raises, the lease expires by itself, so that the next try does not come at once.
         try:
-            ended = await _BatchJob(settings, connection, queue, batch_id, lease, stop_pipe).run()
+            ended = await job.run()
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
-            await lease.let_go()
+            await job.lease.let_go()
         return ended
 
 
@@ -76,21 +75,20 @@ class _BatchJob:
         self,
         settings: JobsSettings,
         connection: redis.asyncio.Redis,
-        queue: AsyncRequestQueue,
         batch_id: str,
-        lease: RunnerLease,
         stop_pipe: int | None,
     ) -> None:
+        queue = AsyncRequestQueue(connection, settings.queue)
+        self.lease = RunnerLease(queue, batch_id)
         self._settings = settings
         self._connection = connection
         self._batches = Batches(queue)
         self._batch_id = batch_id
-        self._lease = lease
         self._store = FileStore(settings.files_dir)
         self._log = get_logger(batch_id=batch_id)
         self._stopped = stop_signals(stop_pipe)
         self._began = self._looked = self._renewed = time.monotonic()
-        self._told: BatchProgress | None = None
+        self._reported: BatchProgress | None = None
 
     async def run(self) -> str:
         try:
@@ -120,11 +118,11 @@ class _BatchJob:
             return await self._fail("output_missing", "the answers were deleted while it ran")
 
     async def _aside(self, call: Callable[..., T], *args: object) -> T:
-        """Call a function in a thread, and keep the lease meanwhile."""
+        """Call a function in a thread, and renew the lease meanwhile."""
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
-            with suppress(redis.RedisError):  # between lines it is checked whether it was lost
-                await self._lease.hold()
+            with suppress(redis.RedisError):  # `_look` notices a lost lease
+                await self.lease.hold()
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
@@ -172,7 +170,7 @@ class _BatchJob:
         return True
 
     def _queues(self, record: BatchRecord) -> ServedQueues:
-        """Those of the gateway that took the batch."""
+        """Returns the queues of the gateway that accepted the batch."""
         return ServedQueues(
             lambda name: AsyncClient(self._connection, name),
             [self._settings.queue, *record.queues],
@@ -181,21 +179,21 @@ class _BatchJob:
 
     async def _look(self, record: BatchRecord, run: BatchRun, journal: Journal) -> Ending | None:
         now = time.monotonic()
-        if self._told is not None and now - self._looked < _LOOK_SECONDS:
+        if self._reported is not None and now - self._looked < _LOOK_SECONDS:
             return None
         self._looked = now
         if now - self._renewed > LEASE_MS / 4000:
-            if not await self._lease.hold():
+            if not await self.lease.hold():
                 return Ending.STOPPED
             self._renewed = now
-        if (progress := run.progress()) != self._told:
+        if (progress := run.progress()) != self._reported:
             await self._batches.update(
                 record.id,
                 completed=progress.completed,
                 failed=progress.failed,
                 usage=journal.usage.model_dump(),
             )
-            self._told = progress
+            self._reported = progress
         if await self._batches.is_cancelling(record.id):
             return Ending.CANCELLED
         if time.time() >= record.expires_at:
@@ -219,8 +217,11 @@ class _BatchJob:
     async def _finalize(self, record: BatchRecord) -> str:
         """Make files from the written lines. Files that an earlier process made stay."""
         changes: dict[str, Any] = {}
-        parts = (("output", record.completed, "0"), ("errors", record.failed, "1"))
-        for name, count, digit in parts:
+        parts = (
+            ("output", record.completed, "0", "output_file_id"),
+            ("errors", record.failed, "1", "error_file_id"),
+        )
+        for name, count, digit, field in parts:
             running = self._running(name)
             if count:
                 stored = self._store.add(
@@ -231,7 +232,7 @@ class _BatchJob:
                     ttl_seconds=record.output_ttl_seconds,
                     file_id=f"file-{record.id.removeprefix('batch_')}{digit}",
                 )
-                changes["output_file_id" if name == "output" else "error_file_id"] = stored.id
+                changes[field] = stored.id
             running.unlink(missing_ok=True)
         status = record.ending or "completed"
         await self._end(status, **changes)

@@ -1,8 +1,7 @@
 """The output and the error file of a batch. They also say which lines are done.
 
 A line is written when its request has ended, with the number of the input line in its id. After a
-crash, these files say which lines need not run again. So there is no second record that could be
-different.
+crash, these files show which lines need not run again. No second record could differ from them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class BatchIsRunningError(PromptqError):
 class Journal:
     """Appends answers and errors. It is a context manager, as it locks its files.
 
-    Raises BatchIsRunningError if another process has locked them. A half line, which a killed
-    process left, is cut off.
+    Raises BatchIsRunningError if another process has locked them. An incomplete last line, which a
+    killed process left, is cut off.
     """
 
     def __init__(self, batch_id: str, output: Path, errors: Path) -> None:
@@ -84,9 +83,9 @@ class Journal:
 
     def sync(self) -> None:
         """Write everything to the disk: from now on a power cut loses nothing."""
-        for file in (self._output, self._errors):
-            file.flush()
-            os.fsync(file.fileno())
+        self.flush()
+        os.fsync(self._output.fileno())
+        os.fsync(self._errors.fileno())
 
     def close(self) -> None:
         """Write everything to the disk, and unlock the files."""
@@ -145,11 +144,11 @@ def _open_locked(path: Path) -> BinaryIO:
 def _numbers_in(
     file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
 ) -> set[int]:
-    """The numbers of the complete lines of a file. Anything after them is cut off.
+    """Returns the numbers of the complete lines of a file. Anything after them is cut off.
 
     `on_body` is called with the body of each answer.
     """
-    numbers, whole = set(), 0
+    numbers, num_bytes = set(), 0
     for line in file:
         match = _LINE_ID.match(line)
         if not line.endswith(b"\n") or match is None:
@@ -157,7 +156,7 @@ def _numbers_in(
         if on_body is not None:
             on_body(json.loads(line)["response"]["body"])
         numbers.add(int(match[1]))
-        whole += len(line)
-    file.seek(whole)
+        num_bytes += len(line)
+    file.seek(num_bytes)
     file.truncate()
     return numbers

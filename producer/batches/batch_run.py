@@ -1,8 +1,8 @@
 """Runs the lines of a batch, several at a time and each exactly once, even after a crash.
 
-The id of a line's request is made from the batch's id and the line's number. So requests that an
-earlier process enqueued are found again, waiting, running or finished, and are not enqueued twice.
-Lines that it wrote down do not run again. One call reads the results of all requests in flight,
+The id of a line's request is made from the batch's id and the line's number. So a later process
+finds the requests of an earlier one, waiting, running or finished, and enqueues none twice. Lines
+that were written down do not run again. One call reads the results of all requests in flight,
 because nobody reads a batch's tokens one by one.
 """
 
@@ -31,7 +31,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
-Asked = tuple[LineRequest, NewRequest]
+RequestOfLine = tuple[LineRequest, NewRequest]
 """A line, and one of its requests."""
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
-"""How long a request is kept after its answer was written down. All requests of a large batch would
-fill the server."""
+"""How long a request is kept after its answer was written down. If all were kept longer, a large
+batch would fill the server."""
 _LET_GO_SECONDS = 1.0
 """The shortest time between two writes to the disk."""
 _END_SECONDS = 30.0
@@ -72,7 +72,7 @@ class _StoppedError(Exception):
 
 
 class BatchRun:
-    """One process's run of a batch, up to its end or until `stop` is set."""
+    """One process's run of a batch, up to its end or until `stopped` is set."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class BatchRun:
         self._is_at_end = False
         self._waits_for_rates = False
         self._wait_seconds = _FIRST_WAIT_SECONDS
-        self._written: list[Asked] = []
+        self._written: list[RequestOfLine] = []
         self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
@@ -116,7 +116,7 @@ class BatchRun:
         except _StoppedError:
             self._ending = Ending.STOPPED
         self._in_flight.clear()
-        self._tell()
+        self._report()
         return self._ending
 
     def progress(self) -> BatchProgress:
@@ -139,28 +139,28 @@ class BatchRun:
             self._ending = Ending.COMPLETED
             return
         ended = await self._collect()
-        self._tell()
+        self._report()
         if time.monotonic() - self._let_go_at > _LET_GO_SECONDS:
             await self._let_go()
         longer = min(self._wait_seconds * 1.5, _LONGEST_WAIT_SECONDS)
         self._wait_seconds = _FIRST_WAIT_SECONDS if ended else longer
         await asyncio.sleep(self._wait_seconds)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._journal.flush()
         self._on_progress(self.progress())
 
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run, and None while the next one has to wait for its model's worker.
+        """Yields the lines to run, and None while the next line waits for its model's worker.
 
         Lines that are not requests are written down as errors.
         """
         for number, raw in lines:
             if number in self._journal.done:
                 with suppress(BrokenLineError):
-                    reader.parse(number, raw)  # which remembers the line's custom id
+                    reader.parse(number, raw)  # the reader remembers the line's custom id
                 continue
             try:
                 line = reader.parse(number, raw)
@@ -207,7 +207,7 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     def _first_held_back(self) -> LineRequest | None:
-        """Take out the first line that was held back and may be tried again."""
+        """Remove and return the first line that was held back and may be tried again."""
         for number, item in self._held_back.items():
             if not self._is_full(item):
                 return self._held_back.pop(number)
@@ -234,7 +234,8 @@ class BatchRun:
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
         """Refuse a line that does not even fit into an empty queue: others would wait forever."""
         queue = item.served.queue
-        if await self._persist(partial(_num_waiting, queue)):
+        counts = [Call("", ["ZCARD", queue.keys.delayed], int), lookups.count(queue.keys)]
+        if any(await self._persist(partial(queue.run, counts))):
             return
         try:
             await self._persist(partial(queue.enqueue, item.requests))
@@ -248,8 +249,8 @@ class BatchRun:
     async def _collect(self) -> int:
         """Write down lines that have ended. Returns their number."""
         requests = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
-        stands = await self._of_all(requests, _stand)
-        for (item, new), (state, result) in zip(requests, stands, strict=True):
+        standings = await self._of_all(requests, _standing)
+        for (item, new), (state, result) in zip(requests, standings, strict=True):
             if result is not None:
                 item.results[new.request_id] = result
             # The server has lost it, or it has expired.
@@ -265,7 +266,7 @@ class BatchRun:
 
     async def _of_all(
         self,
-        requests: Sequence[Asked],
+        requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
         """Make a call for each request, those of a queue in one round trip."""
@@ -305,7 +306,7 @@ class BatchRun:
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
     def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
-        """Why a request was cut short: because the batch ended, or by itself."""
+        """Returns code and message for a request that the batch's end, or another cause, ended."""
         if self._ending in _UNFINISHED:
             return _UNFINISHED[self._ending]
         until = self._options.expires_at
@@ -314,7 +315,7 @@ class BatchRun:
         return f"request_{reason}", f"the request was {reason}"
 
     async def _give_up(self, code: str, message: str) -> None:
-        """Cancel the lines in flight. Answers that are ready before that are kept."""
+        """Cancel the lines in flight, after their answers so far were written."""
         # An earlier process may have enqueued these lines, too.
         while len(self._in_flight) < self._options.max_in_flight:
             if (item := await anext(self._lines, None)) is None:
@@ -330,7 +331,7 @@ class BatchRun:
             assert item is not None  # no line waits for a worker here
             self._journal.add_error(item.line.number, item.line.custom_id, code, message)
 
-    async def _cancel(self, requests: list[Asked]) -> None:
+    async def _cancel(self, requests: list[RequestOfLine]) -> None:
         """Cancel requests that are in the queue, and wait for their end."""
         left = await self._unfinished(requests)
         for item, new in left:
@@ -340,18 +341,18 @@ class BatchRun:
             left = await self._unfinished(left)
             await asyncio.sleep(_FIRST_WAIT_SECONDS * 5)
 
-    async def _unfinished(self, requests: list[Asked]) -> list[Asked]:
-        stands = await self._of_all(requests, _stand)
+    async def _unfinished(self, requests: list[RequestOfLine]) -> list[RequestOfLine]:
+        standings = await self._of_all(requests, _standing)
         return [
-            asked
-            for asked, (state, _) in zip(requests, stands, strict=True)
+            each
+            for each, (state, _) in zip(requests, standings, strict=True)
             if state is not None and not state.is_final
         ]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call while the server is away or refuses it. All calls here may be repeated.
+        """Repeat a call while the server is away or refuses it. All calls here are safe to repeat.
 
-        Errors about credentials and permissions are raised at once.
+        Raises errors about credentials and permissions at once.
         """
         until: float | None = None
         while True:
@@ -368,15 +369,10 @@ class BatchRun:
                 await asyncio.sleep(_LONGEST_WAIT_SECONDS)
 
 
-async def _num_waiting(queue: AsyncRequestQueue) -> int:
-    delayed = Call("", ["ZCARD", queue.keys.delayed], int)
-    return sum(await queue.run([delayed, lookups.count(queue.keys)]))
-
-
-def _stand(
+def _standing(
     queue: AsyncRequestQueue, new: NewRequest
 ) -> Call[tuple[RequestState | None, Result | None]]:
-    """The state of a request, None if it is unknown; and its result, once it has ended.
+    """Reads the state of a request, None if it is unknown; and its result, once it has ended.
 
     If a stranger spoilt the record, the request has failed.
     """

@@ -36,7 +36,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """Rates of its caller that the line must still take from."""
+    """Rates of its caller that do not include the line's cost yet."""
     served: ServedQueue
     """The queue that serves its model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class LineGateway:
         self._options = options
 
     async def of(self, line: BatchLine) -> LineRequest | None:
-        """The requests of a line; None while the worker of its model is still to come.
+        """Returns the requests of a line; None while the model's worker is loading.
 
-        Raises RefusedLineError if the gateway would refuse it.
+        Raises RefusedLineError if the gateway would refuse the line.
         """
         options, request_id = self._options, request_id_of(self._batch_id, line)
         aliases = await self._queues.aliases()
@@ -81,29 +81,29 @@ class LineGateway:
                 account = account_of(caller, _holder(caller))
             # A repeated line is known by its id.
             requests = call.with_fields(idempotency_key=None).requests(request_id)
-            new = composed(call, requests, account)
-        return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates, served)
+            new = [self._in_the_window(each) for each in composed(call, requests, account)]
+        return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
         """Take a line's cost from its caller's rates. Returns the seconds to wait, or 0.
 
-        A key has its rates a second time for its batches, apart from its other calls, as at
-        OpenAI. Raises RefusedLineError if a line needs more than a whole minute allows.
+        A key's rates hold for its batches once more, apart from its other calls, like OpenAI's.
+        Raises RefusedLineError if a line needs more than a whole minute allows.
         """
         caller = self._options.caller
         if caller is None or not item.rates:
             return 0.0
         own, holder = self._queues.own.queue, _holder(caller)
-        taken = await take_of_queues(own, item.served.queue, holder, item.rates)
-        if taken.wait_ms is None:
+        reply = await take_of_queues(own, item.served.queue, holder, item.rates)
+        if reply.wait_ms is None:
             with _refusing(item.line, item.request_id):
                 raise beyond_rates(caller, item.rates)
-        if taken.wait_ms == 0:
+        if reply.wait_ms == 0:
             item.rates = []
-        return taken.wait_ms / 1000
+        return reply.wait_ms / 1000
 
     async def answer(self, item: LineRequest) -> dict[str, Any]:
-        """The body of the answer. Raises RefusedLineError if a request failed."""
+        """Returns the body of the answer. Raises RefusedLineError if a request failed."""
         view = await item.served.watch.look()
         call = _call_of(item.line).with_model_of(await self._queues.aliases())
         completion = completion_of(call, item.request_id, view.model)
@@ -115,13 +115,13 @@ class LineGateway:
             return await item.served.client.turns.run(answer(completion, results, style))
 
     def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
-        """The error for a line that a limit of the queue never lets in."""
+        """Returns the error for a line that exceeds a limit of the queue on its own."""
         message = f"this line alone is more than the queue's limit {limit} lets in"
         refusal = ApiError(429, message, code="queue_full")
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
 
     def _in_the_window(self, new: NewRequest) -> NewRequest:
-        """The request with a deadline at the end of the batch's window, or earlier."""
+        """Returns the request with a deadline at the end of the batch's window, or earlier."""
         if self._options.expires_at is None:
             return new
         left = max(1, int((self._options.expires_at - time.time()) * 1000))
@@ -131,7 +131,7 @@ class LineGateway:
 
 
 def _holder(caller: Caller) -> str:
-    """The name under which lines of a caller's batches take rates."""
+    """Returns the name under which lines of a caller's batches use its rates."""
     return f"{caller.name}:batches"
 
 

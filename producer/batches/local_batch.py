@@ -22,7 +22,7 @@ from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptio
 from promptq.producer.calls.queues import ServedQueues
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import explained, server_url, without_server
-from promptq.producer.settings.gateway import read_gateway_settings
+from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis
 from promptq.shared.settings.common import ReaperSettings, read_settings_of
@@ -54,27 +54,26 @@ def run_batch(
 ) -> BatchOutcome:
     """Run a file of requests in OpenAI's batch format, and write answers in that format.
 
-    Without a `queue`, each line goes to the queue of the server that serves its model.
+    Without a `queue`, each line goes to the queue of the server that serves its model. `fields` are
+    default fields of each request; its line may override them.
 
-    `fields` are default fields of each request; its line may override them. If the run is
-    interrupted, by a signal or a crash, the same call continues it: until all is done, a file
-    `OUTPUT.batch` beside the output names the run. SIGINT and SIGTERM stop the run in good order.
-    Requests in flight then stay in the queue, and the next call collects them. If an event loop
-    is running, call this function through `asyncio.to_thread`.
+    If a signal or a crash interrupts the run, the same call continues it. Until the end of the run,
+    a file `OUTPUT.batch` beside the output names the run. After SIGINT or SIGTERM, requests in
+    flight stay in the queue, and the next call collects their results. If an event loop is running,
+    call this function through `asyncio.to_thread`.
 
-    Raises BatchFileError for an input that cannot be run, ConfigurationError if the output
-    belongs to something else, the input changed during the run, or a file cannot be read or
-    written, BatchIsRunningError,
-    RedisUnavailableError.
+    Raises BatchFileError for an input that cannot be run; ConfigurationError if the output belongs
+    to another run, the input changed during the run, or a file cannot be read or written;
+    BatchIsRunningError, RedisUnavailableError.
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
     options = RunOptions(
         max_in_flight=max_in_flight,
         defaults=dict(fields or {}),
-        retry_seconds=read_settings_of(ReaperSettings, {}).redis_retry_seconds,
+        retry_seconds=read_settings_of(ReaperSettings).redis_retry_seconds,
     )
-    served = read_gateway_settings(queues=queue and [queue]).served_queues
+    served = read_settings_of(GatewaySettings, queues=queue and [queue]).served_queues
     url = server_url(server)
 
     async def run(total: int) -> BatchOutcome:
@@ -134,8 +133,9 @@ def _check_apart(source: Path, *others: Path) -> None:
 
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
-    """The id of the run to which the files belong, or of a new run."""
-    digest = _digest(source)
+    """Returns the id of the run to which the files belong, or of a new run."""
+    with source.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
     if mark.exists() and output.exists():  # the output is there before anything is enqueued
         try:
             begun = json.loads(mark.read_text())
@@ -157,8 +157,3 @@ def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
     begun_mark.write_text(json.dumps({"id": batch_id, "input_sha256": digest}) + "\n")
     begun_mark.replace(mark)
     return batch_id
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,7 @@ from promptq.producer.admin.api_keys import ApiKey
 
 
 class Ending(StrEnum):
-    """Why a run is over. All but `stopped` are the batch's last status too."""
+    """The reason for a run's end. All but `stopped` are also the batch's last status."""
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
@@ -53,8 +53,8 @@ class RunOptions:
 def stop_signals(pipe: int | None = None) -> asyncio.Event:
     """Returns an event that SIGINT and SIGTERM set, and also the end of a pipe.
 
-    Signals are heard only if the event loop runs in the main thread. A signal that comes while a
-    process is being forked may be lost; the end of a pipe never is.
+    An event loop receives signals only in the main thread. A signal during a fork may be lost; the
+    end of a pipe never is.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -33,7 +33,6 @@ from promptq.shared.errors import (
     RequestNotFoundError,
     SpoiltRecordError,
 )
-from promptq.shared.runtime.logs import get_logger
 
 _TYPES = {
     400: "invalid_request_error",
@@ -197,6 +196,8 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
     """Logs each message of the server once: the server repeats it for every call."""
+    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+
     get_logger().error(
         "the Redis server refuses what a gateway does; give the gateway the URL of the user"
         " 'gateway' (promptq acl)",
@@ -207,4 +208,6 @@ def _log_refusal(message: str) -> None:
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
     """Logs a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
+    from promptq.shared.runtime.logs import get_logger
+
     get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

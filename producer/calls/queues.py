@@ -18,7 +18,6 @@ from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.logs import get_logger
 
 _FRESH_SECONDS = 1.0
 _MOST_OPENED = 4 * MOST_QUEUES
@@ -260,6 +259,8 @@ class ServedQueues:
 
 def log_unreadable(name: str, why: str) -> None:
     """Logs a queue that cannot be read, as `on_unreadable` of processes with a log."""
+    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)
 
 

@@ -7,16 +7,17 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis
 import redis.asyncio
 
+from promptq.producer import admin
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
-    check_is_alone,
+    check_one_of,
     check_replies_are_bytes,
     explained,
     server_url,
@@ -65,26 +66,17 @@ from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 from promptq.shared.server.connection import open_async_redis
 
-if TYPE_CHECKING:  # the modules for a whole queue are loaded when they are first used
-    from promptq.producer.admin.api_keys import ApiKey
-    from promptq.producer.admin.autoscaling import Scaling
-    from promptq.producer.admin.dead_letters import DeadLetter
-    from promptq.producer.admin.overview import Overview, WorkerView
-    from promptq.producer.admin.queue_stats import QueueStats
-    from promptq.producer.admin.queue_views import ServedModel
-    from promptq.producer.admin.timeline import Timeline
-
 T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
+    """`promptq.Client` for asyncio: its methods, awaited, with their errors, and `follow`.
 
     It connects at the first call, or on entering `async with`. Any number of tasks may use it at
     once. At most 32 calls are on their way, and further calls wait for their turn. All streams
-    together use one connection. If you give it a redis-py client, calls take at most half of that
-    client's connections (its `max_connections`, by default 100). If several clients share one
-    redis-py client, each may need 33 connections.
+    together use one connection. With a redis-py client that you pass, calls take at most half of
+    its connections (`max_connections`, by default 100). If several clients share one redis-py
+    client, each may need 33 connections.
     """
 
     def __init__(
@@ -96,8 +88,7 @@ class AsyncClient:
         silence_seconds: float = SILENCE_SECONDS,
         tracing: Tracing | None = None,
     ) -> None:
-        if model is not None:
-            check_is_alone(model, queue)
+        check_one_of(model, queue)
         self._queue_name = Keys(DEFAULT_QUEUE if queue is None else queue).queue
         self._model = model
         self._owned: redis.asyncio.Redis | None = None
@@ -137,11 +128,11 @@ class AsyncClient:
         delay_ms: int = 0,
         **fields: Any,
     ) -> str:
-        """Put one request in and return its id, a UUIDv7 unless `request_id` is given.
+        """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
         `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
         are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-        `priority`, ...). With `delay_ms` it waits at least that long.
+        `priority`, ...). With `delay_ms` the request waits at least that long.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
         request is sent again, and the server recognises it. If the server stays away, nobody can
@@ -152,7 +143,7 @@ class AsyncClient:
         return own_id
 
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Put requests in, all or none, and return their ids.
+        """Enqueue requests, all or none. Returns their ids.
 
         Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
         """
@@ -172,7 +163,7 @@ class AsyncClient:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Put `n` requests with the same prompt in, all or none.
+        """Enqueue `n` requests with the same prompt, all or none.
 
         Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
         """
@@ -189,18 +180,17 @@ class AsyncClient:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Put a request in that goes on from the first `at` tokens of another one; return its id.
+        """Continue from the first `at` tokens of a request as a new one. Returns the new id.
 
-        The other request, `request_id`, may run or have ended; without `at` it is forked at the end
-        of what it has so far. The output of the fork begins with these tokens and the text
-        `append`, and the model goes on behind them. They are cheap: the prompt and they are found
-        in the prefix cache if their worker still has them. The id is `fork_id`, or a UUIDv7. The
-        fork has the payload of the other request but for its seed and its idempotency key, and
-        `changes` are further fields of it, such as `temperature`. `max_tokens` counts what is
-        generated behind the prefix.
+        The source, `request_id`, may run or have ended. Without `at`, the fork continues after all
+        of its tokens. The fork's output begins with these tokens and the text `append`. They and
+        the prompt cost little while the source's worker has them in its prefix cache. The id is
+        `fork_id`, or a UUIDv7. The fork has the source's payload without its seed and idempotency
+        key. `changes` are further fields, such as `temperature`. `max_tokens` counts only tokens
+        after the prefix.
 
-        Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for
-        a request that is unknown or has expired, and what `enqueue` raises.
+        Raises InvalidRequestError, also for an `at` beyond the source's tokens,
+        RequestNotFoundError if the source is unknown or has expired, and what `enqueue` raises.
         """
         check_changes(changes)
         source = await self._do(fork_source(await self._keys(), check_request_id(request_id)))
@@ -213,10 +203,10 @@ class AsyncClient:
     ) -> Result:
         """Wait for the request to end and return its whole result.
 
-        Raises RequestFailedError if it ended with an error, unless `check` is false. A request that
-        was cancelled or expired gives what it had generated. Raises TimeoutError after `timeout`
-        seconds; the request then goes on, unless you call `cancel`. Raises RequestNotFoundError and
-        StreamChangedError as `stream` does.
+        The result of a cancelled or expired request holds its tokens so far. Raises
+        RequestFailedError if the request ended with an error, unless `check` is false. Raises
+        TimeoutError after `timeout` seconds; the request then continues, unless you call `cancel`.
+        Raises RequestNotFoundError and StreamChangedError like `stream`.
         """
         return fold(request_id, await self._read(request_id, timeout), check)
 
@@ -228,7 +218,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """`enqueue` and `result` in one. The request goes on if you stop waiting for it."""
+        """`enqueue` and `result` in one. The request continues if you stop waiting for it."""
         request_id = await self.enqueue(prompt, **fields)
         return await self.result(request_id, timeout=timeout, check=check)
 
@@ -244,7 +234,7 @@ class AsyncClient:
         """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
-        results = [await self.result(it, timeout=left(), check=check) for it in request_ids]
+        results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
         return Samples(request_ids, results)
 
     async def embed(
@@ -260,8 +250,9 @@ class AsyncClient:
         """Turn a text, or several, into vectors. Texts are enqueued all or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
-        tokens) or the worker's own. `dimensions` keeps so many numbers of each vector. `fields` are
-        as in `enqueue`; those that generate have no meaning here. `timeout` is for all together.
+        tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
+        `fields` are as in `enqueue`; those for generation have no effect. `timeout` is for all
+        together.
 
         Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
         without a vector.
@@ -270,7 +261,7 @@ class AsyncClient:
         new = compose_embeddings(texts, {**fields, "embed": embed})
         request_ids = await self.enqueue_composed(new)
         left = countdown(timeout)
-        results = [await self.result(it, timeout=left()) for it in request_ids]
+        results = [await self.result(each, timeout=left()) for each in request_ids]
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     # One request
@@ -281,44 +272,36 @@ class AsyncClient:
         return status
 
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to the place that it would have if enqueued with this priority.
+        """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns whether that worked. A request that a worker holds stays as it is. Raises
+        Returns whether that worked. A request that a worker holds does not change. Raises
         InvalidRequestError.
         """
-        from promptq.producer.admin.queue_control import reprioritise
-
-        return await self._do(reprioritise(await self._keys(), request_id, priority))
+        return await self._do(
+            admin.queue_control.reprioritise(await self._keys(), request_id, priority)
+        )
 
     async def state(self, request_id: str) -> RequestState | None:
         """Returns the state of a request; None if it is unknown."""
         return await self._do(lookups.state(await self._keys(), check_request_id(request_id)))
 
-    async def timeline(self, request_id: str) -> Timeline:
+    async def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, and when. Raises RequestNotFoundError."""
-        from promptq.producer.admin.timeline import timeline
-
-        return await self._do(timeline(await self._keys(), request_id))
+        return await self._do(admin.timeline.timeline(await self._keys(), request_id))
 
     # The queue and its workers
 
-    async def stats(self) -> QueueStats:
+    async def stats(self) -> admin.queue_stats.QueueStats:
         """Returns what the queue holds and how its workers do."""
-        from promptq.producer.admin.queue_stats import stats
+        return await self._do(admin.queue_stats.stats(await self._keys()))
 
-        return await self._do(stats(await self._keys()))
-
-    async def overview(self) -> Overview:
+    async def overview(self) -> admin.overview.Overview:
         """Returns what the queue holds, how its workers do, and the latest statistics."""
-        from promptq.producer.admin.overview import overview
+        return await self._do(admin.overview.overview(await self._keys()))
 
-        return await self._do(overview(await self._keys()))
-
-    async def worker(self, worker_id: str) -> WorkerView:
+    async def worker(self, worker_id: str) -> admin.overview.WorkerView:
         """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
-        from promptq.producer.admin.overview import worker
-
-        return await self._do(worker(await self._keys(), worker_id))
+        return await self._do(admin.overview.worker(await self._keys(), worker_id))
 
     async def statistics(self, since_ms: int = 0) -> list[Sample]:
         """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
@@ -331,35 +314,27 @@ class AsyncClient:
         """Take a sample if one is due. Call it every few seconds if workers may all be away."""
         await self._do(statistics.sample(statistics.Contribution()))
 
-    async def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
+    async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
         """How many workers the queue needs so that no request waits over `target_seconds`."""
-        from promptq.producer.admin.autoscaling import scaling
+        return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
-        return await self._do(scaling(await self._keys(), target_seconds))
-
-    async def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[Scaling]:
+    async def scalings(
+        self, target_seconds: float = TARGET_SECONDS
+    ) -> list[admin.autoscaling.Scaling]:
         """How many workers each queue of the server that can be read should have."""
-        from promptq.producer.admin.autoscaling import scalings
-
-        return await self._do(scalings(await self._keys(), target_seconds))
+        return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
-        """Hand out no more requests. New ones are accepted and wait; those that run go on."""
-        from promptq.producer.admin.queue_control import pause
-
-        await self._do(pause(await self._keys()))
+        """Stop handing out requests. New ones are accepted and wait; running ones finish."""
+        await self._do(scripts.set_paused(await self._keys(), True))
 
     async def resume(self) -> None:
         """Hand out requests again after `pause`."""
-        from promptq.producer.admin.queue_control import resume
-
-        await self._do(resume(await self._keys()))
+        await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
-        from promptq.producer.admin.queue_control import drain
-
-        return await self._do(drain(await self._keys(), worker_id))
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
+        return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters
 
@@ -367,17 +342,13 @@ class AsyncClient:
         """Ids of dead letters, the latest first."""
         return await self._do(lookups.dead_ids(await self._keys(), limit))
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+    async def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
         """Requests that were given up because they crash their workers, the latest first."""
-        from promptq.producer.admin.dead_letters import dead_letters
+        return await self._do(admin.dead_letters.dead_letters(await self._keys(), limit))
 
-        return await self._do(dead_letters(await self._keys(), limit))
-
-    async def dead_letter(self, request_id: str) -> DeadLetter:
+    async def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
         """One dead letter. Raises RequestNotFoundError."""
-        from promptq.producer.admin.dead_letters import dead_letter
-
-        return await self._do(dead_letter(await self._keys(), request_id))
+        return await self._do(admin.dead_letters.dead_letter(await self._keys(), request_id))
 
     async def requeue(self, request_id: str) -> str:
         """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
@@ -390,11 +361,9 @@ class AsyncClient:
 
     # Models and their queues
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[admin.queue_views.ServedModel]:
         """The models of all queues of the server, by name. A queue without a model is left out."""
-        from promptq.producer.admin.queue_views import models
-
-        return await self._do(models(await self._keys()))
+        return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:
         """The queue that serves a model, which may be named by one of its further names.
@@ -402,61 +371,49 @@ class AsyncClient:
         Of several queues, it is the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
-        from promptq.producer.admin.queue_views import queue_of_model
-
-        return await self._do(queue_of_model(await self._keys(), model))
+        return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
     async def queue_of_request(self, request_id: str) -> str:
         """The queue of the server in which a request is known; this one if it is known in none."""
-        from promptq.producer.admin.queue_views import queue_of_request
-
-        return await self._do(queue_of_request(await self._keys(), request_id))
+        return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
-        """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
-        from promptq.producer.admin.queue_views import set_alias
-
-        await self._do(set_alias(await self._keys(), alias, model))
+        """Give a model the further name `alias`. Raises ConfigurationError."""
+        await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
         """Forget a further name of a model, or a model that no worker serves. Returns its queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
-        from promptq.producer.admin.queue_views import forget_model
-
-        return await self._do(forget_model(await self._keys(), name))
+        return await self._do(admin.queue_views.forget_model(await self._keys(), name))
 
     # API keys of the gateway
 
-    async def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
-        """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
+    async def create_api_key(
+        self, key: admin.api_keys.ApiKey, weight: float | None = None
+    ) -> tuple[str, admin.api_keys.ApiKey]:
+        """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
         two keys that should be separate would see each other's files, and for an unknown scope.
         """
-        from promptq.producer.admin.api_keys import create_api_key
+        return await self._do(admin.api_keys.create_api_key(await self._keys(), key, weight))
 
-        return await self._do(create_api_key(await self._keys(), key, weight))
-
-    async def api_keys(self) -> list[ApiKey]:
+    async def api_keys(self) -> list[admin.api_keys.ApiKey]:
         """The gateway's keys, sorted by name."""
-        from promptq.producer.admin.api_keys import api_keys
+        return await self._do(admin.api_keys.api_keys(await self._keys()))
 
-        return await self._do(api_keys(await self._keys()))
-
-    async def revoke_api_key(self, name: str) -> ApiKey:
+    async def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
         """Make a key invalid from now on. Raises RequestNotFoundError."""
-        from promptq.producer.admin.api_keys import revoke_api_key
-
-        return await self._do(revoke_api_key(await self._keys(), name))
+        return await self._do(admin.api_keys.revoke_api_key(await self._keys(), name))
 
     # Streams
 
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """As `Client.stream`. To leave the loop early, use `contextlib.aclosing`."""
+        """Yields events like `Client.stream`. To leave early, use `contextlib.aclosing`."""
         check_request_id(request_id)
 
         def begin() -> Callable[[Any], Any]:
@@ -477,7 +434,7 @@ class AsyncClient:
         With `stream`, each event wakes up a task. With hundreds of streams that costs more than the
         events themselves. Here no task wakes up, and all streams of the client wait while `handle`
         runs. For work that takes time, `handle` returns a function, which is called and awaited
-        before the stream goes on. Raises what `stream` and `handle` raise.
+        before the stream continues. Raises what `stream` and `handle` raise.
         """
         check_request_id(request_id)
 
@@ -502,7 +459,7 @@ class AsyncClient:
                 await finish()
 
     async def close(self) -> None:
-        """As `Client.close`."""
+        """End every wait and close the connections, unless you passed the redis-py client."""
         if self._queue is not None:
             await self._queue.close()
         if self._subscriptions is not None:
@@ -526,11 +483,9 @@ class AsyncClient:
                     raise without_server(error) from error
                 self._use(self._owned)
             if self._model is not None:
-                from promptq.producer.admin.queue_views import queue_of_model
-
                 assert self._redis is not None
                 assert self._queue is not None
-                finding = queue_of_model(self._queue.keys, self._model)
+                finding = admin.queue_views.queue_of_model(self._queue.keys, self._model)
                 with explained(self.url):
                     name = await heeding_cancels(carry_out_async(finding, self._queue.run))
                 self._model, self._queue_name = None, name
@@ -571,13 +526,13 @@ class AsyncClient:
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
         """Carry out a stream's actions, once the client is connected and knows its queue.
 
-        Yields whatever else the function of `begin` gives, until it gives None.
+        Yields all other results of the function from `begin`, until it returns None.
         """
         await self._connected()
         go_on = begin()
         assert self._subscriptions is not None
         with explained(self.url):
-            async with aclosing(self._subscriptions.mailbox()) as mailbox:
+            async with aclosing(Mailbox(self._subscriptions)) as mailbox:
                 todo = go_on(None)
                 while todo is not None:
                     if isinstance(todo, Wait):

@@ -1,4 +1,4 @@
-"""Which server a client talks to, and what the errors of redis-py mean."""
+"""Finds the server that a client talks to, and explains the errors of redis-py."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ HOW_TO_GET_A_SERVER = (
 
 
 def server_url(url: str | None = None) -> str:
-    """The given URL, else the URL of the settings, else the URL of this user's `promptq up`.
+    """Returns `url`, else the URL of the settings, else the URL of this user's `promptq up`.
 
-    Raises RedisUnavailableError if there is none of them.
+    Raises RedisUnavailableError if there is none.
     """
     if url:
         return url
     from promptq.shared.settings.common import read_settings
 
-    found = read_settings().redis_url or advertised()
-    if found is None:
+    known_url = read_settings().redis_url or advertised()
+    if known_url is None:
         raise RedisUnavailableError(f"there is no Redis server to talk to: {HOW_TO_GET_A_SERVER}")
-    return found
+    return known_url
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
@@ -48,7 +48,7 @@ def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
 
 
 def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str:
-    """Where a redis-py client connects to, for error messages."""
+    """Returns the address of a redis-py client, for error messages."""
     if (nodes := address_of_nodes(pool)) is not None:
         return nodes
     options = pool.connection_kwargs
@@ -58,7 +58,7 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raise ConfigurationError for a client that reads text, or does not write UTF-8."""
+    """Raises ConfigurationError for a client that decodes replies, or does not write UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
@@ -66,9 +66,9 @@ def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.Connectio
         raise ConfigurationError(f"redis: give a client that was made without {encoding=}")
 
 
-def check_is_alone(model: str, queue: str | None) -> None:
-    """Raise ConfigurationError for a client with both."""
-    if queue is not None:
+def check_one_of(model: str | None, queue: str | None) -> None:
+    """Raises ConfigurationError for a client with both a model and a queue."""
+    if model is not None and queue is not None:
         raise ConfigurationError(
             f"model: {model!r} finds its queue by itself; name it or the queue {queue!r}, not both"
         )
@@ -76,7 +76,7 @@ def check_is_alone(model: str, queue: str | None) -> None:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn what redis-py raises about the server into an error of ours; `url` names the server."""
+    """Turn errors of redis-py about the server into errors of ours; `url` names the server."""
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:

@@ -1,4 +1,4 @@
-"""Forks: requests that go on from the first tokens of another one, running or finished."""
+"""Forks: requests that continue from the first tokens of another one, running or finished."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from promptq.shared.queue.call import PAUSE, Call, Operation
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work, sliced
 
-OF_ITS_OWN = frozenset({"seed", "idempotency_key", "trace_context", "prompt_logprobs"})
-"""Fields of the source that a fork does not take over. With its seed it would repeat its tokens."""
+_NOT_COPIED = frozenset(
+    {"seed", "idempotency_key", "trace_context", "prompt_logprobs", "output_prefix"}
+)
+"""Fields of the source that a fork does not get. With its seed it would repeat its tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
 """Fields that a fork cannot change, since its tokens are those behind the same prompt."""
@@ -43,27 +45,26 @@ class ForkSource:
     token_ids: list[int]
 
     def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
-        """The fields of a request that goes on behind `at` tokens and a text, and where that is.
+        """Returns the fields of a request that continues after `at` tokens and a text; its point.
 
-        Raises InvalidRequestError that names the wrong one of both.
+        Raises InvalidRequestError that names the wrong argument.
         """
         if not isinstance(append, str):
             raise InvalidRequestError("append: must be text", field="append")
         point = ForkPoint(self.request_id, self._position(at))
         prefix: dict[str, Any] = {"token_ids": self.token_ids[: point.position]}
-        given = self.fields.get("output_prefix")
-        if at is None and not self.token_ids and isinstance(given, dict):
-            prefix |= given  # it has not begun, and will begin with this
+        own_prefix = self.fields.get("output_prefix")
+        if at is None and not self.token_ids and isinstance(own_prefix, dict):
+            prefix |= own_prefix  # the source has not begun, and will begin with this
         if append:
             prefix["text"] = f"{prefix.get('text', '')}{append}"
-        kept = {name: it for name, it in self.fields.items() if name not in OF_ITS_OWN}
-        kept.pop("output_prefix", None)
+        kept = {name: value for name, value in self.fields.items() if name not in _NOT_COPIED}
         if prefix != {"token_ids": []}:
             kept["output_prefix"] = prefix
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Makes the request, with further fields. Raises InvalidRequestError."""
+        """Makes the request; `changes` are further fields. Raises InvalidRequestError."""
         fields, point = self.fork(at, append)
         if self.tenant:
             fields["tenant"] = self.tenant
@@ -99,9 +100,12 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
     Raises RequestNotFoundError for one that is unknown or has expired, InvalidRequestError for one
     that no worker could run.
     """
+    fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result"]
     # The log first: when it is folded, the result is there before the log is gone.
-    events, record = yield [lookups.log_after(keys, request_id, 0), _record(keys, request_id)]
-    payload, tenant, result = record
+    events, (payload, tenant, result) = yield [
+        lookups.log_after(keys, request_id, 0),
+        Call("", fields_read, list, lambda: [None] * 3),
+    ]
     if payload is None:
         raise RequestNotFoundError.of(request_id, keys.queue)
     try:
@@ -118,14 +122,9 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
 
 def _token_ids_in(outputs: list[bytes]) -> Work[list[int]]:
     """Returns the token ids of all events, or of a result. Raises ValueError, RecursionError."""
-    found: list[int] = []
+    token_ids: list[int] = []
     for output in filter(None, outputs):
         fields = yield from object_in(output.decode(), _SKIPPED)
-        found += _Output.model_validate(fields).token_ids
+        token_ids += _Output.model_validate(fields).token_ids
         yield
-    return found
-
-
-def _record(keys: Keys, request_id: str) -> Call[list[bytes | None]]:
-    name = keys.request(request_id)
-    return Call("", ["HMGET", name, "payload", "tenant", "result"], list, lambda: [None] * 3)
+    return token_ids

@@ -26,11 +26,11 @@ def compose(
     first wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
-    return [replace(it, account=account) for it in composed] if account else composed
+    return [replace(new, account=account) for new in composed] if account else composed
 
 
 def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
-    """`n` requests with one prompt: ids `ID:0` ... `ID:n-1`, seeds `seed + i` if one is given.
+    """Makes `n` requests with one prompt: ids `ID:0` ... `ID:n-1`, and seeds `seed + i`, if any.
 
     Raises InvalidRequestError.
     """
@@ -43,7 +43,7 @@ def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
 def compose_embeddings(
     texts: Prompt | Sequence[Prompt], fields: Mapping[str, Any]
 ) -> list[NewRequest]:
-    """One request for each text, with the ids `ID:0` ... `ID:n-1` if there are several.
+    """Makes a request for each text, with the ids `ID:0` ... `ID:n-1` if there are several.
 
     Raises InvalidRequestError.
     """
@@ -75,7 +75,7 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
-    """The error for a value that JSON cannot hold: half a character, or a list within itself."""
+    """Returns the error for a value that is no JSON: half a character, or a list within itself."""
     for name, value in fields.items():
         try:
             from_json(to_json({name: value}))
@@ -88,10 +88,10 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with the id that is the beginning of the samples' ids."""
-    given_id = fields.get("request_id")
-    own_id = new_request_id() if given_id is None else check_request_id(given_id)
-    return {**fields, "request_id": own_id}
+    """Returns the fields with an id, with which the samples' ids begin."""
+    request_id = fields.get("request_id")
+    checked_id = new_request_id() if request_id is None else check_request_id(request_id)
+    return {**fields, "request_id": checked_id}
 
 
 def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +110,6 @@ def call_fields(
     delay_ms: int,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of a client's method as one mapping for `compose`."""
+    """Returns the arguments of a client's method as one mapping for `compose`."""
     own = {"prompt": prompt, "messages": messages, "request_id": request_id, "delay_ms": delay_ms}
     return {**fields, **own}

@@ -1,4 +1,4 @@
-"""What a client returns for finished requests."""
+"""Results of finished requests, as clients return them."""
 
 from __future__ import annotations
 
@@ -58,19 +58,18 @@ def countdown(timeout: float | None) -> Callable[[], float | None]:
 
 
 def checked_vector(request_id: str, result: Result) -> Result:
-    """The result, if it has a vector. Raises RequestFailedError if it has none."""
+    """Returns the result. Raises RequestFailedError if it has no vector."""
     try:
         _ = result.vector
     except ValueError:
-        why = f"it ended with {result.finish_reason.value!r}"
-        raise RequestFailedError(
-            f"request {request_id!r} has no vector: {why}", result.finish_reason.value
-        ) from None
+        reason = result.finish_reason.value
+        message = f"request {request_id!r} has no vector: it ended with {reason!r}"
+        raise RequestFailedError(message, reason) from None
     return result
 
 
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
-    """The result of a whole stream. If `check`, raises RequestFailedError for a failed request."""
+    """Folds a whole stream. Raises RequestFailedError for a failed request, if `check`."""
     result = Result.fold(events)
     if check and result.finish_reason is FinishReason.ERROR:
         error_type = result.error.type if result.error else "unknown"

@@ -48,7 +48,7 @@ _MAX_BACKOFF_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Drop any subscription there is and open a new one; answered with None."""
+    """Replace the stream's subscription by a new one; answered with None."""
 
     channel: str
     sharded: bool
@@ -56,21 +56,21 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Make a call; answered with what it gives."""
+    """Make a call; answered with its value."""
 
     call: Call[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait so many seconds; answered with what the subscription brings, see `heard`."""
+    """Wait for the subscription; answered with the result of `heard`, None after `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Sleep so many seconds; answered with None."""
+    """Sleep for `seconds`; answered with None."""
 
     seconds: float
 
@@ -81,20 +81,17 @@ Action = Subscribe | Ask | Wait | Sleep | TokenEvent
 Steps = Generator[Action, Any, None]
 
 
-class Subscribed(Enum):
-    """Heard when the server confirms a subscription, and again after each reconnection."""
+class Notice(Enum):
+    """Arrives on a subscription beside its messages."""
 
     SUBSCRIBED = "subscribed"
-
-
-class Missed(Enum):
-    """Heard instead of messages that were dropped."""
-
+    """The server has confirmed the subscription; again after each reconnection."""
     MISSED = "missed"
+    """Messages were dropped."""
 
 
-def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
-    """What a pub/sub message of redis-py says: an event, a confirmed subscription, or nothing.
+def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
+    """Returns what a pub/sub message of redis-py is: an event, `SUBSCRIBED`, or nothing.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -104,13 +101,13 @@ def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
     if message and kind in ("message", "smessage"):
         data: bytes = message["data"]
         return data
-    return Subscribed.SUBSCRIBED if kind in ("subscribe", "ssubscribe") else None
+    return Notice.SUBSCRIBED if kind in ("subscribe", "ssubscribe") else None
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Send the answer to the last action (an exception if it failed) and get the next action.
+    """Send the last action's answer, or the error that it raised. Returns the next action.
 
-    None when the stream has ended.
+    Returns None when the stream has ended.
     """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
@@ -129,10 +126,10 @@ def follow(
 ) -> Steps:
     """Stream a request, from its first event or the one that holds token `from_index`, to its last.
 
-    If the request's log was folded into its result, the stream is one event with all that is left.
-    If it was also to begin at a later index, that event has `index` 0 and holds everything, as the
-    borders of the text are lost with the log. A user who may not read requests' records gets what
-    log and channel say, and waits if there is no log.
+    If the request's log was folded into its result, the stream is one event with the rest. With a
+    `from_index`, that event has `index` 0 and holds everything, as the borders of the text are lost
+    with the log. A Redis user who may not read requests' records gets the events of log and
+    channel, and waits if there is no log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and what redis-py raises when the server stays away.
@@ -141,7 +138,7 @@ def follow(
 
 
 class _Folded(BaseModel):
-    """What the log held, as the record's `result` keeps it."""
+    """The content of the log, from the record's field `result`."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -160,7 +157,7 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """None for what is not of this kind: anybody may write into a record."""
+    """Returns None for a text of another kind: anybody may write into a record."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -174,8 +171,8 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """The event, or None if it is not one: anybody may publish on a channel."""
-    if len(text) > _LARGE_BYTES:  # it tells of all tokens of a prompt
+    """Returns the event; None if the text is no event: anybody may publish on a channel."""
+    if len(text) > _LARGE_BYTES:  # it has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
         return TokenEvent.model_validate_json(text)
@@ -190,30 +187,24 @@ _NOTHING: _Ending = (None, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
 
 
+@dataclass
 class _Stream:
-    def __init__(
-        self,
-        keys: Keys,
-        request_id: str,
-        from_index: int,
-        silence: float,
-        timeout: float | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._keys = keys
-        self._id = request_id
-        self._from_index = from_index
-        self._position = from_index
+    keys: Keys
+    id: str
+    from_index: int
+    silence: float
+    timeout: float | None
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._position = self.from_index
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
         self._token_ids = array("q")  # delivered, from `_text_from` on
-        self._is_barred = False  # from the request's record
+        self._may_not_read = False  # the request's record
         self._was_cut = False  # from the server, which may have lost writes meanwhile
         self._ended = False
-        self._silence = silence
-        self._timeout = timeout
-        self._clock = clock
-        self._deadline = None if timeout is None else clock() + timeout
+        self._deadline = None if self.timeout is None else self.clock() + self.timeout
         self._failures = 0
         self._lost_at = 0.0
 
@@ -226,22 +217,23 @@ class _Stream:
                     raise
                 self._was_cut = True
                 if self._failures == 0:
-                    self._lost_at = self._clock()
-                elif self._clock() - self._lost_at >= GIVE_UP_SECONDS:
+                    self._lost_at = self.clock()
+                elif self.clock() - self._lost_at >= GIVE_UP_SECONDS:
                     raise
                 self._failures += 1
                 yield Sleep(min(self._backoff(), self._patience()))
 
     def _listen(self) -> Steps:
-        sharded = yield Ask(_is_sharded(self._keys))
-        yield Subscribe(self._keys.events(self._id), sharded)
+        config = self.keys.config
+        sharded = yield Ask(Call("", ["HGET", config, "pubsub"], lambda reply: reply == b"sharded"))
+        yield Subscribe(self.keys.events(self.id), sharded)
         while not self._ended:
             answer = yield Wait(self._patience())
             event = (yield from _event_in(answer)) if isinstance(answer, bytes) else None
             if event is not None and event.index <= self._position:
                 yield from self._continue(event)
             else:
-                if answer is Subscribed.SUBSCRIBED and self._token_ids:
+                if answer is Notice.SUBSCRIBED and self._token_ids:
                     self._was_cut = True
                 yield from self._catch_up()
                 self._failures = 0  # the server answered, even if it goes away again
@@ -271,12 +263,12 @@ class _Stream:
         if ours != theirs:
             at = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             raise StreamChangedError(
-                f"request {self._id!r}: the server lost tokens that this stream has delivered, and"
+                f"request {self.id!r}: the server lost tokens that this stream has delivered, and"
                 f" other ones took their place from token {start + at} on; read the request anew"
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
-        """Note that the event is delivered, and give it."""
+        """Note that the event is delivered, and return it."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
@@ -287,13 +279,13 @@ class _Stream:
         return event
 
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
-        """What an event brings beyond the tokens that were delivered.
+        """Returns the event without the tokens that were delivered before.
 
-        This is for a log of which a part was lost, as in a failover: another worker went on, and
-        its events begin at other tokens.
+        A failover may lose a part of the log. Another worker then continues, and its events begin
+        at other tokens.
         """
         text = ""
-        call = lookups.log_after(self._keys, self._id, 0)
+        call = lookups.log_after(self.keys, self.id, 0)
         for entry in (yield from self._ask(call, list[bytes]())):
             logged = yield from _event_in(entry)
             if (
@@ -314,7 +306,7 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Deliver what the log has, or what the record says if the log has nothing new."""
+        """Deliver new events of the log. If there are none, deliver the record's result."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
@@ -334,20 +326,20 @@ class _Stream:
             return
         if is_spoilt:
             raise SpoiltRecordError(
-                f"request {self._id!r}: a spoilt record: it has ended, and its fields last_event"
+                f"request {self.id!r}: a spoilt record: it has ended, and its fields last_event"
                 " and result do not say how"
             )
         if last_event is None or folded is None:
-            raise RequestNotFoundError.of(self._id, self._keys.queue)
+            raise RequestNotFoundError.of(self.id, self.keys.queue)
         self._check(0, folded.token_ids)
         event = self._rest(last_event, folded)
         del folded  # so that the reader may free parts of the event
         yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Deliver what continues the stream. Gives whether there was anything."""
+        """Deliver events that continue the stream. Returns whether there were any."""
         before = self._position
-        call = lookups.log_after(self._keys, self._id, before)
+        call = lookups.log_after(self.keys, self.id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
             event = yield from _event_in(entry)
             if event is None or event.index > self._position:
@@ -356,37 +348,40 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """What the record says about the end; None if this user may not read it.
+        """Returns the end in the record; None if this user may not read the record.
 
-        Each stream tries it once only, so that the server's log of refusals stays short.
+        Each stream tries only once, so that the server's log of refusals stays short.
         """
-        if self._is_barred:
+        if self._may_not_read:
             return None
         try:
-            return (yield from self._ask(_ending(self._keys, self._id), _NOTHING))
+            return (yield from self._ask(_ending(self.keys, self.id), _NOTHING))
         except redis.exceptions.NoPermissionError:
-            self._is_barred = True
+            self._may_not_read = True
             return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
         """Whether a record without a state belongs to a request that plain commands enqueued.
 
-        It asks with plain commands, as users who only read may not run scripts.
+        This uses plain commands, as users who only read may not run scripts.
         """
-        if (yield from self._ask(lookups.state(self._keys, self._id), None)) is not None:
+        if (yield from self._ask(lookups.state(self.keys, self.id), None)) is not None:
             return True
-        tenants = yield from self._ask(_tenants_waiting(self._keys), list[bytes]())
-        for key in [self._keys.pending.encode(), *tenants]:
-            if (yield from self._ask(Call("", ["ZSCORE", key, self._id], _is_there), False)):
+        reading: Call[list[bytes]] = Call("", ["SMEMBERS", self.keys.tenants_waiting], list)
+        tenants = yield from self._ask(reading, [])
+        pending = self.keys.pending.encode()
+        for key in [pending, *(pending + b":" + tenant for tenant in tenants)]:
+            score: Call[Any] = Call("", ["ZSCORE", key, self.id], lambda reply: reply)
+            if (yield from self._ask(score, None)) is not None:
                 return True
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
         """The last event, with all of the result that was not delivered yet."""
         start, text_start = self._position, self._text_length
-        if self._from_index >= len(result.token_ids):
+        if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)
-        elif self._from_index > 0:
+        elif self.from_index > 0:
             start, text_start = 0, 0
         logprobs = result.logprobs and result.logprobs[start:]
         of_prompt = _NOTHING_OF_PROMPT
@@ -403,7 +398,7 @@ class _Stream:
         )
 
     def _ask(self, call: Call[T], otherwise: T) -> Generator[Action, Any, T]:
-        """What the call gives; `otherwise` if a stranger made the key of another type."""
+        """Returns the call's value; `otherwise` if a stranger made the key of another type."""
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:
@@ -415,30 +410,16 @@ class _Stream:
     def _patience(self) -> float:
         """Seconds to wait for the next event. Raises TimeoutError when the stream's time is up."""
         if self._deadline is None:
-            return self._silence
-        left = self._deadline - self._clock()
+            return self.silence
+        left = self._deadline - self.clock()
         if left <= 0:
-            raise TimeoutError(f"request {self._id!r} did not end within {self._timeout} seconds")
-        return min(self._silence, left)
+            raise TimeoutError(f"request {self.id!r} did not end within {self.timeout} seconds")
+        return min(self.silence, left)
 
     def _backoff(self) -> float:
         """Seconds until the next try, spread so that clients do not return all at once."""
         longest = min(_FIRST_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
         return random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
-
-
-def _is_sharded(keys: Keys) -> Call[bool]:
-    return Call("", ["HGET", keys.config, "pubsub"], lambda reply: reply == b"sharded")
-
-
-def _tenants_waiting(keys: Keys) -> Call[list[bytes]]:
-    """The keys in which requests of tenants wait."""
-    prefix = keys.pending.encode() + b":"
-    return Call("", ["SMEMBERS", keys.tenants_waiting], lambda reply: [prefix + it for it in reply])
-
-
-def _is_there(score: Any) -> bool:
-    return score is not None
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:

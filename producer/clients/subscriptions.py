@@ -1,10 +1,10 @@
 """The channels that the streams of one asyncio client follow, through one connection.
 
-A separate task, the keeper, owns the connection for as long as anybody listens. It puts messages
-into the mailboxes of those who follow the channel. They hear a message at once, unless they are
-busy. When the connection is lost, the keeper opens it again, once for all of them. Of redis-py's
-PubSub only the connection is used. PubSub opens a lost connection from whichever task notices the
-loss, so it is not safe to read in one task and subscribe from others.
+A separate task, the keeper, owns the connection while any stream listens. It puts messages into the
+mailboxes of the streams that follow the channel. A stream handles a message at once, unless it is
+busy. The keeper opens a lost connection again, once for all streams. Of redis-py's PubSub only the
+connection is used. PubSub opens a lost connection from whichever task notices the loss, so it is
+not safe to read in one task and subscribe from others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any, TypeVar, cast
 
 import redis
 
-from promptq.producer.clients.stream import Missed, Subscribed, Wait
+from promptq.producer.clients.stream import Notice, Wait
 from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""If more messages wait for a stream, they are dropped, and it hears that it missed some."""
+"""If more messages wait for a stream, they are dropped, and the stream gets `MISSED`."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
-_Heard = bytes | Subscribed | Missed | Exception
+_Heard = bytes | Notice | Exception
 T = TypeVar("T")
 GoOn = Callable[[Any], T | Wait]
-"""Takes the answer to a stream's last action, and gives the next action."""
+"""Takes the answer to a stream's last action, and returns the next action."""
 
 _Channel = tuple[bytes, bool]  # the name, and whether it is sharded
 
@@ -48,8 +48,10 @@ class Subscriptions:
     def __init__(self, client: Any) -> None:
         self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
-        self._asked: set[_Channel] = set()  # subscriptions asked of the server, and not refused
-        self._unanswered: deque[_Channel] = deque()  # those without a reply, in the order sent
+        self._requested: set[_Channel] = set()  # subscriptions that were sent, and not refused
+        self._unanswered: deque[_Channel] = (
+            deque()
+        )  # subscriptions without a reply, in the order sent
         self._leaving: Counter[_Channel] = Counter()  # unsubscriptions without a reply
         self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
@@ -57,24 +59,20 @@ class Subscriptions:
         self._closed = False
         self._is_quiet = False
 
-    def mailbox(self) -> Mailbox:
-        """A mailbox for one stream. It follows nothing yet, and its user closes it."""
-        return Mailbox(self)
-
     async def aclose(self) -> None:
-        """Drop the connection. Those who still listen hear QueueClosedError."""
+        """Drop the connection. Streams that still listen raise QueueClosedError."""
         self._closed = True
         keeper = [] if self._keeper is None else [self._keeper]
         self._fail(QueueClosedError("the client was closed"))
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Follow a channel, from the next `Subscribed` on. Raises QueueClosedError."""
+        """Follow a channel, from the next `SUBSCRIBED` on. Raises QueueClosedError."""
         if self._closed:
             raise QueueClosedError("the client was closed")
         self._mailboxes.setdefault(channel, []).append(mailbox)
         if channel in self._confirmed:
-            mailbox.put(Subscribed.SUBSCRIBED)
+            mailbox.put(Notice.SUBSCRIBED)
         self._changed.set()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
@@ -105,13 +103,13 @@ class Subscriptions:
                     seconds = random.uniform(0, _MAX_RECONNECT_SECONDS)  # noqa: S311 # spreads them
                     await asyncio.sleep(seconds)
                     await pubsub.connect()
-        except Exception as error:  # whatever it is, those who listen must hear of it
+        except Exception as error:  # streams that listen must raise any error
             if self._keeper is me:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Hear messages until the connection is lost. Raises its error if nothing was heard."""
-        self._asked.clear()
+        """Read replies until the connection is lost. Raises its error if no reply came."""
+        self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
         self._confirmed.clear()
@@ -139,26 +137,30 @@ class Subscriptions:
             await end(beside)  # before the connection is opened again
 
     async def _send_changes(self, connection: Any) -> None:
-        """Send one command a channel, so that a refusal is about one channel; all in one write."""
+        """Send changes in one write, one command each, so that a refusal is about one channel."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            new = list(self._mailboxes.keys() - self._asked)
-            old = list(self._asked - self._mailboxes.keys())
-            self._asked.difference_update(old)
+            new = list(self._mailboxes.keys() - self._requested)
+            old = list(self._requested - self._mailboxes.keys())
+            self._requested.difference_update(old)
             self._leaving.update(old)
-            self._asked.update(new)
+            self._requested.update(new)
             self._unanswered.extend(new)
-            commands = [("SSUBSCRIBE" if sharded else "SUBSCRIBE", name) for name, sharded in new]
-            commands += [
-                ("SUNSUBSCRIBE" if sharded else "UNSUBSCRIBE", name) for name, sharded in old
-            ]
-            await _send(connection, commands)
+            changes = (("SUBSCRIBE", new), ("UNSUBSCRIBE", old))
+            await _send(
+                connection,
+                [
+                    ("S" * sharded + verb, name)
+                    for verb, names in changes
+                    for name, sharded in names
+                ],
+            )
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
-        """Disconnect when nothing comes, not even an answer: the connection may pass nothing more.
+        """Disconnect if not even a PING is answered: the connection may pass nothing more.
 
-        The streams do not notice that, because each finds in the log what it missed.
+        The streams do not notice that, because each reads missed events from the log.
         """
         seconds = connection.socket_timeout
         while seconds is not None and not self._is_quiet:
@@ -180,22 +182,22 @@ class Subscriptions:
         elif kind in _CONFIRMATIONS:
             self._unanswered.popleft()
             self._confirmed.add(channel)
-            self._put(channel, Subscribed.SUBSCRIBED)
+            self._put(channel, Notice.SUBSCRIBED)
         elif kind in _ENDS:
             self._confirmed.discard(channel)
             if self._leaving[channel]:
                 self._leaving[channel] -= 1
-            elif channel in self._asked:
+            elif channel in self._requested:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Give the error to the first subscription without a reply, because replies come in order.
+        """Pass the error to the first subscription without a reply, because replies come in order.
 
-        While a stream still waits for a refused channel, it is asked for again and refused again.
+        While a stream waits for a refused channel, the next change subscribes to it again.
         """
         if self._unanswered:
             channel = self._unanswered.popleft()
-            self._asked.discard(channel)
+            self._requested.discard(channel)
             self._put(channel, error)
 
     def _put(self, channel: _Channel, item: _Heard) -> None:
@@ -203,7 +205,7 @@ class Subscriptions:
             mailbox.put(item)
 
     def _fail(self, error: Exception) -> None:
-        """Tell everybody. Whoever follows a channel next starts a new keeper and connection."""
+        """Pass the error to all streams. The next stream starts a new keeper and connection."""
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._keeper = None
         self._confirmed.clear()
@@ -213,7 +215,10 @@ class Subscriptions:
 
 
 class Mailbox:
-    """What one stream has not heard yet. If too many messages wait in it, they are dropped."""
+    """Messages that one stream has not handled yet. If there are too many, all are dropped.
+
+    It follows no channel at first, and its user closes it.
+    """
 
     def __init__(self, subscriptions: Subscriptions) -> None:
         self._subscriptions = subscriptions
@@ -227,16 +232,16 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
 
     async def subscribe(self, name: str, sharded: bool) -> None:
-        """Follow this channel instead of the one before. It hears whether that works."""
+        """Follow this channel instead of the one before. `SUBSCRIBED` or an error follows."""
         await self.aclose()
         self._channel = (name.encode(), sharded)
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Call `go_on` with each message while it gives a `Wait`; returns what else it gives.
+        """Call `go_on` with each message while it returns a `Wait`. Returns its other result.
 
-        The keeper calls it, so the listening task does not wake up before the end. It is called
-        with an error when the connection is lost, with None when nothing came in time.
+        The keeper calls `go_on`, so the listening task does not wake up before the end. `go_on`
+        gets an error when the connection is lost, and None when nothing came in time.
         """
         while self._unread:
             todo = go_on(self._unread.popleft())
@@ -254,11 +259,11 @@ class Mailbox:
         # Each stream raises its own copy: one shared error would collect all their tracebacks.
         own = copy.copy(item) if isinstance(item, Exception) else item
         if not self._todo.done():
-            self._tell(own)
+            self._pass_on(own)
             return
         if len(self._unread) >= MAX_UNREAD:
             self._unread.clear()
-            self._unread.append(Missed.MISSED)
+            self._unread.append(Notice.MISSED)
         self._unread.append(own)
 
     async def aclose(self) -> None:
@@ -271,7 +276,7 @@ class Mailbox:
             self._timer.cancel()
             self._timer = None
 
-    def _tell(self, item: _Heard | None) -> None:
+    def _pass_on(self, item: _Heard | None) -> None:
         try:
             todo = self._go_on(item)
         except (Exception, asyncio.CancelledError) as error:
@@ -299,7 +304,7 @@ class Mailbox:
         if left > 0:
             self._set_timer(left)
         elif not self._todo.done():
-            self._tell(None)
+            self._pass_on(None)
 
 
 async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) -> None:

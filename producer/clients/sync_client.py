@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis
 
+from promptq.producer import admin
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.clients.connecting import (
     DEFAULT_QUEUE,
     address_of,
-    check_is_alone,
+    check_one_of,
     check_replies_are_bytes,
     explained,
     server_url,
@@ -60,15 +61,6 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_redis
 
-if TYPE_CHECKING:  # the modules for a whole queue are loaded when they are first used
-    from promptq.producer.admin.api_keys import ApiKey
-    from promptq.producer.admin.autoscaling import Scaling
-    from promptq.producer.admin.dead_letters import DeadLetter
-    from promptq.producer.admin.overview import Overview, WorkerView
-    from promptq.producer.admin.queue_stats import QueueStats
-    from promptq.producer.admin.queue_views import ServedModel
-    from promptq.producer.admin.timeline import Timeline
-
 T = TypeVar("T")
 
 
@@ -76,13 +68,13 @@ class Client:
     """Puts requests into a queue and reads their streams.
 
     Thread-safe: any number of threads may use one client. A thread that reads a stream keeps a
-    connection, and each call takes another one while it lasts. If you give it a redis-py client,
-    that client must allow so many connections (its `max_connections`, by default 100).
+    connection, and each call takes another one while it lasts. A redis-py client that you pass must
+    allow as many connections (its `max_connections`, by default 100).
 
     `server` is a URL or a redis-py client, which you close yourself. By default it is the server
     of PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a
     context manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each
-    request gets a span, and its worker's spans are children of that span.
+    request gets a span, the parent of its worker's spans.
 
     Instead of a `queue` you may name a `model`: the client then uses the queue that serves it, or,
     of several, the one with the fewest requests for each worker. A request is known in the queue
@@ -104,8 +96,7 @@ class Client:
         silence_seconds: float = SILENCE_SECONDS,
         tracing: Tracing | None = None,
     ) -> None:
-        if model is not None:
-            check_is_alone(model, queue)
+        check_one_of(model, queue)
         self._owned: redis.Redis | None = None
         if isinstance(server, redis.Redis):
             check_replies_are_bytes(server.connection_pool)
@@ -138,11 +129,11 @@ class Client:
         delay_ms: int = 0,
         **fields: Any,
     ) -> str:
-        """Put one request in and return its id, a UUIDv7 unless `request_id` is given.
+        """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
         `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
         are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-        `priority`, ...). With `delay_ms` it waits at least that long.
+        `priority`, ...). With `delay_ms` the request waits at least that long.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
         request is sent again, and the server recognises it. If the server stays away, nobody can
@@ -153,7 +144,7 @@ class Client:
         return own_id
 
     def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Put requests in, all or none, and return their ids.
+        """Enqueue requests, all or none. Returns their ids.
 
         Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
         """
@@ -173,7 +164,7 @@ class Client:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Put `n` requests with the same prompt in, all or none.
+        """Enqueue `n` requests with the same prompt, all or none.
 
         Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
         """
@@ -190,18 +181,17 @@ class Client:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Put a request in that goes on from the first `at` tokens of another one; return its id.
+        """Continue from the first `at` tokens of a request as a new one. Returns the new id.
 
-        The other request, `request_id`, may run or have ended; without `at` it is forked at the end
-        of what it has so far. The output of the fork begins with these tokens and the text
-        `append`, and the model goes on behind them. They are cheap: the prompt and they are found
-        in the prefix cache if their worker still has them. The id is `fork_id`, or a UUIDv7. The
-        fork has the payload of the other request but for its seed and its idempotency key, and
-        `changes` are further fields of it, such as `temperature`. `max_tokens` counts what is
-        generated behind the prefix.
+        The source, `request_id`, may run or have ended. Without `at`, the fork continues after all
+        of its tokens. The fork's output begins with these tokens and the text `append`. They and
+        the prompt cost little while the source's worker has them in its prefix cache. The id is
+        `fork_id`, or a UUIDv7. The fork has the source's payload without its seed and idempotency
+        key. `changes` are further fields, such as `temperature`. `max_tokens` counts only tokens
+        after the prefix.
 
-        Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for
-        a request that is unknown or has expired, and what `enqueue` raises.
+        Raises InvalidRequestError, also for an `at` beyond the source's tokens,
+        RequestNotFoundError if the source is unknown or has expired, and what `enqueue` raises.
         """
         check_changes(changes)
         source = self._do(fork_source(self._keys(), check_request_id(request_id)))
@@ -214,10 +204,10 @@ class Client:
     ) -> Result:
         """Wait for the request to end and return its whole result.
 
-        Raises RequestFailedError if it ended with an error, unless `check` is false. A request that
-        was cancelled or expired gives what it had generated. Raises TimeoutError after `timeout`
-        seconds; the request then goes on, unless you call `cancel`. Raises RequestNotFoundError and
-        StreamChangedError as `stream` does.
+        The result of a cancelled or expired request holds its tokens so far. Raises
+        RequestFailedError if the request ended with an error, unless `check` is false. Raises
+        TimeoutError after `timeout` seconds; the request then continues, unless you call `cancel`.
+        Raises RequestNotFoundError and StreamChangedError like `stream`.
         """
         return fold(request_id, self._read(request_id, timeout), check)
 
@@ -229,7 +219,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """`enqueue` and `result` in one. The request goes on if you stop waiting for it."""
+        """`enqueue` and `result` in one. The request continues if you stop waiting for it."""
         request_id = self.enqueue(prompt, **fields)
         return self.result(request_id, timeout=timeout, check=check)
 
@@ -245,7 +235,7 @@ class Client:
         """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
-        results = [self.result(it, timeout=left(), check=check) for it in request_ids]
+        results = [self.result(each, timeout=left(), check=check) for each in request_ids]
         return Samples(request_ids, results)
 
     def embed(
@@ -261,8 +251,9 @@ class Client:
         """Turn a text, or several, into vectors. Texts are enqueued all or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
-        tokens) or the worker's own. `dimensions` keeps so many numbers of each vector. `fields` are
-        as in `enqueue`; those that generate have no meaning here. `timeout` is for all together.
+        tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
+        `fields` are as in `enqueue`; those for generation have no effect. `timeout` is for all
+        together.
 
         Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
         without a vector.
@@ -271,7 +262,7 @@ class Client:
         new = compose_embeddings(texts, {**fields, "embed": embed})
         request_ids = self.enqueue_composed(new)
         left = countdown(timeout)
-        results = [self.result(it, timeout=left()) for it in request_ids]
+        results = [self.result(each, timeout=left()) for each in request_ids]
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     # One request
@@ -282,44 +273,34 @@ class Client:
         return status
 
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to the place that it would have if enqueued with this priority.
+        """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns whether that worked. A request that a worker holds stays as it is. Raises
+        Returns whether that worked. A request that a worker holds does not change. Raises
         InvalidRequestError.
         """
-        from promptq.producer.admin.queue_control import reprioritise
-
-        return self._do(reprioritise(self._keys(), request_id, priority))
+        return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
     def state(self, request_id: str) -> RequestState | None:
         """Returns the state of a request; None if it is unknown."""
         return self._do(lookups.state(self._keys(), check_request_id(request_id)))
 
-    def timeline(self, request_id: str) -> Timeline:
+    def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, and when. Raises RequestNotFoundError."""
-        from promptq.producer.admin.timeline import timeline
-
-        return self._do(timeline(self._keys(), request_id))
+        return self._do(admin.timeline.timeline(self._keys(), request_id))
 
     # The queue and its workers
 
-    def stats(self) -> QueueStats:
+    def stats(self) -> admin.queue_stats.QueueStats:
         """Returns what the queue holds and how its workers do."""
-        from promptq.producer.admin.queue_stats import stats
+        return self._do(admin.queue_stats.stats(self._keys()))
 
-        return self._do(stats(self._keys()))
-
-    def overview(self) -> Overview:
+    def overview(self) -> admin.overview.Overview:
         """Returns what the queue holds, how its workers do, and the latest statistics."""
-        from promptq.producer.admin.overview import overview
+        return self._do(admin.overview.overview(self._keys()))
 
-        return self._do(overview(self._keys()))
-
-    def worker(self, worker_id: str) -> WorkerView:
+    def worker(self, worker_id: str) -> admin.overview.WorkerView:
         """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
-        from promptq.producer.admin.overview import worker
-
-        return self._do(worker(self._keys(), worker_id))
+        return self._do(admin.overview.worker(self._keys(), worker_id))
 
     def statistics(self, since_ms: int = 0) -> list[Sample]:
         """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
@@ -332,35 +313,25 @@ class Client:
         """Take a sample if one is due. Call it every few seconds if workers may all be away."""
         self._do(statistics.sample(statistics.Contribution()))
 
-    def scaling(self, target_seconds: float = TARGET_SECONDS) -> Scaling:
+    def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
         """How many workers the queue needs so that no request waits over `target_seconds`."""
-        from promptq.producer.admin.autoscaling import scaling
+        return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
-        return self._do(scaling(self._keys(), target_seconds))
-
-    def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[Scaling]:
+    def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
         """How many workers each queue of the server that can be read should have."""
-        from promptq.producer.admin.autoscaling import scalings
-
-        return self._do(scalings(self._keys(), target_seconds))
+        return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
-        """Hand out no more requests. New ones are accepted and wait; those that run go on."""
-        from promptq.producer.admin.queue_control import pause
-
-        self._do(pause(self._keys()))
+        """Stop handing out requests. New ones are accepted and wait; running ones finish."""
+        self._do(scripts.set_paused(self._keys(), True))
 
     def resume(self) -> None:
         """Hand out requests again after `pause`."""
-        from promptq.producer.admin.queue_control import resume
-
-        self._do(resume(self._keys()))
+        self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish what runs and exit. Returns their ids."""
-        from promptq.producer.admin.queue_control import drain
-
-        return self._do(drain(self._keys(), worker_id))
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
+        return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters
 
@@ -368,17 +339,13 @@ class Client:
         """Ids of dead letters, the latest first."""
         return self._do(lookups.dead_ids(self._keys(), limit))
 
-    def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+    def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
         """Requests that were given up because they crash their workers, the latest first."""
-        from promptq.producer.admin.dead_letters import dead_letters
+        return self._do(admin.dead_letters.dead_letters(self._keys(), limit))
 
-        return self._do(dead_letters(self._keys(), limit))
-
-    def dead_letter(self, request_id: str) -> DeadLetter:
+    def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
         """One dead letter. Raises RequestNotFoundError."""
-        from promptq.producer.admin.dead_letters import dead_letter
-
-        return self._do(dead_letter(self._keys(), request_id))
+        return self._do(admin.dead_letters.dead_letter(self._keys(), request_id))
 
     def requeue(self, request_id: str) -> str:
         """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
@@ -391,11 +358,9 @@ class Client:
 
     # Models and their queues
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> list[admin.queue_views.ServedModel]:
         """The models of all queues of the server, by name. A queue without a model is left out."""
-        from promptq.producer.admin.queue_views import models
-
-        return self._do(models(self._keys()))
+        return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:
         """The queue that serves a model, which may be named by one of its further names.
@@ -403,83 +368,64 @@ class Client:
         Of several queues, it is the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
-        from promptq.producer.admin.queue_views import queue_of_model
-
-        return self._do(queue_of_model(self._keys(), model))
+        return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
     def queue_of_request(self, request_id: str) -> str:
         """The queue of the server in which a request is known; this one if it is known in none."""
-        from promptq.producer.admin.queue_views import queue_of_request
-
-        return self._do(queue_of_request(self._keys(), request_id))
+        return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
-        """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
-        from promptq.producer.admin.queue_views import set_alias
-
-        self._do(set_alias(self._keys(), alias, model))
+        """Give a model the further name `alias`. Raises ConfigurationError."""
+        self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
         """Forget a further name of a model, or a model that no worker serves. Returns its queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
-        from promptq.producer.admin.queue_views import forget_model
-
-        return self._do(forget_model(self._keys(), name))
+        return self._do(admin.queue_views.forget_model(self._keys(), name))
 
     # API keys of the gateway
 
-    def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
-        """Make a key of the gateway. Returns its secret, which is not stored, and what is kept.
+    def create_api_key(
+        self, key: admin.api_keys.ApiKey, weight: float | None = None
+    ) -> tuple[str, admin.api_keys.ApiKey]:
+        """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
         two keys that should be separate would see each other's files, and for an unknown scope.
         """
-        from promptq.producer.admin.api_keys import create_api_key
+        return self._do(admin.api_keys.create_api_key(self._keys(), key, weight))
 
-        return self._do(create_api_key(self._keys(), key, weight))
-
-    def api_keys(self) -> list[ApiKey]:
+    def api_keys(self) -> list[admin.api_keys.ApiKey]:
         """The gateway's keys, sorted by name."""
-        from promptq.producer.admin.api_keys import api_keys
+        return self._do(admin.api_keys.api_keys(self._keys()))
 
-        return self._do(api_keys(self._keys()))
-
-    def revoke_api_key(self, name: str) -> ApiKey:
+    def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
         """Make a key invalid from now on. Raises RequestNotFoundError."""
-        from promptq.producer.admin.api_keys import revoke_api_key
-
-        return self._do(revoke_api_key(self._keys(), name))
+        return self._do(admin.api_keys.revoke_api_key(self._keys(), name))
 
     # Streams
 
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> Iterator[TokenEvent]:
-        """The events of a request, from the first to the last, each once and in order.
+        """Yields the events of a request, from the first to the last, each once and in order.
 
         You may read a stream at any time, even after its end. With `from_index` it begins with the
-        event that holds that token. A lost connection is opened again. If the request fails, the
-        error is in its last event and is not raised.
+        event that holds that token. A lost connection is opened again. If the request fails, its
+        last event holds the error, which is not raised.
 
         Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
-        and StreamChangedError if the server lost tokens that were read and other ones replaced
-        them.
+        and StreamChangedError if the server lost delivered tokens and others replaced them.
         """
         keys = self.queue.keys
-        return self._carry_out(
-            follow(
-                keys,
-                check_request_id(request_id),
-                from_index,
-                silence=self._silence,
-                timeout=timeout,
-            )
-        )
+        check_request_id(request_id)
+        steps = follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
+        return self._carry_out(steps)
 
     def close(self) -> None:
-        """End every wait and close the connections, unless the redis-py client was given."""
+        """End every wait and close the connections, unless you passed the redis-py client."""
         self.queue.close()
         if self._owned is not None:
             self._owned.close()

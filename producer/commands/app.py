@@ -6,7 +6,7 @@ Examples in the docstrings of commands are not indented: Typer indents those of 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -54,30 +54,18 @@ _PANELS = {
 }
 """The module of each command, by panel and in the order of the help."""
 
-
-class _Commands(Mapping[str, Any]):
-    """The commands by name. The module of one is loaded when it is first needed."""
-
-    def __init__(self) -> None:
-        self._panels = {name: panel for panel, names in _PANELS.items() for name in names}
-        self._loaded: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            self._loaded[name] = _load(name, self._panels[name])
-        return self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._panels)
-
-    def __len__(self) -> int:
-        return len(self._panels)
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 
 
 class _Group(TyperGroup):
+    """Loads the module of a command when the command is first needed."""
+
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Any = _Commands()
+        self.commands: Any = _PANEL_OF  # only its names are used
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _load(cmd_name) if cmd_name in _PANEL_OF else None
 
 
 class _ForWorker(TyperCommand):
@@ -130,12 +118,14 @@ _FOR_WORKER: dict[str, dict[str, Any]] = {
     "up": _PASS_ON,
     "worker": {**_PASS_ON, "help_option_names": []},
     "demo": _PASS_ON,
-    "supervise": {},  # all of it is behind `--`
+    "supervise": {},  # the worker's arguments are after `--`
 }
 
 
-def _load(name: str, panel: str) -> Any:
+@cache
+def _load(name: str) -> Any:
     """Returns the command or group of this name."""
+    panel = _PANEL_OF[name]
     with quick_imports():
         command = getattr(import_module(_PANELS[panel][name]), name)
     gc.freeze()  # modules stay, so no collection needs to search them, also not the last one

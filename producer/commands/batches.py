@@ -63,7 +63,6 @@ def run(
     promptq batch run in.jsonl -o out.jsonl
     promptq batch run in.jsonl -o out.jsonl --in-flight 256 --priority 10
     """
-    require("promptq batch", "gateway")
     import sys
 
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -140,11 +139,12 @@ def jobs(
     """
     require("promptq jobs", "jobs")
     from promptq.producer.jobs.process import run_jobs
-    from promptq.producer.settings.jobs import read_jobs_settings
+    from promptq.producer.settings.jobs import JobsSettings
     from promptq.shared.runtime.logs import configure_logs
+    from promptq.shared.settings.common import read_settings_of
     from promptq.shared.settings.secrets import forget_secrets
 
-    settings = read_jobs_settings(redis_url=redis, queue=queue, redis_wait=redis_wait)
+    settings = read_settings_of(JobsSettings, redis_url=redis, queue=queue, redis_wait=redis_wait)
     forget_secrets()
     configure_logs(settings.log_level, settings.log_format)
     run_jobs(settings)

@@ -58,10 +58,12 @@ def gateway(
     promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
     promptq gateway --queue chat --queue embed
     """
-    from promptq.producer.settings.gateway import read_gateway_settings
+    from promptq.producer.settings.gateway import GatewaySettings
+    from promptq.shared.settings.common import read_settings_of
     from promptq.shared.settings.secrets import forget_secrets
 
-    settings = read_gateway_settings(
+    settings = read_settings_of(
+        GatewaySettings,
         http_host=host,
         http_port=port,
         http_share_port=share_port,

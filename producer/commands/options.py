@@ -38,5 +38,16 @@ Target = Annotated[
     float,
     typer.Option("--target", min=0.001, help="How many seconds a request should wait at most."),
 ]
+Priority = Annotated[int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")]
+Param = Annotated[
+    list[str] | None, typer.Option(metavar="FIELD=JSON", help="Any other field of a request.")
+]
+Model = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Use the queue that serves this model.")
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
+]
+EventsAsJson = Annotated[bool, typer.Option("--json", help="Print each event as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of the request.")]

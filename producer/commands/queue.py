@@ -39,11 +39,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
         return
     from rich.text import Text
 
-    from promptq.producer.commands.screens.render import (
-        queue_table,
-        why_no_worker,
-        workers_table,
-    )
+    from promptq.producer.commands.screens.render import queue_table, why_no_worker, workers_table
 
     console = SafeConsole()
     console.print(queue_table(statistics))
@@ -231,9 +227,8 @@ def requeue(
     promptq dead requeue --all
     """
     with open_client(redis, queue) as client:
-        new_ids = {}
-        for request_id in _chosen(client.dead_ids(_ALL) if everything else request_ids):
-            new_ids[request_id] = client.requeue(request_id)
+        chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
+        new_ids = {request_id: client.requeue(request_id) for request_id in chosen}
     if as_json:
         write(json.dumps({"requeued": new_ids}))
         return

@@ -10,7 +10,16 @@ import typer
 
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.client import open_client, open_client_of
-from promptq.producer.commands.options import Queue, Redis, RequestId
+from promptq.producer.commands.options import (
+    Detach,
+    EventsAsJson,
+    Model,
+    Param,
+    Priority,
+    Queue,
+    Redis,
+    RequestId,
+)
 from promptq.producer.commands.screens.printing import StreamPrinter
 from promptq.producer.commands.screens.terminal import write
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
@@ -38,9 +47,7 @@ def submit(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Stop before this text; can be given several times."),
     ] = None,
-    priority: Annotated[
-        int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")
-    ] = None,
+    priority: Priority = None,
     deadline_ms: Annotated[
         int | None,
         typer.Option(help="Milliseconds after which the request ends if it is not done."),
@@ -51,22 +58,14 @@ def submit(
     system: Annotated[
         str | None, typer.Option(help="System message of the chat; implies --chat.")
     ] = None,
-    param: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=JSON", help="Any other field of a request."),
-    ] = None,
+    param: Param = None,
     request_id: Annotated[
         str | None,
         typer.Option("--id", metavar="ID", help="Id of the request; default: a new one."),
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Use the queue that serves this model."),
-    ] = None,
+    detach: Detach = False,
+    as_json: EventsAsJson = False,
+    model: Model = None,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -80,7 +79,7 @@ def submit(
     promptq submit "Once" --json --param logprobs=2 --param 'stop_token_ids=[0]'
     """
     fields = _parse_params(param or [])
-    given = {
+    options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -90,7 +89,7 @@ def submit(
         "priority": priority,
         "deadline_ms": deadline_ms,
     }
-    fields |= {name: value for name, value in given.items() if value is not None}
+    fields |= {name: value for name, value in options.items() if value is not None}
     if "prompt" not in fields and "messages" not in fields:
         fields |= _prompt_fields(prompt, chat, system)
     with open_client(redis, queue, model) as client:
@@ -126,10 +125,8 @@ def fork(
         str | None,
         typer.Option("--id", metavar="ID", help="Id of the fork; default: a new one."),
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+    detach: Detach = False,
+    as_json: EventsAsJson = False,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -177,17 +174,9 @@ def embed(
         int | None, typer.Option(help="Keep this many numbers of each vector.")
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Give each vector the length 1.")] = True,
-    priority: Annotated[
-        int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")
-    ] = None,
-    param: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=JSON", help="Any other field of a request."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Use the queue that serves this model."),
-    ] = None,
+    priority: Priority = None,
+    param: Param = None,
+    model: Model = None,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -203,13 +192,11 @@ def embed(
     if priority is not None:
         fields["priority"] = priority
     inputs = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
-    own_id = new_request_id()
-    num = len(inputs)
-    request_ids = [own_id] if num == 1 else [f"{own_id}:{nth}" for nth in range(num)]
+    own_id, is_one = new_request_id(), len(inputs) == 1
     with open_client(redis, queue, model) as client:
         try:
             result = client.embed(
-                inputs[0] if len(inputs) == 1 else inputs,
+                inputs[0] if is_one else inputs,
                 pooling=cast("Any", pooling),
                 normalize=normalize,
                 dimensions=dimensions,
@@ -217,8 +204,8 @@ def embed(
                 **fields,
             )
         except KeyboardInterrupt:
-            for request_id in request_ids:
-                client.cancel(request_id)
+            for nth in range(len(inputs)):
+                client.cancel(own_id if is_one else f"{own_id}:{nth}")
             raise
     for vector in result.vectors:
         write(json.dumps(vector))
@@ -226,7 +213,7 @@ def embed(
 
 def watch(
     request_id: RequestId,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+    as_json: EventsAsJson = False,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:

@@ -92,20 +92,17 @@ def _wait_for_url(redis: str | None, port: int | None, seconds: float) -> str:
     give_up_at = time.monotonic() + seconds
     while True:
         try:
-            return server_url(redis) if port is None else _on_port(port)
+            if port is None:
+                return server_url(redis)
+            if (url := advertised(port)) is not None:
+                return url
+            raise RedisUnavailableError(
+                f"--port: no embedded server of yours listens on port {port}: {HOW_TO_GET_A_SERVER}"
+            )
         except RedisUnavailableError:
             if time.monotonic() >= give_up_at:
                 raise
         time.sleep(_LOOK_SECONDS)
-
-
-def _on_port(port: int) -> str:
-    url = advertised(port)
-    if url is None:
-        raise RedisUnavailableError(
-            f"--port: no embedded server of yours listens on port {port}: {HOW_TO_GET_A_SERVER}"
-        )
-    return url
 
 
 def _for_redis_cli(url: str) -> str:

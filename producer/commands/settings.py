@@ -34,17 +34,17 @@ def settings(as_json: AsJson = False) -> None:
     promptq settings
     PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
-    from promptq.producer.settings.files import read_files_settings
-    from promptq.producer.settings.gateway import read_gateway_settings
-    from promptq.producer.settings.jobs import read_jobs_settings
+    from promptq.producer.settings.files import FilesSettings
+    from promptq.producer.settings.gateway import GatewaySettings
+    from promptq.producer.settings.jobs import JobsSettings
 
     rows = [
         *_rows(read_settings(), None),
-        *_rows(read_settings_of(ReaperSettings, {}, flag_of), "worker, jobs"),
+        *_rows(read_settings_of(ReaperSettings, flag_of), "worker, jobs"),
         *_rows(read_worker_settings(), "worker"),
-        *_rows(read_files_settings(), "gateway, jobs"),
-        *_rows(read_gateway_settings(), "gateway"),
-        *_rows(read_jobs_settings(), "jobs"),
+        *_rows(read_settings_of(FilesSettings), "gateway, jobs"),
+        *_rows(read_settings_of(GatewaySettings), "gateway"),
+        *_rows(read_settings_of(JobsSettings), "jobs"),
     ]
     if as_json:
         print(json.dumps(rows, indent=2))

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -76,7 +75,7 @@ def top(
 class _Screen:
     """The queues, if there are several, and the overview of one of them.
 
-    Its clients stay open until `stack` closes. With a named queue, there is only that one.
+    Its clients stay open until `stack` closes. With `--queue`, only that queue is shown.
     """
 
     def __init__(self, stack: ExitStack, redis: str | None, queue: str | None) -> None:
@@ -149,10 +148,10 @@ def _watch(console: Console, screen: _Screen) -> None:
 
 
 class _Interrupts:
-    """While this is open, Ctrl-C raises KeyboardInterrupt only in `raised`, and only once.
+    """Inside its block, Ctrl-C raises KeyboardInterrupt only inside `raised`, and only once.
 
-    One that comes before it is raised at its beginning. So no frame is drawn by half, the screen
-    from before always comes back, and none is lost if a finalizer of a library swallows it.
+    An earlier Ctrl-C is raised when `raised` begins. So each frame is drawn whole, the terminal is
+    always restored, and no library's finalizer swallows a Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -185,8 +184,14 @@ class _Interrupts:
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
     """Yields a function that waits some seconds for keys, and returns them without echo."""
-    if not sys.stdin.isatty():
-        yield _no_key
+    keyboard = [sys.stdin] if sys.stdin.isatty() else []
+
+    def wait(seconds: float) -> bytes:
+        ready, _, _ = select.select(keyboard, [], [], seconds)
+        return os.read(sys.stdin.fileno(), 64) if ready else b""
+
+    if not keyboard:
+        yield wait
         return
     import termios
     import tty
@@ -194,16 +199,6 @@ def _keys() -> Iterator[Callable[[float], bytes]]:
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _key
+        yield wait
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _key(seconds: float) -> bytes:
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    return os.read(sys.stdin.fileno(), 64) if ready else b""
-
-
-def _no_key(seconds: float) -> bytes:
-    time.sleep(seconds)
-    return b""

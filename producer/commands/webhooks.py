@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from promptq.producer.commands.options import AsJson, Queue, Redis
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import NAME_IN_WORDS, Keys, is_name
 from promptq.shared.runtime.extras import require
+from promptq.shared.settings.common import read_settings_of
 
 if TYPE_CHECKING:
     from promptq.producer.webhooks.webhook_signature import WebhookSecrets
@@ -71,11 +73,10 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
     from promptq.producer.clients.connecting import explained, server_url
     from promptq.producer.commands.screens.render import dead_webhooks_table
     from promptq.producer.commands.screens.terminal import console_for_list
-    from promptq.producer.settings.jobs import read_jobs_settings
     from promptq.producer.webhooks.deliveries import read_dead
     from promptq.shared.server.connection import open_redis
 
-    settings = read_jobs_settings(redis_url=redis, queue=queue)
+    settings = read_settings_of(JobsSettings, redis_url=redis, queue=queue)
     url = server_url(settings.redis_url)
     with explained(url), open_redis(url) as connection:
         letters = read_dead(connection, Keys(settings.queue))
@@ -90,10 +91,9 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
 
 def _secrets(queue: str | None) -> WebhookSecrets:
     require("promptq webhooks", "jobs")
-    from promptq.producer.settings.jobs import read_jobs_settings
     from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 
-    return WebhookSecrets(read_jobs_settings(queue=queue))
+    return WebhookSecrets(read_settings_of(JobsSettings, queue=queue))
 
 
 def _checked(tenant: str | None) -> str:

@@ -1,12 +1,11 @@
-"""Hands batches that nobody runs to RQ when a worker is free. Tenants take turns.
+"""Enqueues in RQ the batches that no process runs, when a worker is free. Tenants take turns.
 
 Strangers may write to the queue, too. An entry that is not a batch is deleted with a line in the
-log, so that it does not block those after it.
+log, so that it does not block later entries.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -17,7 +16,12 @@ from rq import Queue
 
 from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.batch_job import LEASE_MS
-from promptq.producer.jobs.rq_jobs import batches_waiting, enqueue_batch, is_taken, num_workers
+from promptq.producer.jobs.rq_jobs import (
+    batches_waiting,
+    enqueue_batch,
+    is_queued_or_started,
+    num_workers,
+)
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
@@ -32,7 +36,7 @@ _MAX_TENANTS = 10_000
 
 
 class Dispatcher:
-    """One of several dispatchers. Only the leader works; when it is gone, another one leads."""
+    """One of several dispatchers. Only the leader works. If it dies, another one leads."""
 
     def __init__(
         self,
@@ -47,17 +51,17 @@ class Dispatcher:
         self._holder = secrets.token_hex(8)
         self._log = get_logger(queue=settings.queue)
         self._clock = clock
-        self._taken: dict[str, float] = {}
-        """When batches were first seen that a worker has taken but whose runs have no lease yet."""
-        self._served: dict[str, None] = {}
-        """Tenants that had a turn, the longest ago first."""
+        self._starting: dict[str, float] = {}
+        """When batches were first seen that a worker has, but whose runs have no lease yet."""
+        self._served: dict[bytes, None] = {}
+        """Tenants that had a turn, as their batches name them; the longest ago first."""
 
     def leads(self) -> bool:
-        """Become the leader for some seconds, or stay it. Gives whether that worked."""
+        """Takes or renews the lead for some seconds. Returns whether this process leads."""
         return self._lead_for(_LEADER_MS)
 
     def step_down(self) -> None:
-        """Let another one lead at once."""
+        """Let another process lead at once."""
         self._lead_for(0)
 
     def _lead_for(self, ttl_ms: int) -> bool:
@@ -65,19 +69,19 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """Hand out new batches and those whose process has gone, one for each free worker."""
+        """Enqueue new batches, and batches whose process died, one for each free worker."""
         unfinished = self._unfinished_batches()
         if not unfinished:
-            self._taken.clear()
+            self._starting.clear()
             return 0
         in_rq, run = batches_waiting(self._batches), self._run_of(unfinished)
         ids = unfinished - in_rq - run
-        taken = self._just_taken(ids)
-        ids -= taken
-        num_free = num_workers(self._batches) - len(in_rq | run | taken)
+        starting = self._find_starting(ids)
+        ids -= starting
+        num_free = num_workers(self._batches) - len(in_rq | run | starting)
         if not ids or num_free <= 0:
             return 0
-        # Read again at last: a batch that nobody runs any more may just have ended.
+        # Read again at last: a batch without a process may just have ended.
         chosen = self._in_turn(ids & self._unfinished_batches(), num_free)
         for batch_id in chosen:
             with alone(f"batch {batch_id}"):
@@ -85,14 +89,19 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Choose so many, each the oldest batch of the tenant whose turn is longest ago."""
-        waiting: dict[str, list[str]] = {}
-        for batch_id, tenant in self._tenants_of(sorted(ids)):
+        """Choose `count` batches, each the oldest of the tenant whose turn is longest ago."""
+        waiting: dict[bytes, list[str]] = {}
+        listed = sorted(ids)
+        keys = [self._keys.batch(batch_id) for batch_id in listed]
+        reading = [
+            Call("", ["HGET", key, "tenant"], lambda text: text or b"", bytes) for key in keys
+        ]
+        for batch_id, tenant in zip(listed, self._queue.run(reading), strict=True):
             waiting.setdefault(tenant, []).append(batch_id)
         chosen: list[str] = []
         while waiting and len(chosen) < count:
             order = {tenant: at for at, tenant in enumerate(self._served)}
-            tenant = min(waiting, key=lambda it: (order.get(it, -1), waiting[it][0]))
+            tenant = min(waiting, key=lambda each: (order.get(each, -1), waiting[each][0]))
             chosen.append(waiting[tenant].pop(0))
             if not waiting[tenant]:
                 del waiting[tenant]
@@ -102,48 +111,36 @@ class Dispatcher:
             del self._served[next(iter(self._served))]
         return chosen
 
-    def _tenants_of(self, ids: list[str]) -> list[tuple[str, str]]:
-        keys = [self._keys.batch(batch_id) for batch_id in ids]
-        reading = [Call("", ["HGET", key, "tenant"], _text_in, str) for key in keys]
-        return list(zip(ids, self._queue.run(reading), strict=True))
-
     def _unfinished_batches(self) -> set[str]:
         key = self._keys.unfinished_batches
         members = self._queue.run(entries_of("SMEMBERS", key))
-        found = set()
+        batch_ids = set()
         for raw, batch_id in zip(members, ids_of(members), strict=True):
             if is_batch_id(batch_id):
-                found.add(batch_id)
+                batch_ids.add(batch_id)
             else:
                 reason = "not a batch's id"
                 self._log.warning("batch entry removed", entry=shown(raw), reason=reason)
                 self._queue.run(Call("", ["SREM", key, raw], int))
-        return found
+        return batch_ids
 
     def _run_of(self, ids: set[str]) -> set[str]:
-        """The batches that a process runs."""
+        """Returns the batches that a process runs."""
         listed = sorted(ids)
         keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
         is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
         return set(compress(listed, is_run))
 
-    def _just_taken(self, ids: set[str]) -> set[str]:
-        """The batches whose runs may still get a lease. A run without one after the time of a lease
-        counts as lost, whatever RQ believes about its worker."""
+    def _find_starting(self, ids: set[str]) -> set[str]:
+        """Returns batches that a worker has just got, so that their runs have no lease yet.
+
+        A run without a lease after `LEASE_MS` counts as lost, whatever RQ knows of its worker.
+        """
         now = self._clock()
         since: dict[str, float] = {}
         for batch_id in ids:
             with alone(f"batch {batch_id}"):
-                if is_taken(self._batches, batch_id):
-                    since[batch_id] = self._taken.get(batch_id, now)
-        self._taken = {it: at for it, at in since.items() if now - at < LEASE_MS / 1000}
-        return set(self._taken)
-
-
-def _text_in(value: object) -> str:
-    """A text in a batch's hash, which is JSON; '' for anything else."""
-    try:
-        found = json.loads(value) if isinstance(value, bytes) else ""
-    except (ValueError, RecursionError):
-        return ""
-    return found if isinstance(found, str) else ""
+                if is_queued_or_started(self._batches, batch_id):
+                    since[batch_id] = self._starting.get(batch_id, now)
+        self._starting = {each: at for each, at in since.items() if now - at < LEASE_MS / 1000}
+        return set(self._starting)

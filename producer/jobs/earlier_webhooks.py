@@ -1,4 +1,4 @@
-"""Takes over webhooks that releases before 0.3 handed to RQ: they now wait in the queue's Redis."""
+"""Takes over webhooks that releases before 0.3 enqueued in RQ into the queue's Redis."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import redis
 
 from promptq.producer.jobs.rq_jobs import rq_queue_name
 from promptq.shared.protocol.keys import Keys, is_request_id
-from promptq.shared.queue.spoilt import is_wrong_type
+from promptq.shared.queue.spoilt import deleted_if_spoilt
 from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
@@ -23,56 +22,37 @@ _PAGE = 500
 
 
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
-    """Take over webhooks that wait in RQ for their first or next attempt. Gives how many.
+    """Take over webhooks that wait in RQ for their first or next attempt. Returns their number.
 
-    It reads one page of each list at a time, and deletes all entries of the page. Only the
-    request's id is taken from a job. So a stranger who writes such a job gets only one more call of
-    a webhook that the request itself asks for.
+    This reads one page of each list, and deletes all entries of the page. Only the request's id is
+    read from a job. So a stranger who writes such a job causes no more than one more call of the
+    webhook that the request names.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")
     waiting, scheduled = f"rq:queue:{name}", f"rq:scheduled:{name}"
-    found = [
-        *_listed(client, waiting, lambda: client.lrange(waiting, 0, _PAGE - 1)),
-        *_listed(client, scheduled, lambda: client.zrange(scheduled, 0, _PAGE - 1)),
-    ]
+    job_ids: list[bytes] = []
+    for key, read in ((waiting, client.lrange), (scheduled, client.zrange)):
+        with deleted_if_spoilt(client, key):
+            job_ids += read(key, 0, _PAGE - 1)
     count = 0
-    for job_id in found:
+    for job_id in job_ids:
         if _JOB_ID.fullmatch(job_id):
-            key = b"rq:job:" + job_id
-            request_id = _request_id_in(_data_of(client, key))
+            job = f"rq:job:{job_id.decode()}"
+            data = b""
+            with deleted_if_spoilt(client, job):
+                if client.hstrlen(job, "data") <= _MAX_BYTES:
+                    data = client.hget(job, "data") or b""
+            request_id = _request_id_in(data)
             if request_id is not None and own.exists(keys.request(request_id)):
                 own.zadd(keys.webhooks, {request_id: int(time.time() * 1000)}, nx=True)
                 count += 1
-            client.delete(key)
+            client.delete(job)
         client.lrem(waiting, 0, job_id)
         client.zrem(scheduled, job_id)
-    if found:
-        get_logger(queue=keys.queue).info("webhooks taken over", found=len(found), taken=count)
+    if job_ids:
+        get_logger(queue=keys.queue).info("webhooks taken over", found=len(job_ids), taken=count)
     return count
-
-
-def _listed(client: Any, key: str, read: Callable[[], list[bytes]]) -> list[bytes]:
-    """The entries. If a stranger made the key of another type, it is deleted."""
-    try:
-        return read()
-    except redis.ResponseError as error:
-        if not is_wrong_type(error):
-            raise
-        client.delete(key)
-        return []
-
-
-def _data_of(client: Any, key: bytes) -> bytes:
-    """The data of a job; empty if there is none, or more than a job of ours had."""
-    try:
-        if client.hstrlen(key, "data") > _MAX_BYTES:
-            return b""
-        return client.hget(key, "data") or b""
-    except redis.ResponseError as error:
-        if not is_wrong_type(error):
-            raise
-        return b""
 
 
 def _request_id_in(data: bytes) -> str | None:

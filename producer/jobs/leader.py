@@ -9,7 +9,6 @@ from contextlib import suppress
 import redis
 
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.jobs import upkeep
 from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_jobs import (
@@ -21,8 +20,10 @@ from promptq.producer.jobs.rq_jobs import (
     open_jobs_redis,
     upkeep_queue,
 )
+from promptq.producer.jobs.upkeep import REAP_SECONDS
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
+from promptq.shared.errors import RedisSideError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.maxmemory_policy import MaxmemoryLog, maxmemory_warning
 from promptq.shared.queue.request_queue import RequestQueue
@@ -33,15 +34,12 @@ from promptq.shared.server.connection import open_redis
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 30.0
-_UPKEEP = (
-    (upkeep.REAP_SECONDS, REAP),
-    (upkeep.SWEEP_SECONDS, SWEEP),
-    (upkeep.ROLL_UP_SECONDS, ROLL_UP),
-)
+_UPKEEP = ((REAP_SECONDS, REAP), (600, SWEEP), (60, ROLL_UP))
+"""The seconds between two runs of a job, and the job."""
 
 
 def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
-    """Wait for the lead, and lead until told to stop."""
+    """Wait for the lead, then lead, until `is_over` returns True."""
     with (
         open_redis(server_url(settings.redis_url)) as own,
         open_jobs_redis(settings) as jobs,
@@ -55,7 +53,7 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
             if maxmemory_log.is_due:
                 maxmemory_log.note(queue.run(maxmemory_warning()))
 
-        def enqueue_what_is_due() -> None:
+        def enqueue_due_upkeep() -> None:
             now = time.monotonic()
             for seconds, job in [entry for entry in _UPKEEP if due[entry] <= now]:
                 with alone(job.name):
@@ -67,13 +65,13 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
             lambda: take_over(jobs, own, Keys(settings.queue)),
             deliveries.go_on,
             dispatcher.hand_out_batches,
-            enqueue_what_is_due,
+            enqueue_due_upkeep,
         )
         while not is_over():
             try:
                 leads, is_well = dispatcher.leads(), True
             except redis.RedisError as error:
-                leads, is_well = _is_away(error), False
+                leads = is_well = _log_error(error)
             is_well &= _do_each(steps if leads else [deliveries.pause])
             deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
         with suppress(redis.RedisError):
@@ -83,23 +81,23 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
 
 
 def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
-    """Take each step, even if another one fails. Returns whether all worked."""
+    """Take all steps, even if one fails. Returns whether all worked."""
     is_well = True
     for step in steps:
         try:
             step()
         except redis.RedisError as error:
-            is_well = _is_away(error)
+            is_well = _log_error(error)
         except Exception as error:  # the other steps serve other records
             note(error, "a step of the jobs failed")
             is_well = False
     return is_well
 
 
-def _is_away(error: redis.RedisError) -> bool:
-    """Log the error, and return False."""
+def _log_error(error: redis.RedisError) -> bool:
+    """Log an error of the server in one sentence. Returns False."""
     if isinstance(error, redis.ResponseError):
-        note(error, "the server refused a step of the jobs")
+        note(RedisSideError(f"the server refused a step of the jobs: {error}"))
     else:
         get_logger().warning("the server is away", reason=str(error))
     return False

@@ -47,7 +47,7 @@ Work = Callable[[JobsSettings], None]
 def run_jobs(settings: JobsSettings) -> None:
     """Run until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
     has_shared_secret = WebhookSecrets(settings).has_shared
-    is_told_to_stop = _stop_signal()
+    stop_requested = _stop_signal()
     url = server_url(settings.redis_url)
     with _open_when_there(settings, lambda: open_redis(url)) as own:
         queue = RequestQueue(own, settings.queue)
@@ -63,9 +63,9 @@ def run_jobs(settings: JobsSettings) -> None:
         )
     processes = _Processes(settings)
     try:
-        processes.start()
-        _tell_ready(settings)
-        while not is_told_to_stop():
+        processes.look_after()
+        _print_ready(settings)
+        while not stop_requested():
             processes.look_after()
             time.sleep(_TICK_SECONDS)
     finally:
@@ -84,10 +84,10 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
             time.sleep(_TICK_SECONDS)
 
 
-def _check_rights(settings: JobsSettings, url: str, ask: Callable[[], object]) -> None:
-    """Raises RedisAuthError if the user of `url` may not ask what needs the role `jobs`."""
+def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object]) -> None:
+    """Raises RedisAuthError if the user of `url` may not run `try_out`, which needs role `jobs`."""
     try:
-        ask()
+        try_out()
     except NoPermissionError as error:
         role = user_name("jobs", settings.queue)
         wrong = f"may not do what `promptq jobs` does; give it the URL of the user {role!r}"
@@ -96,19 +96,16 @@ def _check_rights(settings: JobsSettings, url: str, ask: Callable[[], object]) -
         pass  # a stranger changed the type of the key, which is logged later
 
 
-def _tell_ready(settings: JobsSettings) -> None:
+def _print_ready(settings: JobsSettings) -> None:
     where = without_password(server_url(settings.redis_url))
-    signed = (
-        "" if settings.webhook_master_secret else f", webhooks signed by {master_file(settings)}"
-    )
-    print(
-        f"ready, queue {settings.queue} at {where}, files in {settings.files_dir}{signed}",
-        flush=True,
-    )
+    line = f"ready, queue {settings.queue} at {where}, files in {settings.files_dir}"
+    if not settings.webhook_master_secret:
+        line += f", webhooks signed by {master_file(settings)}"
+    print(line, flush=True)
 
 
 def _stop_signal() -> Callable[[], bool]:
-    """A function that says whether SIGTERM or SIGINT has come since."""
+    """Returns a function that says whether SIGTERM or SIGINT has come since."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))
@@ -124,14 +121,16 @@ class _Place:
 
 
 class _Processes:
-    """The child processes. They end when this process ends, however it ends. This process has no
-    thread and no connection, so it may fork at any time."""
+    """The child processes. They end when this process ends, however it ends.
+
+    This process has no thread and no connection, so it may fork at any time.
+    """
 
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
         self._reading, self._writing = os.pipe()
-        """Nothing is ever written. Only this process has the writing end; when it closes it, or
-        dies, all others stop, among them those that RQ makes for batches."""
+        """Nothing is ever written. Only this process has the writing end. When that end closes, all
+        other processes stop, also those that RQ starts for batches."""
         batches = _working(batch_queue, stop_pipe=self._reading)
         self._places = [
             _Place("leader", _lead),
@@ -139,34 +138,28 @@ class _Processes:
             *(_Place("batches", batches) for _ in range(settings.batch_workers)),
         ]
 
-    def start(self) -> None:
-        for place in self._places:
-            self._start(place)
-
     def look_after(self) -> None:
-        """Restart processes that died."""
+        """Start all processes, and restart those that died."""
         for place in self._places:
-            is_dead = place.process is not None and not place.process.is_alive()
-            if is_dead and time.monotonic() - place.started > _BACKOFF_SECONDS:
+            if place.process is not None:
+                is_new = time.monotonic() - place.started <= _BACKOFF_SECONDS
+                if is_new or place.process.is_alive():
+                    continue
                 get_logger().warning("a process died", process=place.name)
-                self._start(place)
+            place.started = time.monotonic()
+            context = multiprocessing.get_context("fork")
+            place.process = context.Process(target=self._work, args=(place.work,))
+            place.process.start()
 
     def stop(self) -> None:
         """End all processes. A batch stops where it is, a webhook gets the time that it needs."""
         os.close(self._writing)
-        running = [it.process for it in self._places if it.process and it.process.is_alive()]
         until = time.monotonic() + _END_SECONDS
-        for process in running:
+        for process in [place.process for place in self._places if place.process is not None]:
             process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-
-    def _start(self, place: _Place) -> None:
-        context = multiprocessing.get_context("fork")
-        place.started = time.monotonic()
-        place.process = context.Process(target=self._work, args=(place.work,))
-        place.process.start()
 
     def _work(self, work: Work) -> None:
         os.close(self._writing)
@@ -184,7 +177,7 @@ def _carry_out(work: Work, settings: JobsSettings) -> None:
     except (redis.RedisError, RedisSideError) as error:
         get_logger().warning("the server does not serve a process", reason=str(error))
         sys.exit(1)
-    except StopRequested:  # it was told to stop while it ended by itself
+    except StopRequested:  # a stop signal came while the worker ended by itself
         sys.exit(1)
 
 
@@ -193,9 +186,9 @@ def _lead(settings: JobsSettings) -> None:
     os._exit(0)  # do not wait for threads whose receivers do not answer
 
 
-def _working(make_queue: MakeQueue, **given: Any) -> Work:
+def _working(make_queue: MakeQueue, **arguments: Any) -> Work:
     def work(settings: JobsSettings) -> None:
-        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings, **given)
+        run_worker(make_queue(settings.queue, open_jobs_redis(settings)), settings, **arguments)
 
     return work
 

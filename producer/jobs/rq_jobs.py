@@ -1,9 +1,9 @@
 """RQ, with a table of the functions that it may run.
 
-Anybody who can write to RQ's server can write any job. RQ sees only ours: `JobJson` reads a call
-only if the table has it, with valid arguments, and `ListedJob` reads three fields of a job's
-record, so that RQ finds no callback, URL, dependency, retry or rate there. To RQ, a job that is not
-ours does not exist. Queues, workers, processes, timeouts and the list of failed jobs are RQ's.
+Anybody who can write to RQ's server can write any job. RQ sees only ours. `JobJson` reads a call
+only if the table has it, with valid arguments. `ListedJob` reads three fields of a job's record, so
+that RQ finds no callback, URL, dependency, retry or rate there. To RQ, a job that is not ours does
+not exist. RQ itself provides queues, workers, processes, timeouts and the list of failed jobs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import redis
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from rq import Queue, Worker
 from rq.exceptions import DeserializationError, NoSuchJobError
 from rq.job import Job, JobStatus
@@ -32,7 +32,6 @@ from promptq.producer.clients.connecting import server_url
 from promptq.producer.jobs import upkeep
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError, PromptqError
-from promptq.shared.protocol.keys import NAME
 from promptq.shared.queue.call import ids_of
 from promptq.shared.queue.lookups import shown
 from promptq.shared.queue.spoilt import alone, is_wrong_type
@@ -48,36 +47,12 @@ UPKEEP, BATCHES = "upkeep", "batches"
 _NO_LIMIT = -1
 _RESULT_SECONDS = 600
 _WEEK_SECONDS = 7 * 86_400
-_MONITOR_SECONDS = 5
-_CLEAN_SECONDS = 15
-_WORKER_TTL_SECONDS = 30
 _BATCH_JOB = "promptq-"
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
-_TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
-
-
-class Arguments(BaseModel):
-    """The arguments of every job."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
-
-    queue: Annotated[str, Field(pattern=NAME)]
-    """The queue that the job is for."""
-
-
-def _batch_id(text: str) -> str:
-    if not is_batch_id(text):
-        raise ValueError("is no batch's id")
-    return text
-
-
-class BatchArguments(Arguments):
-    """The arguments of a job that runs a batch."""
-
-    batch_id: Annotated[str, Field(max_length=100), AfterValidator(_batch_id)]
+_QUEUED_OR_STARTED = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +60,6 @@ class Listed:
     """A function that RQ may run. Times are seconds."""
 
     function: Callable[..., str]
-    arguments: type[Arguments]
     work: str
     """The last word of the name of its queue in RQ."""
     timeout: int
@@ -98,9 +72,9 @@ class Listed:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
-RUN_BATCH = Listed(run_batch_job, BatchArguments, BATCHES, _NO_LIMIT, _WEEK_SECONDS)
+RUN_BATCH = Listed(run_batch_job, BATCHES, _NO_LIMIT, _WEEK_SECONDS)
 REAP, SWEEP, ROLL_UP = (
-    Listed(function, Arguments, UPKEEP, 60, _RESULT_SECONDS)
+    Listed(function, UPKEEP, 60, _RESULT_SECONDS)
     for function in (upkeep.reap, upkeep.sweep, upkeep.roll_up)
 )
 _TABLE = {listed.name: listed for listed in (RUN_BATCH, REAP, SWEEP, ROLL_UP)}
@@ -116,16 +90,19 @@ class JobJson:
     """RQ's serializer: JSON, and on the way in only calls of the table for one of RQ's queues."""
 
     rq_queue: str
-    given: dict[str, Any] = field(default_factory=dict, repr=False)
+    more: dict[str, Any] = field(default_factory=dict, repr=False)
     """Arguments that this process adds to those of each job, such as its settings."""
 
     def dumps(self, value: Any) -> bytes:
         return json.dumps(value).encode()
 
     def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
-        """Returns a call of the table. Raises ValueError for any other."""
+        """Returns a call of the table. Raises ValueError for any other.
+
+        The arguments in `data` are the job's queue, and the batch's id if the job runs a batch.
+        """
         match json.loads(data):
-            case [str(name), None, list(args), dict(kwargs)] if not kwargs:
+            case [str(name), None, [str(queue), *others], dict(kwargs)] if not kwargs:
                 pass
             case _:
                 raise ValueError("it is no call of a function with a list of arguments")
@@ -134,23 +111,21 @@ class JobJson:
                 f"{name!r:.100} is not a job of this version: an earlier version left it, and only"
                 " that runs it (docs/operations.md, Updates), or somebody else put it there"
             )
-        listed = _TABLE[name]
-        names = list(listed.arguments.model_fields)
-        if len(args) != len(names):
-            raise ValueError(f"{name} takes {len(names)} arguments: {', '.join(names)}")
-        try:
-            arguments = listed.arguments(**dict(zip(names, args, strict=True)))
-        except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            raise ValueError(f"{name}: {problem['loc'][0]}: {problem['msg']}") from None
-        if self.rq_queue != rq_queue_name(arguments.queue, listed.work):
+        if self.rq_queue != rq_queue_name(queue, _TABLE[name].work):
             raise ValueError(f"it is not for the queue {self.rq_queue}")
-        return name, None, [], {**self.given, **arguments.model_dump(exclude={"queue"})}
+        match others:
+            case [] if name != RUN_BATCH.name:
+                return name, None, [], {**self.more}
+            case [str(batch_id)] if name == RUN_BATCH.name and is_batch_id(batch_id):
+                return name, None, [], {**self.more, "batch_id": batch_id}
+        raise ValueError(f"{name} has other arguments than a job of ours")
 
 
 class ListedJob(Job):
-    """A job that calls a function of `_TABLE`. RQ's record of a job has more fields, but only the
-    call, the queue and the status are read."""
+    """A job that calls a function of `_TABLE`.
+
+    RQ's record of a job has more fields. Only the call, the queue and the status are read.
+    """
 
     serializer: JobJson
 
@@ -164,8 +139,8 @@ class ListedJob(Job):
         except (ValueError, redis.ResponseError) as error:
             if isinstance(error, redis.ResponseError) and not is_wrong_type(error):
                 raise
-            taken = f"rq:queue:{serializer.rq_queue}:intermediate"
-            _delete_id(connection, taken, id.encode(), str(error))
+            intermediate = f"rq:queue:{serializer.rq_queue}:intermediate"
+            _delete_id(connection, intermediate, id.encode(), str(error))
             raise NoSuchJobError(f"not a job of ours: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
@@ -201,7 +176,7 @@ class ListedQueue(Queue):
 
 
 class ListedWorker(Worker):
-    """RQ's worker, for one queue. RQ would take jobs from several in a way that may lose one."""
+    """RQ's worker, for one queue. With several queues RQ may lose a job."""
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Sends a heartbeat, and registers again in case the server has lost the worker."""
@@ -213,7 +188,7 @@ class ListedWorker(Worker):
         """Does nothing. Commands on RQ's channel could end a worker or kill its job."""
 
     def run_maintenance_tasks(self) -> None:
-        """Cleans the queue's own lists. RQ would also clean lists that all queues share."""
+        """Cleans this queue's lists. RQ would also clean lists that all queues share."""
         [queue] = self.queues
         if queue.acquire_maintenance_lock():
             try:
@@ -251,10 +226,10 @@ def _delete_strangers(queue: Queue) -> None:
                 client.srem(workers, entry)
 
 
-def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **given: Any) -> None:
-    """Works until told to stop, or with `burst` until there is nothing to do.
+def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **more: Any) -> None:
+    """Works until SIGTERM or SIGINT, or with `burst` until no job waits.
 
-    Each job gets the settings and what else is `given`, which so come to it without the
+    Each job gets the settings and the arguments in `more`. They do not pass through the
     environment, where others could read them.
     """
     pool: Any = queue.connection.connection_pool
@@ -268,20 +243,20 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **g
         connection=queue.connection,
         job_class=ListedJob,
         queue_class=ListedQueue,
-        job_monitoring_interval=_MONITOR_SECONDS,
-        maintenance_interval=_CLEAN_SECONDS,
-        worker_ttl=_WORKER_TTL_SECONDS,
+        job_monitoring_interval=5,
+        maintenance_interval=15,
+        worker_ttl=30,
         log_job_description=False,
         exception_handlers=[_log_failure],
         serializer="json",  # RQ takes no object here
     )
-    worker.serializer = JobJson(queue.name, {"settings": settings, **given})
+    worker.serializer = JobJson(queue.name, {"settings": settings, **more})
     worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
 
 
 def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
     log = get_logger(job_id=job.id)
-    if isinstance(error, PromptqError | JobTimeoutException):
+    if isinstance(error, PromptqError | JobTimeoutException | redis.RedisError):
         log.warning("job failed", reason=str(error))
     else:
         log.error("job failed", exc_info=error)
@@ -302,12 +277,12 @@ def _queue(name: str, connection: redis.Redis) -> Queue:
 
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> None:
-    """Lets RQ run a batch."""
+    """Enqueues a batch in RQ."""
     _enqueue(queue, RUN_BATCH, _BATCH_JOB + batch_id, promptq_queue, batch_id)
 
 
 def enqueue_upkeep(queue: Queue, job: Listed, promptq_queue: str) -> None:
-    """Lets RQ run a job of upkeep, unless it waits already."""
+    """Enqueues a job of upkeep in RQ, unless it waits there already."""
     name = queue.name
     if "." in name:  # RQ's ids have no dots, but names of queues may
         name = f"promptq-{hashlib.sha256(name.encode()).hexdigest()}"
@@ -345,37 +320,30 @@ def num_workers(queue: Queue) -> int:
     return sum(1 for key in listed if _WORKER_KEY.fullmatch(key))
 
 
-def is_taken(queue: Queue, batch_id: str) -> bool:
-    """Whether a worker has a batch that does not wait, as far as RQ knows.
+def is_queued_or_started(queue: Queue, batch_id: str) -> bool:
+    """Whether RQ's record says that a batch waits, or that a worker runs it.
 
-    If that worker has died, RQ may not know it for hours, or ever.
+    After the death of that worker the record may stay so for hours, or for ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
-    return status in _TAKEN
+    return status in _QUEUED_OR_STARTED
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
     """Connects to RQ's server. Raises ConfigurationError for a Cluster."""
     url = settings.jobs_redis_url or server_url(settings.redis_url)
-    if "+cluster://" in url:
-        raise _is_cluster(url, "is a Cluster")
-    connection = open_redis(url)
-    if _is_of_a_cluster(connection):
+    why = "is a Cluster"
+    if "+cluster://" not in url:
+        connection = open_redis(url)
+        client: Any = connection
+        info: dict[str, Any] = {}
+        with suppress(redis.exceptions.NoPermissionError):  # the role may not ask
+            info = client.info("cluster")
+        if not info.get("cluster_enabled"):
+            return connection
         connection.close()
-        raise _is_cluster(url, "is part of a Cluster")
-    return connection
-
-
-def _is_of_a_cluster(connection: redis.Redis) -> bool:
-    client: Any = connection
-    try:
-        return bool(client.info("cluster").get("cluster_enabled"))
-    except redis.exceptions.NoPermissionError:  # the role may not ask
-        return False
-
-
-def _is_cluster(url: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
+        why = "is part of a Cluster"
+    raise ConfigurationError(
         f"jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a server without Cluster, and"
         f" {without_password(url)} {why}; name another one, for RQ alone"
     )

@@ -18,7 +18,7 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import text_map, text_of
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone, is_wrong_type, note, spoilt_record
+from promptq.shared.queue.spoilt import alone, deleted_if_spoilt, note, spoilt_record
 from promptq.shared.queue.statistics import Contribution
 from promptq.shared.queue.statistics import sample as statistics_sample
 from promptq.shared.runtime.logs import get_logger
@@ -26,8 +26,6 @@ from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_redis
 
 REAP_SECONDS = 5
-SWEEP_SECONDS = 600
-ROLL_UP_SECONDS = 60
 
 _MINUTE_MS = 60_000
 _MINUTES_KEPT = 7 * 24 * 60
@@ -72,20 +70,10 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 def _watched(client: Any, keys: Keys) -> tuple[int, int]:
     """Returns the times of the last reaping and of the first since a break; 0 for unknown ones."""
-    try:
+    seen = since = None
+    with deleted_if_spoilt(client, keys.upkeep):
         seen, since = client.hmget(keys.upkeep, "seen", "since")
-    except redis.ResponseError as error:
-        _delete_if_spoilt(client, keys.upkeep, error)
-        return 0, 0
     return whole(text_of(seen or b"")), whole(text_of(since or b""))
-
-
-def _delete_if_spoilt(client: Any, key: str, error: redis.ResponseError) -> None:
-    """Delete a key to which a stranger gave another type. Raises any other error."""
-    if not is_wrong_type(error):
-        raise error
-    note(spoilt_record(key, error))
-    client.delete(key)
 
 
 def sweep(settings: JobsSettings) -> str:
@@ -120,7 +108,10 @@ def roll_up(settings: JobsSettings) -> str:
         end = seconds * 1000 // _MINUTE_MS * _MINUTE_MS
         begin = _next_minute(client, keys, end)
         minutes: dict[int, list[dict[str, str]]] = defaultdict(list)
-        for entry_id, fields in _samples(client, keys, begin, end):
+        entries: list[Any] = []
+        with alone(keys.statistics):
+            entries = client.xrange(keys.statistics, begin, f"({end}-0")
+        for entry_id, fields in entries:
             minutes[_ms_of(entry_id) // _MINUTE_MS * _MINUTE_MS].append(text_map(fields))
         for minute, samples in sorted(minutes.items()):
             with suppress(redis.ResponseError):  # another process was first
@@ -135,13 +126,13 @@ def roll_up(settings: JobsSettings) -> str:
 
 
 def _next_minute(client: Any, keys: Keys, end: int) -> int:
-    """The first minute without an entry. A stream that a stranger spoilt begins anew."""
-    key = keys.statistics_minutes
-    try:
+    """Returns the first minute without an entry, in Unix milliseconds.
+
+    A stream that a stranger spoilt begins anew.
+    """
+    key, last = keys.statistics_minutes, []
+    with deleted_if_spoilt(client, key):
         last = client.xrevrange(key, count=1)
-    except redis.ResponseError as error:
-        _delete_if_spoilt(client, key, error)
-        last = []
     begin = _ms_of(last[0][0]) + _MINUTE_MS if last else 0
     if begin > end + _MINUTE_MS:  # no later entry could be added
         note(spoilt_record(key, "its last entry is of the future"))
@@ -150,18 +141,12 @@ def _next_minute(client: Any, keys: Keys, end: int) -> int:
     return begin
 
 
-def _samples(client: Any, keys: Keys, begin: int, end: int) -> list[Any]:
-    with alone(keys.statistics):
-        return [*client.xrange(keys.statistics, begin, f"({end}-0")]
-    return []
-
-
 def _ms_of(entry_id: bytes) -> int:
     return int(entry_id.split(b"-")[0])
 
 
 def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
-    """One sample made from several. Values that are not numbers are left out."""
+    """Combines samples into one. Values that are not numbers are left out."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, text in sample.items():
@@ -169,7 +154,7 @@ def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
                 number = float(text)
                 if math.isfinite(number):
                     values[name].append(number)
-    found = {"samples": str(len(samples))}
+    minute = {"samples": str(len(samples))}
     for name, numbers in values.items():
         if name == "finished":
             number = sum(numbers)
@@ -177,5 +162,5 @@ def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
             number = max(numbers)
         else:
             number = sum(numbers) / len(numbers)
-        found[name] = f"{number:.10g}"
-    return found
+        minute[name] = f"{number:.10g}"
+    return minute

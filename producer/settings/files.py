@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
-from promptq.shared.settings.common import Settings, read_settings_of
+from promptq.shared.settings.common import Settings
 
 
 def _default_folder() -> Path:
@@ -24,8 +23,3 @@ class FilesSettings(Settings):
         description="folder for uploaded files and the answers of batches, the same one for gateway"
         " and jobs; default: ~/.local/share/promptq/files",
     )
-
-
-def read_files_settings(**overrides: Any) -> FilesSettings:
-    """Returns the settings of a process that keeps files. Raises ConfigurationError."""
-    return read_settings_of(FilesSettings, overrides)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from promptq.producer.settings.files import FilesSettings
 from promptq.shared.protocol.keys import ALL_QUEUES
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
-from promptq.shared.settings.common import read_settings_of
 
 
 class GatewaySettings(FilesSettings):
@@ -102,8 +99,3 @@ class GatewaySettings(FilesSettings):
             return (self.queue,) if "queue" in self.model_fields_set else (self.queue, ALL_QUEUES)
         names = [name for name in self.queues if name != ALL_QUEUES] or [self.queue]
         return (*names, ALL_QUEUES) if ALL_QUEUES in self.queues else (*names,)
-
-
-def read_gateway_settings(**overrides: Any) -> GatewaySettings:
-    """Returns a gateway's settings. `overrides` come first. Raises ConfigurationError."""
-    return read_settings_of(GatewaySettings, overrides)

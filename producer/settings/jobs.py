@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, SecretStr
 
 from promptq.producer.settings.files import FilesSettings
-from promptq.shared.settings.common import ReaperSettings, read_settings_of
+from promptq.shared.settings.common import ReaperSettings
 
 
 class JobsSettings(FilesSettings, ReaperSettings):
@@ -51,8 +49,3 @@ class JobsSettings(FilesSettings, ReaperSettings):
     webhook_timeout_seconds: float = Field(
         10.0, gt=0, description="how long the receiver of a webhook may take to answer"
     )
-
-
-def read_jobs_settings(**overrides: Any) -> JobsSettings:
-    """Returns the settings of jobs. `overrides` come first. Raises ConfigurationError."""
-    return read_settings_of(JobsSettings, overrides)

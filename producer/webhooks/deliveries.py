@@ -1,10 +1,10 @@
 """Calls the webhooks of requests that have ended, many at once. Tenants and receivers take turns.
 
-Only the leader does this. The waiting webhooks are in the queue's own Redis: the request's id, the
-number of attempts and the time of the next one. The message is made from the request's hash when
-it is sent. So a stranger who can only write to RQ's server cannot make this send or sign anything.
-Strangers may write to the queue, too. An entry that is not a webhook is deleted with a line in the
-log, so that it does not block those after it.
+Only the leader does this. The queue's Redis has the waiting webhooks: the request's id, the number
+of attempts and the time of the next one. The message is made from the request's hash when it is
+sent. So a stranger who can write only to RQ's server cannot have anything sent or signed. Strangers
+may write to the queue, too. An entry that is not a webhook is deleted with a line in the log, so
+that it does not block later entries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 from promptq.shared.queue.lookups import entries_of, shown
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone, is_wrong_type, readable
+from promptq.shared.queue.spoilt import alone, deleted_if_spoilt, is_wrong_type, readable
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.cluster import client_of
 
@@ -87,7 +87,7 @@ def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
 
 class _Outcome(BaseModel):
     kind: Literal["over", "failed", "undeliverable", "full", "away"]
-    """`failed`: to be tried again. `full`: its receiver has no place. `away`: Redis is away."""
+    """`failed`: it is tried again. `full`: its receiver has no place. `away`: Redis is away."""
     reason: str = ""
     receiver: str | None = None
 
@@ -115,7 +115,7 @@ class Deliveries:
         self._forget()
 
     def go_on(self) -> None:
-        """Note the results of calls, read which requests have ended, and call due webhooks."""
+        """Note the results of calls, read new webhooks, and call those that are due."""
         try:
             self._note()
             if not self._is_known:
@@ -130,7 +130,7 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Another process leads: begin nothing. `go_on` then reads the waiting webhooks again."""
+        """Begin no calls while another process leads. `go_on` then reads all webhooks again."""
         if self._is_known:
             self._forget()
             self._is_known = False
@@ -162,25 +162,21 @@ class Deliveries:
     def _read_all(self) -> None:
         self._forget()
         key = self._keys.webhooks_waiting
-        try:
-            for raw, value in self._redis.hgetall(key).items():
-                [request_id] = ids_of([raw])
-                try:
-                    waiting = Waiting.model_validate_json(value)
-                    check_request_id(request_id)
-                except (ValidationError, InvalidRequestError):
-                    self._log.warning(
-                        "webhook entry removed", entry=shown(raw), reason="not a webhook"
-                    )
-                    self._redis.hdel(key, raw)
-                else:
-                    waiting.tenant = tenant_of(waiting.tenant)
-                    self._plan(request_id, waiting)
-        except redis.ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            self._log.warning("a stranger's key is deleted", key=key, reason=str(error))
-            self._redis.delete(key)
+        entries: dict[bytes, bytes] = {}
+        with deleted_if_spoilt(self._redis, key):
+            entries = self._redis.hgetall(key)
+        for raw, value in entries.items():
+            [request_id] = ids_of([raw])
+            try:
+                waiting = Waiting.model_validate_json(value)
+                check_request_id(request_id)
+            except (ValidationError, InvalidRequestError):
+                reason = "not a webhook"
+                self._log.warning("webhook entry removed", entry=shown(raw), reason=reason)
+                self._redis.hdel(key, raw)
+            else:
+                waiting.tenant = tenant_of(waiting.tenant)
+                self._plan(request_id, waiting)
         self._is_known = True
 
     def _plan(self, request_id: str, item: Waiting) -> None:
@@ -195,7 +191,9 @@ class Deliveries:
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
             return 0
-        tenants = self._tenants_of(ids)
+        keys = [self._keys.request("").encode() + raw for raw in ids]
+        reading = [Call("", ["HGET", record, "tenant"], _tenant, str) for record in keys]
+        tenants = self._queue.run(reading)
         new: dict[str, Waiting] = {}
         coming: Counter[str] = Counter()
         writing = list[Call[Any]]()
@@ -218,10 +216,6 @@ class Deliveries:
             self._plan(request_id, item)
         return len(ids)
 
-    def _tenants_of(self, ids: list[bytes]) -> list[str]:
-        keys = [self._keys.request("").encode() + raw for raw in ids]
-        return self._queue.run([Call("", ["HGET", key, "tenant"], _tenant, str) for key in keys])
-
     def _begin(self) -> None:
         now = self._clock()
         while self._later and self._later[0][0] <= now:
@@ -229,8 +223,8 @@ class Deliveries:
             item = self._waiting.get(request_id)
             if item is not None and item.due == due:
                 self._make_ready(request_id)
-        while (taken := self._turns.take()) is not None:
-            self._under_way[self._threads.submit(self._call, taken)] = taken
+        while (due_id := self._turns.take()) is not None:
+            self._under_way[self._threads.submit(self._call, due_id)] = due_id
 
     def _make_ready(self, request_id: str) -> None:
         item = self._waiting.get(request_id)
@@ -284,7 +278,7 @@ class Deliveries:
                 self._make_ready(request_id)
 
     def _write(self, request_id: str, outcome: _Outcome) -> None:
-        """Write down the outcome of a call. If it raises redis.RedisError, call it again."""
+        """Write down the outcome of a call. After a redis.RedisError, write it again."""
         item = self._waiting.get(request_id)
         if outcome.receiver is not None and item is not None:
             self._receivers[request_id] = outcome.receiver
@@ -295,7 +289,7 @@ class Deliveries:
             return
         writing = list[Call[Any]]()
         again = None
-        if outcome.kind in ("failed", "undeliverable") and item is not None:
+        if outcome.kind != "over" and item is not None:
             if outcome.kind == "failed":
                 again = self._next_attempt(request_id, item, outcome.reason)
             if again is None:

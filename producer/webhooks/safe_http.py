@@ -1,7 +1,7 @@
 """Sends an HTTP POST to a stranger's URL, without a way into the operator's network.
 
 The host's name is resolved once, and all of its addresses are checked. The connection goes to a
-checked address, so it does not help to change the name's addresses a moment later. No redirect is
+checked address, so an attacker gains nothing by changing the name's addresses later. No redirect is
 followed, no proxy is used, and only the status of the answer is read. The whole call has a time
 limit, so that a receiver cannot prolong it by sending single bytes.
 """
@@ -55,10 +55,11 @@ def post(
     timeout: float,
     allow_private: bool = False,
 ) -> int:
-    """The status of the answer. `timeout` (seconds) is for each wait; the limit is three times it.
+    """Returns the status of the answer.
 
-    The time to look up the host depends on the system's resolver. Raises AddressRefusedError, and
-    OSError or http.client.HTTPException for failures that may pass.
+    Each wait may take `timeout` seconds, and the whole call three times that, without the look-up
+    of the host, which the system's resolver limits. Raises AddressRefusedError, and OSError or
+    http.client.HTTPException for failures that may pass.
     """
     until = time.monotonic() + 3 * timeout
     try:
@@ -71,7 +72,17 @@ def post(
         connection.default_port = _PORTS[parts.scheme]  # the Host header leaves it out
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.sock = _connect(host, port, timeout, until, allow_private)
-        end = _End(connection, until)
+        is_late = threading.Event()
+
+        def cut() -> None:
+            is_late.set()
+            if connection.sock is not None:
+                with suppress(OSError):
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)  # below any TLS
+
+        timer = threading.Timer(max(0.0, until - time.monotonic()), cut)
+        timer.daemon = True
+        timer.start()
         try:
             if parts.scheme == "https":
                 connection.sock = tls_context().wrap_socket(
@@ -81,35 +92,15 @@ def post(
             connection.request("POST", target, body, dict(headers))
             status = connection.getresponse().status
         finally:
-            end.cancel()
+            timer.cancel()
             connection.close()
-        if end.has_come:
+        if is_late.is_set():
             raise TimeoutError("it took too long")
         return status
-    except OSError:  # also for a wrong certificate, which is a ValueError, too
+    except OSError:  # a wrong certificate is one, and also a ValueError
         raise
     except (ValueError, http.client.InvalidURL) as error:
         raise AddressRefusedError(f"it is not a URL to call: {error}") from None
-
-
-class _End:
-    """Cuts a connection at a time (monotonic seconds), in any state."""
-
-    def __init__(self, connection: http.client.HTTPConnection, until: float) -> None:
-        self.has_come = False
-        self._connection = connection
-        self._timer = threading.Timer(max(0.0, until - time.monotonic()), self._cut)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _cut(self) -> None:
-        self.has_come = True
-        if self._connection.sock is not None:
-            with suppress(OSError):
-                socket.socket.shutdown(self._connection.sock, socket.SHUT_RDWR)  # below any TLS
 
 
 def _connect(

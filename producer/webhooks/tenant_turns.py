@@ -1,10 +1,10 @@
 """Decides whose webhook is called next, because the places for calls are limited.
 
-Tenants take turns, and so do the receivers of a tenant. Nobody can take all places: a call begins
-only while more places are free than its tenant and its receiver hold together (a dynamic threshold:
-A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998).
-So one slow receiver gets a third of the places. Slow tenants leave places for others without any,
-and a tenant that is alone still gets many.
+Tenants take turns, and so do the receivers of a tenant. No tenant can take all places: a call
+begins only while more places are free than its tenant and its receiver hold together (a dynamic
+threshold: A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet
+Switches, 1998). So one slow receiver gets a third of the places. Slow tenants leave places for
+tenants that hold none, and a tenant that is alone still gets many.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from redis.exceptions import RedisError, ResponseError
@@ -77,6 +77,18 @@ def alone(name: str) -> Iterator[None]:
         note(spoilt_record(name, error))
     except Exception as error:
         note(error, name)
+
+
+@contextmanager
+def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
+    """Delete `key` if its type is not that which the commands in the block need, and log that."""
+    try:
+        yield
+    except ResponseError as error:
+        if not is_wrong_type(error):
+            raise
+        note(spoilt_record(key, error))
+        client.delete(key)
 
 
 def readable(name: str, items: Iterable[T], read: Callable[[T], U]) -> list[U]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
@@ -73,12 +73,10 @@ def read_settings(**overrides: Any) -> Settings:
 
     `overrides` come before the environment.
     """
-    return read_settings_of(Settings, overrides, flag_of)
+    return read_settings_of(Settings, flag_of, **overrides)
 
 
-def read_settings_of(
-    kind: type[T], overrides: Mapping[str, Any], named: Callable[[str], str] = str
-) -> T:
+def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
     """Returns the settings of one class. Raises ConfigurationError.
 
     `overrides` come before the environment, unless they are None. `named` returns the name that a

@@ -202,4 +202,4 @@ class WorkerSettings(ReaperSettings):
 
 def read_worker_settings(**overrides: Any) -> WorkerSettings:
     """Returns a worker's settings. `overrides` come first. Raises ConfigurationError."""
-    return read_settings_of(WorkerSettings, overrides, flag_of)
+    return read_settings_of(WorkerSettings, flag_of, **overrides)

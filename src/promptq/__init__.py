@@ -16,15 +16,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from promptq.producer.batches.local_batch import run_batch as run_batch
+    from promptq.producer.batches.local_batch import run_batch
     from promptq.producer.clients.async_client import AsyncClient
     from promptq.producer.clients.sync_client import Client
     from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 
     __version__: str
 
-# Without `run_batch`: it needs an extra, and a program may look through all names without it.
-__all__ = ["AsyncClient", "AsyncRequestQueue", "Client", "RequestQueue", "__version__"]
+__all__ = ["AsyncClient", "AsyncRequestQueue", "Client", "RequestQueue", "__version__", "run_batch"]
 
 _HOMES = {
     "AsyncClient": "promptq.producer.clients.async_client",
@@ -42,10 +41,6 @@ def __getattr__(name: str) -> object:
         return version("promptq")
     if name not in _HOMES:
         raise AttributeError(f"module 'promptq' has no attribute {name!r}")
-    if name == "run_batch":
-        from promptq.shared.runtime.extras import require
-
-        require("promptq.run_batch", "gateway")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 

@@ -39,10 +39,17 @@ def test_a_client_loads_no_more_than_it_needs(name: str) -> None:
     assert {module.partition(".")[0] for module in found} == ALLOWED
     ours = {".".join(module.split(".")[1:3]) for module in found if module.startswith("promptq.")}
     assert ours == {
-        *("producer", "producer.clients"),
+        *("producer", "producer.admin", "producer.clients"),
         *("shared", "shared.errors", "shared.protocol", "shared.queue", "shared.runtime"),
         "shared.server",
     }
+    of_admin = [module for module in found if module.startswith("promptq.producer.admin.")]
+    assert of_admin == ["promptq.producer.admin.autoscaling_defaults"]
+
+
+def test_a_batch_needs_no_extra() -> None:
+    packages = {module.partition(".")[0] for module in loaded("from promptq import run_batch")}
+    assert packages <= ALLOWED | {"dotenv", "pydantic_settings"}
 
 
 def test_the_package_alone_loads_nothing() -> None:

@@ -6,6 +6,7 @@ written for them need not be changed. A value that asks for what is not served i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
@@ -23,7 +24,8 @@ from promptq.producer.calls.call import (
 )
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
-from promptq.shared.runtime.logs import get_logger
+
+_log = logging.getLogger("promptq.calls")  # a local batch has no other log
 
 
 class FieldsWithoutEffect(BaseModel):
@@ -67,7 +69,7 @@ class FixedFields(BaseModel):
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
     """Log once in a process that calls have a field without effect."""
-    get_logger().warning("a field of a call has no effect", field=field)
+    _log.warning("a field of a call has no effect: %s", field)
 
 
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:

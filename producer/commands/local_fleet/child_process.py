@@ -1,4 +1,4 @@
-"""Child processes: how one is started, watched and ended."""
+"""Starts, watches and ends child processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import suppress
 
 _LAST_LINES = 15
 
-# The shell ends the child when the pipe from the owner closes, however the owner died; otherwise
-# it gives the child's exit status. Descriptor 3 is that pipe, and the child does not get it.
+# The shell ends the child when the pipe from the owner closes, however the owner died. Otherwise
+# the shell exits with the child's status. Descriptor 3 is that pipe; the child does not inherit it.
 _WATCH_OWNER = """
 exec 3<&0 </dev/null
 "$@" 3<&- & child=$!
@@ -114,12 +114,3 @@ class ChildProcess:
             self.last_lines.append(text)
             self.is_ready = self.is_ready or text.startswith("ready")
             self._show(text)
-
-
-class WorkerProcess(ChildProcess):
-    """A worker process."""
-
-    def __init__(
-        self, args: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
-    ) -> None:
-        super().__init__(worker_command(args), env, show)

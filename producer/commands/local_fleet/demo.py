@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from promptq.producer.clients.async_client import AsyncClient
-from promptq.producer.commands.local_fleet.child_process import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import ChildProcess, worker_command
 from promptq.producer.commands.local_fleet.supervisor import WorkersFailedError
 from promptq.producer.commands.screens.demo_view import Board, Shown, finished_text, requests_table
 from promptq.producer.commands.screens.render import workers_table
@@ -46,11 +46,6 @@ class Part:
     fields: dict[str, Any]
     is_cancelled: bool = False
 
-    @property
-    def prompt(self) -> str:
-        """The text before the output; empty for a chat."""
-        return str(self.fields.get("prompt", ""))
-
 
 def _story(title: str, prompt: str, max_tokens: int, priority: int = 0, **more: Any) -> Part:
     fields = {"prompt": prompt, "max_tokens": max_tokens, "priority": priority}
@@ -63,9 +58,7 @@ def _chat(title: str, message: str, max_tokens: int, priority: int = 0) -> Part:
     return Part(title, {"temperature": 0.7, **fields})
 
 
-def _cancelled(title: str, prompt: str, priority: int = 0) -> Part:
-    endless = {"prompt": prompt, "ignore_eos": True, "priority": priority}
-    return Part(title, endless, is_cancelled=True)
+_SNAIL = {"prompt": "Once upon a time, there lived a snail who", "ignore_eos": True, "priority": -1}
 
 
 PARTS: Sequence[Part] = [
@@ -73,7 +66,7 @@ PARTS: Sequence[Part] = [
     _story("owl", "Once upon a time, there lived an owl named Otto.", 60, priority=5),
     _story("bear", "Once upon a time, there lived a bear named Bruno.", 120),
     _chat("chat", "Tell me a story about a fox and a lantern.", 140),
-    _cancelled("endless", "Once upon a time, there lived a snail who", priority=-1),
+    Part("endless", _SNAIL, is_cancelled=True),
     _story("mouse", "One morning, a mouse named Mia", 40, priority=-10),
     _story("frog", "Once upon a time, there lived a frog named Fred.", 200, priority=10),
     _story("greedy cat", "Once upon a time, there lived a cat named Kit.", 80, temperature=0.0),
@@ -99,7 +92,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 
 @contextmanager
-def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[WorkerProcess]:
+def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[ChildProcess]:
     """Start a worker. Once it is ready, its warnings and errors are shown."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
@@ -112,7 +105,7 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
         if worker.is_ready and not line.startswith("ready"):
             console.out(line, highlight=False)
 
-    worker = WorkerProcess([*slots, *args], env, show)
+    worker = ChildProcess(worker_command([*slots, *args]), env, show)
     try:
         yield worker
     finally:
@@ -124,7 +117,7 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `play` until it ends, or until SIGTERM or Ctrl-C.
 
-    A function, and not its coroutine: a signal before the first step would leave that unawaited.
+    `play` is no coroutine, as a signal before the first step would leave a coroutine unawaited.
     """
     this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None
@@ -136,7 +129,7 @@ async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     task.result()
 
 
-async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
+async def _play(console: Console, url: str, worker: ChildProcess) -> None:
     await _wait_until_ready(console, worker)
     async with await open_async_redis(url) as connection, AsyncClient(connection) as client:
         # Open connections first, two for each stream, so that the times shown do not include it.
@@ -146,36 +139,39 @@ async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
         console.print(workers_table(await _final_heartbeat(client)))
 
 
-async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
+async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
     started = time.monotonic()
     loading = "worker   loads the model; at first it also compiles native code ..."
     if not console.is_terminal:  # it shows no status
         console.print(f"  {loading}")
     with console.status(loading):
-        while not worker.is_ready:
-            _check_alive(worker)
-            await asyncio.sleep(_LOOK_SECONDS)
+        await _watch(worker, lambda: worker.is_ready)
     for warning in takewhile(lambda line: not line.startswith("ready"), [*worker.last_lines]):
         console.out(warning, highlight=False)
     console.print(f"[green]✓[/] worker   ready after {time.monotonic() - started:.1f} s")
 
 
-def _check_alive(worker: WorkerProcess) -> None:
-    if (exit_code := worker.exit_code) is not None:
-        raise WorkersFailedError(
-            f"the worker ended with exit code {exit_code}; it said:\n{worker.output}"
-        )
+async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
+    """Wait until `is_over`. Raises WorkersFailedError if the worker ends before."""
+    while not is_over():
+        if (exit_code := worker.exit_code) is not None:
+            raise WorkersFailedError(
+                f"the worker ended with exit code {exit_code}; it said:\n{worker.output}"
+            )
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _run_parts(console: Console, client: AsyncClient, worker: WorkerProcess) -> list[Shown]:
+async def _run_parts(console: Console, client: AsyncClient, worker: ChildProcess) -> list[Shown]:
     """Enqueue all requests at once and show them until the last one ends."""
     ids = await client.enqueue_many([part.fields for part in PARTS])
     console.print(f"[green]✓[/] queue    {len(ids)} requests pushed in, {SLOTS} run at a time\n")
-    shown = [Shown(part.title, part.fields["priority"], part.prompt) for part in PARTS]
+    shown = [
+        Shown(part.title, part.fields["priority"], part.fields.get("prompt", "")) for part in PARTS
+    ]
     readers = asyncio.gather(
         *(_read(console, client, *item) for item in zip(ids, PARTS, shown, strict=True))
     )
-    failure = asyncio.create_task(_wait_for_failure(worker))
+    failure = asyncio.create_task(_watch(worker, lambda: False))
     with _live(console, shown):
         try:
             either: set[asyncio.Future[Any]] = {readers, failure}
@@ -184,27 +180,21 @@ async def _run_parts(console: Console, client: AsyncClient, worker: WorkerProces
                 task.result()
         finally:
             await end([readers, failure])
-    await _ask_for_missing_times(client.queue, ids, shown)
+    await _read_missing_times(client.queue, ids, shown)
     return shown
 
 
 async def _read(
     console: Console, client: AsyncClient, request_id: str, part: Part, shown: Shown
 ) -> None:
-    is_asked = False
+    will_cancel = part.is_cancelled
     async for event in client.stream(request_id):
         shown.add(event)
-        if part.is_cancelled and not is_asked and shown.num_tokens >= CANCEL_AFTER_TOKENS:
-            is_asked = True
+        if will_cancel and shown.num_tokens >= CANCEL_AFTER_TOKENS:
+            will_cancel = False
             await client.cancel(request_id)
     if not console.is_terminal:
         console.print(finished_text(shown))
-
-
-async def _wait_for_failure(worker: WorkerProcess) -> None:
-    while True:
-        _check_alive(worker)
-        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[object]:
@@ -218,7 +208,7 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
     )
 
 
-async def _ask_for_missing_times(
+async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
     """Read times from the record for requests without statistics, which a script has ended."""

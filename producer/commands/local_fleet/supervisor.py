@@ -10,7 +10,7 @@ from promptq.producer.commands.local_fleet.child_process import ChildProcess
 from promptq.shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
-"""Seconds in which processes must end by themselves; then they are killed."""
+"""Processes that take longer to end are killed."""
 
 _MAX_FAILURES = 5
 _STEADY_SECONDS = 60.0
@@ -24,7 +24,7 @@ class WorkersFailedError(PromptqError):
 
 @dataclass
 class _Place:
-    """A process that is to run, and its current instance; those of one command are alike."""
+    """One process to keep running, and its current instance."""
 
     name: str
     command: tuple[str, ...]
@@ -33,7 +33,7 @@ class _Place:
     failures: int = 0
     restart_at: float | None = None
     is_leaving: bool = False
-    """Whether this process was asked to end, so that it is not restarted."""
+    """Whether this process was removed, so that it is not restarted after its end."""
     is_extra: bool = False
     """Whether the others continue without it if it does not start."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Self
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -50,24 +51,25 @@ class UpOptions:
 
 
 class StopSignals:
-    """Counts Ctrl-C and SIGTERM: the first asks to drain, a second to stop at once."""
+    """Counts Ctrl-C and SIGTERM inside its block: the first drains, a second stops at once."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> Self:
         self._count = 0
         self._before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
+        return self
 
-    def asked_to_drain(self) -> bool:
-        return self._count > 0
-
-    def asked_to_stop(self) -> bool:
-        return self._count > 1
-
-    def restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def drain_requested(self) -> bool:
+        return self._count > 0
+
+    def stop_requested(self) -> bool:
+        return self._count > 1
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
@@ -81,24 +83,20 @@ def run_up(options: UpOptions, console: Console) -> None:
         )
     for queue in options.models:
         Keys(queue)  # refuses a wrong name before anything starts
-    signals = StopSignals()
-    try:
-        with _server(options) as url:
-            _print(_parts(options, url), console)
-            show = partial(console.out, highlight=False)
-            supervisor = Supervisor(_commands(options), _environment(url), show)
-            with ExitStack() as stack:
-                stack.callback(supervisor.drain, signals.asked_to_stop)
-                scalers = [
-                    stack.enter_context(closing(scaler))
-                    for scaler in _autoscalers(options, supervisor, url, show)
-                ]
-                welcome = partial(_print, _welcome(options, url), console)
-                adjust = [scaler.adjust for scaler in scalers]
-                supervisor.run(signals.asked_to_drain, adjust, welcome)
-                console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
-    finally:
-        signals.restore()
+    with StopSignals() as signals, _server(options) as url:
+        _print(_parts(options, url), console)
+        show = partial(console.out, highlight=False)
+        supervisor = Supervisor(_commands(options), _environment(url), show)
+        with ExitStack() as stack:
+            stack.callback(supervisor.drain, signals.stop_requested)
+            scalers = [
+                stack.enter_context(closing(scaler))
+                for scaler in _autoscalers(options, supervisor, url, show)
+            ]
+            welcome = partial(_print, _welcome(options, url), console)
+            adjust = [scaler.adjust for scaler in scalers]
+            supervisor.run(signals.drain_requested, adjust, welcome)
+            console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
 
 
 @contextmanager
@@ -107,34 +105,26 @@ def _server(options: UpOptions) -> Iterator[str]:
         open_redis(options.redis_url).close()
         yield options.redis_url
         return
-    with _start_embedded(options.redis_port, options.data_dir) as server:
+    port = options.redis_port
+    if port is None and is_free(PREFERRED_PORT):
+        port = PREFERRED_PORT
+    with EmbeddedServer(port, options.data_dir, is_advertised=True) as server:
         yield server.url
 
 
 def run_server(port: int | None, data_dir: Path | None, console: Console) -> None:
     """Run the embedded server alone until a stop signal. Raises ConfigurationError."""
-    signals = StopSignals()
-    try:
-        with _server(UpOptions(redis_port=port, data_dir=data_dir)) as url:
-            where = f"{without_password(url)} ({how_to_find(url)})"
-            console.out(f"server ready at {where}", highlight=False)
-            for line in beside(url):
-                console.out(line, highlight=False)
-            while not signals.asked_to_drain():
-                time.sleep(_LOOK_SECONDS)
-    finally:
-        signals.restore()
-
-
-def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
-    """Start a server on `port`; by default on the port in the docs, or a free one."""
-    if port is None:
-        port = PREFERRED_PORT if is_free(PREFERRED_PORT) else None
-    return EmbeddedServer(port, data_dir, is_advertised=True)
+    options = UpOptions(redis_port=port, data_dir=data_dir)
+    with StopSignals() as signals, _server(options) as url:
+        where = f"{without_password(url)} ({how_to_find(url)})"
+        for line in (f"server ready at {where}", *beside(url)):
+            console.out(line, highlight=False)
+        while not signals.drain_requested():
+            time.sleep(_LOOK_SECONDS)
 
 
 def beside(url: str) -> list[str]:
-    """Lines about commands in other terminals, if this user runs another embedded server."""
+    """Returns lines about commands in other terminals, if this user runs more embedded servers."""
     latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
         return []
@@ -157,29 +147,25 @@ def run_supervised(
     hold_seconds: float,
 ) -> None:
     """Keep as many processes of a worker's command as the queue needs, until a stop signal."""
-    signals = StopSignals()
     show = partial(console.out, highlight=False)
     times = {"target_seconds": target_seconds, "hold_seconds": hold_seconds}
     env = {**_environment(url), f"{ENV_PREFIX}QUEUE": queue}
-    try:
-        named = {f"worker {number}": command for number in range(1, workers.least + 1)}
-        with Client(url, queue) as client, ExitStack() as stack:
-            client.scaling(target_seconds)  # raises errors before any worker starts
-            show(f"queue {queue}: {workers.least} to {workers.most} workers, as its load needs")
-            supervisor = Supervisor(named, env, show)
-            stack.callback(supervisor.drain, signals.asked_to_stop)
-            scaler = Autoscaler(supervisor, client, "worker", command, workers, show, **times)
-            stack.enter_context(closing(scaler))
-            supervisor.run(signals.asked_to_drain, [scaler.adjust])
-            show("finishing what runs; Ctrl-C again stops at once")
-    finally:
-        signals.restore()
+    named = {f"worker {number}": command for number in range(1, workers.least + 1)}
+    with StopSignals() as signals, Client(url, queue) as client, ExitStack() as stack:
+        client.scaling(target_seconds)  # raises errors before any worker starts
+        show(f"queue {queue}: {workers.least} to {workers.most} workers, as its load needs")
+        supervisor = Supervisor(named, env, show)
+        stack.callback(supervisor.drain, signals.stop_requested)
+        scaler = Autoscaler(supervisor, client, "worker", command, workers, show, **times)
+        stack.enter_context(closing(scaler))
+        supervisor.run(signals.drain_requested, [scaler.adjust])
+        show("finishing what runs; Ctrl-C again stops at once")
 
 
 def _autoscalers(
     options: UpOptions, supervisor: Supervisor, url: str, show: Callable[[str], None]
 ) -> Iterator[Autoscaler]:
-    """One for each model, if the number of workers may change."""
+    """Yields an autoscaler for each model, if the number of workers may change."""
     if not options.workers.is_fixed:
         for queue, (name, command) in _workers(options).items():
             client = Client(url, queue)
@@ -197,7 +183,7 @@ def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
-    """The commands to run, by name."""
+    """Returns the commands to run, by name."""
     commands = {}
     for name, worker in _workers(options).values():
         for number in range(1, options.workers.least + 1):
@@ -227,7 +213,7 @@ def _print(lines: Sequence[str], console: Console) -> None:
 
 
 def _parts(options: UpOptions, url: str) -> list[str]:
-    """Lines about the server, which runs, and about what starts."""
+    """Returns lines about the running server and the starting processes."""
     own = options.redis_url is None
     kept = f"kept in {escape(str(options.data_dir))}" if options.data_dir else "nothing is kept"
     if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
@@ -236,10 +222,14 @@ def _parts(options: UpOptions, url: str) -> list[str]:
     least, most = options.workers.least, options.workers.most
     count = str(most) if options.workers.is_fixed else f"{least} to {most}"
     workers = "1 worker" if most == 1 else f"{count} workers"
+    models = options.models.items()
+    queues = [
+        f"{queue} ({escape(str(model))})" if len(models) > 1 else queue for queue, model in models
+    ]
     lines = [
         "[bold]promptq is starting[/]",
         f"  server   {without_password(url)}  [dim]({kind})[/]",
-        *(f"  queue    {line}, {workers}" for line in _queues(options)),
+        *(f"  queue    {queue}, {workers}" for queue in queues),
     ]
     if options.http_port is None:
         lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
@@ -250,7 +240,7 @@ def _parts(options: UpOptions, url: str) -> list[str]:
 
 
 def _welcome(options: UpOptions, url: str) -> list[str]:
-    """Lines about what to do, once all processes are ready."""
+    """Returns lines about the next steps, printed when all processes are ready."""
     own, queue = options.redis_url is None, next(iter(options.models))
     where = "" if own else f" --redis {without_password(url)}"
     where += escape(queue_option(queue))
@@ -273,10 +263,3 @@ def _welcome(options: UpOptions, url: str) -> list[str]:
         if notes := beside(url):
             lines += ["", *(f"[yellow]{escape(line)}[/]" for line in notes)]
     return [*lines, "", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
-
-
-def _queues(options: UpOptions) -> list[str]:
-    """A line for each queue, with its model if there are several."""
-    if len(options.models) == 1:
-        return [*options.models]
-    return [f"{queue} ({escape(str(model))})" for queue, model in options.models.items()]

@@ -60,12 +60,12 @@ class StreamPrinter:
         if self._is_interrupted:
             self._say(f"{last.finish_reason} after {_tokens(last.end)}")
             return EXIT_INTERRUPTED
-        return self._tell(last)
+        return self._report_end(last)
 
     def watch(self) -> int:
         """Print to the end. Ctrl-C only stops watching. Returns the exit code."""
         try:
-            return self._tell(self._follow())
+            return self._report_end(self._follow())
         except KeyboardInterrupt:
             self._end_line()
             return EXIT_INTERRUPTED
@@ -120,14 +120,14 @@ class StreamPrinter:
             num_heard += 1
 
         def look() -> None:
-            num_before, said = 0, ""
+            num_before, printed = 0, ""
             while not is_over.wait(_SILENT_SECONDS):
                 if num_heard > num_before:
-                    num_before, said = num_heard, ""
+                    num_before, printed = num_heard, ""
                     continue
                 why = self._why_silent(has_begun=num_heard > 0)
-                if why not in ("", said) and not is_over.is_set():
-                    said = why
+                if why not in ("", printed) and not is_over.is_set():
+                    printed = why
                     if sys.stdout.isatty():
                         self._end_line()
                     self._say(why)
@@ -187,7 +187,7 @@ class StreamPrinter:
             give_up.cancel()
             signal.signal(signal.SIGINT, before)
 
-    def _tell(self, last: TokenEvent) -> int:
+    def _report_end(self, last: TokenEvent) -> int:
         if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             if self._console.is_terminal:
                 self._console.print(self._summary(last), style="dim")
@@ -216,6 +216,6 @@ def _tokens(count: int) -> str:
 
 
 def _leave_pipe() -> int:
-    """Keep the interpreter from complaining about the closed pipe at its end."""
+    """Prevent the interpreter's error message about the closed pipe when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE

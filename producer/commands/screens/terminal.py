@@ -15,8 +15,6 @@ from rich.segment import Segment
 
 from promptq.shared.runtime.printable import printable
 
-_ANY_WIDTH = 10_000
-
 
 def write(text: str, end: str = "\n") -> None:
     """Print to standard output at once. Line breaks and tabs stay."""
@@ -28,7 +26,7 @@ def console_for_list() -> SafeConsole:
     """A console that breaks no cell of a list if its output is not a terminal, but a program's."""
     console = SafeConsole()
     if not console.is_terminal:
-        console.width = _ANY_WIDTH
+        console.width = 10_000
     return console
 
 

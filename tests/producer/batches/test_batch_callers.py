@@ -23,9 +23,10 @@ from promptq.producer.batch_store.batch_records import (
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import LineReader, request_id_of
 from promptq.producer.batches.batch_job import run_batch_job
-from promptq.producer.settings.jobs import read_jobs_settings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.settings.common import read_settings_of
 from tests.producer.batches.batches import NUM_TOKENS, keys_of, line, read_lines, write_lines
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.model_free_worker import running_worker
@@ -57,7 +58,7 @@ class Batch:
 
     async def run(self) -> BatchRecord:
         await self.tell(lambda batches: batches.add(self.record))
-        await asyncio.to_thread(run_batch_job, read_jobs_settings(), self.record.id)
+        await asyncio.to_thread(run_batch_job, read_settings_of(JobsSettings), self.record.id)
         return await self.tell(lambda batches: batches.get(self.record.id))
 
     async def tell(self, call: Callable[[Batches], Any]) -> Any:

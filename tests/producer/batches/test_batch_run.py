@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,38 @@ async def test_a_killed_run_goes_on_without_running_a_line_twice(
         }  # fmt: skip
         assert attempts(server) == [1] * 200, "each line was enqueued once, and begun once"
     assert texts_in(output) == expected_texts(range(200))
+
+
+WITH_A_CLIENT_AND_THE_COMMAND_ALONE = """
+import sys
+from promptq.shared.runtime import extras
+
+for package in ("fastapi", "httptools", "prometheus_client", "structlog", "uvicorn", "uvloop"):
+    sys.modules[package] = None
+extras._is_installed = {"rich", "typer"}.__contains__
+from promptq.producer.cli import main
+
+main()
+"""
+
+
+async def test_the_command_needs_no_package_of_the_gateway(tmp_path: Path, redis_url: str) -> None:
+    """Its log is beside its output."""
+    asked = line(0)
+    asked["body"]["user"] = "a"
+    source = write_lines(tmp_path / "in.jsonl", [asked])
+    command = ["batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), "--json"]
+    program = [sys.executable, "-P", "-c", WITH_A_CLIENT_AND_THE_COMMAND_ALONE, *command]
+    async with running_worker(redis_url):
+        ended = await asyncio.to_thread(
+            subprocess.run,
+            [*program, "--redis", redis_url],
+            capture_output=True,
+            text=True,
+        )
+    assert ended.stderr == "a field of a call has no effect: user\n"
+    counts = {"total": 1, "completed": 1, "failed": 0}
+    assert json.loads(ended.stdout) == {"is_complete": True, **counts}
 
 
 def test_a_terminal_sees_how_far_it_is(

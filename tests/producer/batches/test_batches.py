@@ -15,8 +15,9 @@ import redis.asyncio
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batches import batch_job
-from promptq.producer.settings.jobs import read_jobs_settings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.settings.common import read_settings_of
 from tests.producer.batches.batches import (
     NUM_TOKENS,
     create,
@@ -121,7 +122,7 @@ async def test_a_batch_tells_how_far_it_is(
     monkeypatch.setenv("PROMPTQ_BATCH_IN_FLIGHT", "3")
     batch = await create(client, ["{broken\n", *(line(n) for n in range(5))])
     running = asyncio.create_task(
-        asyncio.to_thread(batch_job.run_batch_job, read_jobs_settings(), batch.id)
+        asyncio.to_thread(batch_job.run_batch_job, read_settings_of(JobsSettings), batch.id)
     )
     for done, more in ((0, 2), (2, 3)):
         while (now := await client.batches.retrieve(batch.id)).status == "validating" or (

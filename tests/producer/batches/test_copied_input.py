@@ -14,7 +14,8 @@ import pytest
 
 from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batches import batch_job
-from promptq.producer.settings.jobs import read_jobs_settings
+from promptq.producer.settings.jobs import JobsSettings
+from promptq.shared.settings.common import read_settings_of
 from tests.producer.batches.batches import add_batch, line
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.model_free_worker import running_worker
@@ -105,7 +106,9 @@ async def test_a_batch_is_its_runners_while_its_input_is_copied(
     monkeypatch.setattr(os, "link", no_hard_links)
     monkeypatch.setattr(os, "fsync", until_the_lease_is_renewed_or_over)
     async with running_worker(redis_url):
-        status = await asyncio.to_thread(batch_job.run_batch_job, read_jobs_settings(), batch_id)
+        status = await asyncio.to_thread(
+            batch_job.run_batch_job, read_settings_of(JobsSettings), batch_id
+        )
     assert status == "completed"
     assert left[1] > left[0]
     assert list((files / "running").iterdir()) == []

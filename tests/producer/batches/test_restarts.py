@@ -141,7 +141,8 @@ async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
 STOPPED_AT_THE_FORK = """
 import os, signal
 from promptq.producer.jobs import rq_jobs
-from promptq.producer.settings.jobs import read_jobs_settings
+from promptq.producer.settings.jobs import JobsSettings
+from promptq.shared.settings.common import read_settings_of
 
 fork = os.fork
 reading, writing = os.pipe()
@@ -159,7 +160,7 @@ def fork_and_stop():
     return pid
 
 os.fork = fork_and_stop
-settings = read_jobs_settings()
+settings = read_settings_of(JobsSettings)
 queue = rq_jobs.batch_queue("default", rq_jobs.open_jobs_redis(settings))
 rq_jobs.run_worker(queue, settings, stop_pipe=reading)
 """

@@ -15,10 +15,10 @@ from promptq.producer.clients.stream import (
     GIVE_UP_SECONDS,
     Action,
     Ask,
+    Notice,
     Sleep,
     Steps,
     Subscribe,
-    Subscribed,
     Wait,
     advance,
     follow,
@@ -76,7 +76,7 @@ def test_a_pending_id_is_known(own_worker: HandWorker, hash_type: str, tenant: s
         own_worker.redis.sadd(KEYS.tenants_waiting, "another", tenant)
     send = sender(follow(KEYS, "raw"), own_worker)
     send(None)
-    assert send(Subscribed.SUBSCRIBED) == ([], Wait(3.0))
+    assert send(Notice.SUBSCRIBED) == ([], Wait(3.0))
     own_worker.redis.zrem(KEYS.pending_of(tenant), "raw")
     if hash_type != "plain":
         with pytest.raises(RequestNotFoundError):
@@ -93,7 +93,7 @@ def test_a_hole_in_the_log_is_not_jumped(own_worker: HandWorker) -> None:
     own_worker.log_only(claim, "a")
     own_worker.event(claim, "lost")
     own_worker.log_only(claim, "b")
-    assert send(Subscribed.SUBSCRIBED) == (["a"], Wait(3.0))
+    assert send(Notice.SUBSCRIBED) == (["a"], Wait(3.0))
     assert send(None) == ([], Wait(3.0))
 
 
@@ -135,7 +135,7 @@ def test_a_server_that_keeps_coming_back_is_not_given_up(own_worker: HandWorker)
         assert isinstance(action, Sleep)
         now += GIVE_UP_SECONDS / 2
         send(None)
-        send(Subscribed.SUBSCRIBED)
+        send(Notice.SUBSCRIBED)
 
 
 def test_refused_credentials_are_not_tried_again(own_worker: HandWorker) -> None:

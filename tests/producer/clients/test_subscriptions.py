@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 
 from promptq import AsyncClient
-from promptq.producer.clients.stream import Missed
+from promptq.producer.clients.stream import Notice
 from promptq.producer.clients.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
 from promptq.shared.errors import (
     QueueClosedError,
@@ -430,7 +430,7 @@ async def test_a_mailbox_is_bounded() -> None:
     while (item := await mailbox.listen(0.001, lambda item: item)) is not None:
         unread.append(item)
     assert len(unread) <= MAX_UNREAD
-    assert unread[0] is Missed.MISSED
+    assert unread[0] is Notice.MISSED
     assert unread[-1] == b"%d" % (10 * MAX_UNREAD - 1)
 
 

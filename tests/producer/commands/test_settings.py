@@ -6,15 +6,21 @@ import json
 import re
 import socket
 from collections.abc import Callable
+from functools import partial
 from inspect import get_annotations
 
 import pytest
 
-from promptq.producer.settings.files import FilesSettings, read_files_settings
-from promptq.producer.settings.gateway import GatewaySettings, read_gateway_settings
-from promptq.producer.settings.jobs import JobsSettings, read_jobs_settings
+from promptq.producer.settings.files import FilesSettings
+from promptq.producer.settings.gateway import GatewaySettings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.settings.common import ReaperSettings, Settings, read_settings
+from promptq.shared.settings.common import (
+    ReaperSettings,
+    Settings,
+    read_settings,
+    read_settings_of,
+)
 from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 from promptq.worker.command import command
 from tests.producer.playing import Run
@@ -49,9 +55,9 @@ def test_each_setting_is_in_one_class() -> None:
     [
         read_settings,
         read_worker_settings,
-        read_files_settings,
-        read_gateway_settings,
-        read_jobs_settings,
+        partial(read_settings_of, FilesSettings),
+        partial(read_settings_of, GatewaySettings),
+        partial(read_settings_of, JobsSettings),
     ],
 )
 def test_a_process_ignores_settings_of_others(
@@ -70,8 +76,8 @@ def test_a_wrong_setting_stops_the_process_that_reads_it(
 ) -> None:
     readers = {
         WorkerSettings: (read_worker_settings, "max_num_seqs", r"--max-num-seqs"),
-        GatewaySettings: (read_gateway_settings, "http_port", "http_port"),
-        JobsSettings: (read_jobs_settings, "batch_workers", "batch_workers"),
+        GatewaySettings: (partial(read_settings_of, GatewaySettings), "http_port", "http_port"),
+        JobsSettings: (partial(read_settings_of, JobsSettings), "batch_workers", "batch_workers"),
     }
     read, name, shown = readers[kind]
     variable = f"PROMPTQ_{name.upper()}"

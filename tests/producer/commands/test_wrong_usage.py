@@ -147,7 +147,7 @@ def test_help_is_not_broken_twice() -> None:
     commands: list[Any] = []
     groups: list[Any] = [get_command(app)]
     for group in groups:
-        for command in group.commands.values():
+        for command in [group.get_command(None, name) for name in group.list_commands(None)]:
             (groups if isinstance(command, TyperGroup) else commands).append(command)
     assert len(commands) > 30
     for command in commands:

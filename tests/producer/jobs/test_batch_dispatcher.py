@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import redis
@@ -18,6 +19,7 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.roles import as_role
+from tests.support.servers import OwnServer
 
 LEASE_SECONDS = 15.0  # of docs/jobs.md
 
@@ -180,6 +182,24 @@ def test_a_step_that_fails_keeps_no_other_step_from_its_work(
         assert not _do_each([fail, lambda: done.append("next")])
     assert done == ["next"] * 100
     assert caplog.messages == ["a step of the jobs failed: a stranger's"]
+
+
+@pytest.mark.parametrize("role", ["replica", "primary without replicas"])
+def test_a_server_that_refuses_writes_is_one_sentence_a_minute(
+    role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
+    """As after a failover, and without a traceback."""
+    with OwnServer(tmp_path) as server, server.client() as admin:
+        if role == "replica":
+            admin.replicaof("127.0.0.1", 1)
+        else:
+            admin.config_set("min-replicas-to-write", 1)
+        dispatcher = Dispatcher(admin, batch_queue("default", admin), JobsSettings())
+        for _ in range(3):
+            assert not _do_each([dispatcher.leads])
+    [record] = caplog.records
+    assert record.getMessage().startswith("the server refused a step of the jobs: ")
+    assert record.exc_info is None
 
 
 def test_long_entries_are_cut_in_the_log(leader: Leader) -> None:

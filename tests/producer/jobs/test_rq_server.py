@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.process import _carry_out, _working
 from promptq.producer.jobs.rq_jobs import (
+    REAP,
     SWEEP,
     batch_queue,
     enqueue_upkeep,
@@ -154,3 +156,20 @@ def test_a_process_that_the_server_refuses_ends_with_one_sentence(tmp_path: Path
                 _carry_out(_working(upkeep_queue), settings)
             admin.config_set(option, 0)
             assert [said in line["reason"] for line in logs] == [True]
+
+
+def test_a_job_that_the_queues_server_refuses_fails_with_one_sentence(
+    redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with OwnServer(tmp_path) as server, server.client() as admin:
+        admin.config_set("min-replicas-to-write", 1)
+        own, jobs_url = as_role("jobs", server.url), as_role("jobs", redis_url)
+        settings = JobsSettings(redis_url=own, jobs_redis_url=jobs_url)
+        with closing(open_jobs_redis(settings)) as jobs:
+            queue = upkeep_queue("default", jobs)
+            enqueue_upkeep(queue, REAP, "default")
+            run_worker(queue, settings, burst=True)
+    logged = capfd.readouterr().out
+    assert "job failed" in logged
+    assert "NOREPLICAS" in logged
+    assert "Traceback" not in logged

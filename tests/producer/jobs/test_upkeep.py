@@ -22,10 +22,11 @@ from promptq.producer.jobs.rq_jobs import (
     run_worker,
     upkeep_queue,
 )
-from promptq.producer.settings.jobs import read_jobs_settings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.shared.settings.common import read_settings_of
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.support.requests import put
 from tests.support.roles import as_role, bring_in_roles
@@ -41,7 +42,7 @@ def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
     """Through RQ's worker: what a dead worker held goes back, what is late ends."""
-    jobs = open_jobs_redis(read_jobs_settings())
+    jobs = open_jobs_redis(read_settings_of(JobsSettings))
     queue = upkeep_queue("default", jobs)
     put(own_worker.queue, "held")
     own_worker.take()
@@ -51,7 +52,7 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
         enqueue_upkeep(queue, REAP, "default")
         enqueue_upkeep(queue, REAP, "default")
         assert queue.count == 1, "one at a time"
-        run_worker(queue, read_jobs_settings(), burst=True)
+        run_worker(queue, read_settings_of(JobsSettings), burst=True)
         time.sleep(0.06)
     assert own_worker.queue.state("held") is RequestState.WAITING
     assert own_worker.queue.state("late") is RequestState.EXPIRED
@@ -60,7 +61,7 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
 
 def test_upkeep_goes_on_whatever_its_record_says(own_worker: HandWorker) -> None:
     """A worker that was killed leaves it started; a stranger may write anything."""
-    jobs = open_jobs_redis(read_jobs_settings())
+    jobs = open_jobs_redis(read_settings_of(JobsSettings))
     queue, record = upkeep_queue("default", jobs), "rq:job:promptq-default-upkeep-reap"
     for field, value in (
         ("status", "started"),
@@ -70,18 +71,18 @@ def test_upkeep_goes_on_whatever_its_record_says(own_worker: HandWorker) -> None
     ):
         enqueue_upkeep(queue, REAP, "default")
         own_worker.redis.hset(record, field, value)
-        run_worker(queue, read_jobs_settings(), burst=True)
+        run_worker(queue, read_settings_of(JobsSettings), burst=True)
         own_worker.redis.hset(record, field, value)
         own_worker.redis.delete(KEYS.upkeep)
         enqueue_upkeep(queue, REAP, "default")
-        run_worker(queue, read_jobs_settings(), burst=True)
+        run_worker(queue, read_settings_of(JobsSettings), burst=True)
         assert own_worker.redis.exists(KEYS.upkeep), (field, value)
     jobs.close()
 
 
 def test_releases_run_each_others_jobs(own_worker: HandWorker) -> None:
     """A job is what RQ makes with its own serializer for JSON."""
-    jobs = open_jobs_redis(read_jobs_settings())
+    jobs = open_jobs_redis(read_settings_of(JobsSettings))
     queue, job_id = upkeep_queue("default", jobs), "promptq-default-upkeep-reap"
     call = ["promptq.producer.jobs.upkeep.reap", None, ["default"], {}]
     enqueue_upkeep(queue, REAP, "default")
@@ -92,7 +93,7 @@ def test_releases_run_each_others_jobs(own_worker: HandWorker) -> None:
     own_worker.redis.flushall()
     plain = rq.Queue(queue.name, connection=jobs, serializer="json")
     plain.enqueue_call(call[0], args=("default",), job_id=job_id, timeout=60)
-    run_worker(queue, read_jobs_settings(), burst=True)
+    run_worker(queue, read_settings_of(JobsSettings), burst=True)
     assert own_worker.redis.hget(f"rq:job:{job_id}", "status") == b"finished"
     assert own_worker.redis.exists(KEYS.upkeep)
     jobs.close()
@@ -100,11 +101,11 @@ def test_releases_run_each_others_jobs(own_worker: HandWorker) -> None:
 
 def test_a_queue_with_a_dot_in_its_name(own_worker: HandWorker) -> None:
     """Of which RQ knows none in what it calls a job; nor is it taken for that of another queue."""
-    jobs = open_jobs_redis(read_jobs_settings())
+    jobs = open_jobs_redis(read_settings_of(JobsSettings))
     for name in ("a.b", "a--b", "a-b"):
         enqueue_upkeep(upkeep_queue(name, jobs), REAP, name)
     assert len(own_worker.redis.keys("rq:job:*")) == 3
-    run_worker(upkeep_queue("a.b", jobs), read_jobs_settings(queue="a.b"), burst=True)
+    run_worker(upkeep_queue("a.b", jobs), read_settings_of(JobsSettings, queue="a.b"), burst=True)
     assert own_worker.redis.exists(Keys("a.b").upkeep)
     jobs.close()
 
@@ -114,32 +115,32 @@ def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -
     before half a lease has passed."""
     put(own_worker.queue, "held")
     claim = own_worker.take()
-    upkeep.reap(read_jobs_settings())
+    upkeep.reap(read_settings_of(JobsSettings))
     time.sleep(0.06)
     now = own_worker.redis.time()[0] * 1000
     own_worker.redis.hset(KEYS.upkeep, "seen", now - 60_000)
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
-    assert "waits" in upkeep.reap(read_jobs_settings())
+    assert "waits" in upkeep.reap(read_settings_of(JobsSettings))
     assert own_worker.queue.state("held") is RequestState.ACTIVE
     own_worker.send(claim, "x")
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
     time.sleep(0.06)
-    assert upkeep.reap(read_jobs_settings()).startswith("1 returned")
+    assert upkeep.reap(read_settings_of(JobsSettings)).startswith("1 returned")
 
 
 def test_it_reaps_all_that_is_due(own_worker: HandWorker) -> None:
     """Also more than one call of the server does."""
     request = Request.build({"prompt": "a", "deadline_ms": 1})
     own_worker.queue.enqueue([NewRequest(f"late-{n}", request) for n in range(1001)])
-    upkeep.reap(read_jobs_settings())
+    upkeep.reap(read_settings_of(JobsSettings))
     time.sleep(0.06)
-    assert upkeep.reap(read_jobs_settings()) == "0 returned, 1001 ended, 0 dead"
+    assert upkeep.reap(read_settings_of(JobsSettings)) == "0 returned, 1001 ended, 0 dead"
     assert own_worker.redis.zcard(KEYS.pending) == 0
 
 
 def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> None:
     """Through RQ's worker; what may still go on stays."""
-    jobs = open_jobs_redis(read_jobs_settings())
+    jobs = open_jobs_redis(read_settings_of(JobsSettings))
     running = tmp_path / "running"
     running.mkdir()
     for name in ("batch_old.output.jsonl", "batch_new.output.jsonl", "a_strangers.jsonl"):
@@ -147,7 +148,7 @@ def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> No
     os.utime(running / "batch_old.output.jsonl", (1, 1))
     os.utime(running / "a_strangers.jsonl", (1, 1))
     enqueue_upkeep(upkeep_queue("default", jobs), SWEEP, "default")
-    run_worker(upkeep_queue("default", jobs), read_jobs_settings(), burst=True)
+    run_worker(upkeep_queue("default", jobs), read_settings_of(JobsSettings), burst=True)
     assert sorted(it.name for it in running.iterdir()) == [
         "a_strangers.jsonl",
         "batch_new.output.jsonl",
@@ -181,8 +182,8 @@ def test_minutes_are_rolled_up(redis_url: str) -> None:
             server.xadd(KEYS.statistics, fields, id=f"{minute - 120_000 + at * 1000}-0")
         server.xadd(KEYS.statistics, {"running": 7}, id=f"{minute - 1}-0")
         server.xadd(KEYS.statistics, {"running": 9}, id=f"{minute}-0")
-        assert upkeep.roll_up(read_jobs_settings()) == "2 minutes"
-        assert upkeep.roll_up(read_jobs_settings()) == "0 minutes"
+        assert upkeep.roll_up(read_settings_of(JobsSettings)) == "2 minutes"
+        assert upkeep.roll_up(read_settings_of(JobsSettings)) == "0 minutes"
         assert server.xrange(KEYS.statistics_minutes) == [
             (
                 f"{minute - 120_000}-0".encode(),
@@ -208,11 +209,11 @@ def test_spoilt_records_keep_no_upkeep_from_its_work(own_worker: HandWorker, kin
         else:
             for key in (KEYS.upkeep, KEYS.statistics, KEYS.statistics_minutes):
                 make_of_type(server, key, kind)
-        upkeep.reap(read_jobs_settings())
+        upkeep.reap(read_settings_of(JobsSettings))
         server.hset(KEYS.upkeep, mapping={"seen": server.time()[0] * 1000, "since": 1})
-        assert upkeep.reap(read_jobs_settings()).startswith("0 returned, 1 ended")
+        assert upkeep.reap(read_settings_of(JobsSettings)).startswith("0 returned, 1 ended")
         assert own_worker.queue.state(request_id) is RequestState.EXPIRED
-        upkeep.roll_up(read_jobs_settings())
+        upkeep.roll_up(read_settings_of(JobsSettings))
         if kind == "value":
             [(_, fields)] = server.xrange(KEYS.statistics_minutes)
             assert math.isfinite(float(fields[b"waiting"]))

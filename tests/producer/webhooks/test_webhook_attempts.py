@@ -18,7 +18,7 @@ import redis
 
 from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_jobs import open_jobs_redis
-from promptq.producer.settings.jobs import JobsSettings, read_jobs_settings
+from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import DeadWebhook, Deliveries, Waiting, read_dead
 from promptq.producer.webhooks.safe_http import tls_context
 from promptq.producer.webhooks.webhook_attempts import BACKOFF_SECONDS
@@ -31,6 +31,7 @@ from promptq.producer.webhooks.webhook_signature import (
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.settings.common import read_settings_of
 from tests.producer.playing import KEYS, HandWorker, Run
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
 from tests.support.certificates import make_certificates
@@ -47,7 +48,7 @@ def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PROMPTQ_WEBHOOK_MASTER_SECRET", MASTER)
     monkeypatch.setenv("PROMPTQ_WEBHOOK_ALLOW_PRIVATE", "1")
     monkeypatch.setenv("PROMPTQ_WEBHOOK_TIMEOUT_SECONDS", "0.2")
-    return read_jobs_settings()
+    return read_settings_of(JobsSettings)
 
 
 class Jobs:

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from promptq.producer.commands.local_fleet.child_process import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import ChildProcess, worker_command
 from promptq.shared.protocol.keys import Keys
 from tests.programs.fuzz.commands import Thrown, control_message, make_request
 from tests.support.model_free_worker import text_of
@@ -77,10 +77,10 @@ class Fuzzing:
         self.outcome.faults.append(fault)
 
     @contextmanager
-    def _worker(self) -> Iterator[WorkerProcess]:
+    def _worker(self) -> Iterator[ChildProcess]:
         with self._log.open("w") as log:
-            options = [*_OPTIONS, "--redis", as_role("worker", self._url)]
-            worker = WorkerProcess(options, {}, lambda line: print(line, file=log, flush=True))
+            command = worker_command([*_OPTIONS, "--redis", as_role("worker", self._url)])
+            worker = ChildProcess(command, {}, lambda line: print(line, file=log, flush=True))
             try:
                 while not worker.is_ready and worker.exit_code is None:
                     time.sleep(_LOOK_SECONDS)
@@ -128,7 +128,7 @@ class Fuzzing:
         else:
             self._tell(f"a good request came to {result.decode()[:200]}")
 
-    def _wait(self, worker: WorkerProcess, pushed: dict[bytes, Thrown]) -> list[bytes]:
+    def _wait(self, worker: ChildProcess, pushed: dict[bytes, Thrown]) -> list[bytes]:
         """Until nothing waits or is held but what is for newer workers; gives what is stuck."""
         last, changed = -1, time.monotonic()
         while worker.exit_code is None:

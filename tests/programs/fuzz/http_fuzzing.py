@@ -23,7 +23,7 @@ import httpx2
 
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.commands.local_fleet.child_process import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import ChildProcess, worker_command
 from tests.programs.fuzz.http_requests import Thrown, all_routes, make_request, make_upload
 from tests.support.processes import read_line, running
 from tests.support.roles import as_role
@@ -164,8 +164,8 @@ class HttpFuzzing:
     @contextmanager
     def _worker(self) -> Iterator[None]:
         with (self._folder / "worker.log").open("w") as log:
-            options = [*_WORKER, "--redis", as_role("worker", self._redis_url)]
-            worker = WorkerProcess(options, {}, lambda line: print(line, file=log, flush=True))
+            command = worker_command([*_WORKER, "--redis", as_role("worker", self._redis_url)])
+            worker = ChildProcess(command, {}, lambda line: print(line, file=log, flush=True))
             try:
                 while not worker.is_ready and worker.exit_code is None:
                     threading.Event().wait(0.02)

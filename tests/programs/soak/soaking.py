@@ -14,7 +14,7 @@ from pathlib import Path
 import redis.asyncio
 
 from promptq.producer.clients.async_client import AsyncClient
-from promptq.producer.commands.local_fleet.child_process import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import ChildProcess, worker_command
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from promptq.shared.server.embedded import EmbeddedServer
@@ -189,10 +189,10 @@ async def _ask(
 
 
 @contextmanager
-def _worker(load: Load, url: str, log: Path) -> Iterator[WorkerProcess]:
-    options = ["--redis", url, "--queue", load.queue, *load.options]
+def _worker(load: Load, url: str, log: Path) -> Iterator[ChildProcess]:
+    command = worker_command(["--redis", url, "--queue", load.queue, *load.options])
     with log.open("w") as file:
-        worker = WorkerProcess(options, {}, lambda line: print(line, file=file, flush=True))
+        worker = ChildProcess(command, {}, lambda line: print(line, file=file, flush=True))
         try:
             yield worker
         finally:
