@@ -145,7 +145,7 @@ def _settings_of_each(
     if shared.served_model_name is not None:
         raise ConfigurationError(
             "--served-model-name: is for a worker of one model; `promptq models alias` gives each"
-            " of several models further names"
+            " of several models an alias"
         )
     by_queue = queues_of_models(models, queues, shared.queue)
     return [

@@ -61,7 +61,7 @@ class QueueView:
 
 @dataclass(slots=True)
 class ServedModel:
-    """A model, its queues, and its further names."""
+    """A model, its queues, and its aliases."""
 
     name: str
     queues: list[QueueView] = field(default_factory=list)
@@ -115,9 +115,9 @@ def models(keys: Keys, /) -> Operation[list[ServedModel]]:
 
 
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
-    """The queue that serves a model, which may be named by one of its further names.
+    """Returns the queue that serves a model, by its name or an alias.
 
-    Of several queues, it is the one with the fewest requests for each worker. Raises
+    If several serve it, returns the one with the fewest requests for each worker. Raises
     ModelNotServedError.
     """
     aliases = yield from _aliases()
@@ -146,7 +146,7 @@ def _has(keys: Keys, request_id: str) -> Operation[bool]:
 
 
 def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
-    """Give a model the further name `alias`. Raises ConfigurationError."""
+    """Give a model the alias `alias`. Raises ConfigurationError."""
     if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"
@@ -160,7 +160,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
 
 
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
-    """Forget a further name of a model, or a model that no worker serves. Returns its queues.
+    """Forget an alias of a model, or a model that no worker serves. Returns its queues.
 
     Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
     """

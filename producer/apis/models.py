@@ -22,7 +22,7 @@ router = APIRouter(
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """List the models, and further names of them. A queue without a model yet is left out."""
+    """List the models and their aliases. Queues that have no model yet are left out."""
     models = (await _models(gateway)).values()
     data = [model for model in models if _may_use(caller, str(model["root"]))]
     return {"object": "list", "data": data}

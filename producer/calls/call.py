@@ -182,7 +182,7 @@ class CompletionCall:
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """The call with its model's main name in place of a further name."""
+        """The call with its model's main name in place of an alias."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 

@@ -114,7 +114,7 @@ class CallReader:
     ) -> Prepared:
         """Reads a call whose body comes in pieces, and makes its payloads.
 
-        `aliases` are further names of models. `history_of` returns the items of a response and of
+        `aliases` are other names of models. `history_of` returns the items of a response and of
         all responses before it, one a line. Raises InvalidRequestError, ApiError, and the errors of
         `history_of`.
         """

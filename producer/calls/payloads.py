@@ -46,7 +46,7 @@ def prepare(
 ) -> Prepared:
     """Makes a call's payloads, if its caller may make them. Slow for a large body.
 
-    `aliases` are names of models by the further names that programs use for them. Raises
+    `aliases` maps aliases to names of models. Raises
     InvalidRequestError, ApiError 403.
     """
     call = granted(call.with_model_of(aliases), caller)

@@ -123,9 +123,9 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Names of models by the further names that programs use for them.
+        """Maps aliases to names of models.
 
-        The name of a served model is never the further name of another.
+        The name of a served model is never the alias of another.
         """
         aliases = (await self._read()).aliases
         if not aliases:

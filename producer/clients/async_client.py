@@ -366,9 +366,9 @@ class AsyncClient:
         return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:
-        """The queue that serves a model, which may be named by one of its further names.
+        """Returns the queue that serves a model, by its name or an alias.
 
-        Of several queues, it is the one with the fewest requests for each worker. Raises
+        If several serve it, returns the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
         return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
@@ -378,11 +378,11 @@ class AsyncClient:
         return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
-        """Give a model the further name `alias`. Raises ConfigurationError."""
+        """Give a model the alias `alias`. Raises ConfigurationError."""
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
-        """Forget a further name of a model, or a model that no worker serves. Returns its queues.
+        """Forget an alias of a model, or a model that no worker serves. Returns its queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """

@@ -363,9 +363,9 @@ class Client:
         return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:
-        """The queue that serves a model, which may be named by one of its further names.
+        """Returns the queue that serves a model, by its name or an alias.
 
-        Of several queues, it is the one with the fewest requests for each worker. Raises
+        If several serve it, returns the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
         return self._do(admin.queue_views.queue_of_model(self._keys(), model))
@@ -375,11 +375,11 @@ class Client:
         return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
-        """Give a model the further name `alias`. Raises ConfigurationError."""
+        """Give a model the alias `alias`. Raises ConfigurationError."""
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
-        """Forget a further name of a model, or a model that no worker serves. Returns its queues.
+        """Forget an alias of a model, or a model that no worker serves. Returns its queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """

@@ -1,4 +1,4 @@
-"""Commands about the models of a server's queues, and their further names."""
+"""Commands about the models of a server's queues, and their aliases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from promptq.shared.runtime.printable import printable
 models = typer.Typer(
     name="models",
     no_args_is_help=True,
-    help="The models that the queues of a server serve, and further names of them.",
+    help="The models that the queues of a server serve, and their aliases.",
 )
 
 
@@ -63,11 +63,11 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
 
 @models.command()
 def alias(
-    name: Annotated[str, typer.Argument(help="The further name, such as gpt-4o.")],
+    name: Annotated[str, typer.Argument(help="The alias, such as gpt-4o.")],
     model: Annotated[str, typer.Argument(help="The model's own name.")],
     redis: Redis = None,
 ) -> None:
-    """Give a model a further name, such as one that a program insists on.
+    """Give a model an alias, such as one that a program insists on.
 
     Examples:
 
@@ -79,10 +79,10 @@ def alias(
 
 @models.command()
 def forget(
-    name: Annotated[str, typer.Argument(help="A further name, or a model without workers.")],
+    name: Annotated[str, typer.Argument(help="An alias, or a model without workers.")],
     redis: Redis = None,
 ) -> None:
-    """Forget a further name of a model, or a model that no worker serves.
+    """Forget an alias of a model, or a model that no worker serves.
 
     Its queues may then serve other models. Nothing may wait in them.
 

@@ -113,7 +113,7 @@ class Call(Generic[T_co]):
 
 
 def named(**values: Argument) -> list[Argument]:
-    """The arguments of a script by name, as `arguments.lua` reads them.
+    """Returns a script's arguments by name, in the form that `arguments.lua` reads.
 
     Leaves out empty values, which mean the same to the scripts.
     """

@@ -158,7 +158,7 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """The entries that a command reads of a key; none, with a line in the log, if it is no list."""
+    """Reads entries of a list by `command`. If the key is no list, logs that and returns none."""
     return Call("", [command, key, *args], list, list)
 
 

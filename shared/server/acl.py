@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """The queue's keys by their subject, as patterns that follow the queue's prefix."""
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
-"""Keys that all queues of the server share: their names, and further names of models."""
+"""Keys that all queues of the server share: their names, and aliases of models."""
 
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"

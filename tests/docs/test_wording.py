@@ -18,24 +18,10 @@ PHRASES = {
     "so many": re.compile(r"\bso many\b"),
 }
 LIMITS = {
-    "told, in code": 92,
-    "of its own, in code": 4,
-    "any more, in code": 5,
-    "so many, in code": 13,
-    "docstrings that begin with The same": 0,
-    "docstrings that begin with What": 22,
-    "docstrings that begin with As": 4,
-    "docstrings that begin with Those": 4,
-    "docstrings that begin with Who": 0,
-    "docstrings that begin with Gives": 0,
-    "docstrings that begin with It": 0,
-    "variables called it": 18,
-    "told, in docs": 0,
-    "of its own, in docs": 0,
-    "any more, in docs": 0,
-    "so many, in docs": 0,
+    "told, in code": 2,  # a JSON field and a log key
     "words of docs": 30300,
 }
+"""Every other count is 0."""
 
 
 def product() -> list[Path]:
@@ -80,5 +66,5 @@ def found() -> Counter[str]:
 
 
 def test_counts_only_fall() -> None:
-    above = {name: count for name, count in found().items() if count > LIMITS[name]}
+    above = {name: count for name, count in found().items() if count > LIMITS.get(name, 0)}
     assert not above, f"above the limits: {above}"

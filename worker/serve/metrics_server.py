@@ -1,4 +1,4 @@
-"""Exposes the metrics of a worker for Prometheus. Most are totals that are kept anyway."""
+"""Serves a worker's metrics for Prometheus. Most are totals that the worker keeps anyway."""
 
 from __future__ import annotations
 

@@ -7,4 +7,4 @@ MODEL_DIR: Final[Path] = Path(__file__).resolve().parent / "model"
 """The directory of the shipped model, for ``AutoModelForCausalLM.from_pretrained``."""
 
 MODEL_NAME: Final = "promptq-stories"
-"""Its name in requests and statistics."""
+"""The shipped model's name in requests and statistics."""

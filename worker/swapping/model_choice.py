@@ -25,7 +25,7 @@ class SwapTimes:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The model that is loaded. Times are those of the clock that `now` is from."""
+    """The loaded model. Times are by the same clock as `now`."""
 
     queue: str
     since: float

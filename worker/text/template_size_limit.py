@@ -25,7 +25,7 @@ from transformers.utils import chat_template_utils
 MOST_BYTES = 2**26
 """The limit of one value."""
 MOST_BYTES_IN_ALL = 2**29
-"""The limit of all values that one rendering makes."""
+"""The most bytes that one rendering may produce, over all values."""
 
 _SMALL = 256
 """Texts with fewer characters are not counted: no template makes enough of them in its time."""

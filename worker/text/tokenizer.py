@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
         ...
 
     def special_within(self, text: str) -> list[str]:
-        """Returns the special tokens that a text names, which are no text in an output."""
+        """Returns the special tokens whose names the text contains. Outputs never show them."""
         ...
 
     def token_text(self, token_id: int) -> str:

@@ -177,10 +177,10 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
 def chat_of(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Message], str]:
-    """The messages of a chat, and the text with which its answer begins.
+    """Returns the messages of a chat, and the text with which the answer begins.
 
-    A last message of the assistant becomes that text. Messages of the same role that follow each
-    other become one. Raises InvalidRequestError for a block that is not served, such as an image.
+    If the last message is the assistant's, it becomes that text. Successive messages of one role
+    become one. Raises InvalidRequestError for a block that is not served, such as an image.
     """
     chat: list[Message] = []
     if system:

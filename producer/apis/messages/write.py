@@ -1,4 +1,4 @@
-"""A message, whole and as the events of its stream."""
+"""Writes a message as one object, or as the events of a stream."""
 
 from __future__ import annotations
 

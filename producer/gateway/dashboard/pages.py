@@ -55,7 +55,7 @@ MAX_SHOWN_PAYLOAD = 65_536
 """Characters. A longer payload is cut, as people do not read it."""
 
 MAX_SHOWN_DEAD = 100
-"""The most dead letters on the page. It gets one more id, which shows that there are more."""
+"""The most dead letters on the page. It reads one id more, to see whether there are more."""
 
 RequestId = Annotated[str, Query(alias="id")]
 

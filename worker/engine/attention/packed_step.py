@@ -48,8 +48,8 @@ class PackedStep:
     draws: torch.Tensor
     """[D, S], float64: how the token of each of these rows is drawn (see `Packer.pack`)."""
     unknown: torch.Tensor
-    """[2, U], int64: the rows whose input tokens the step before is still sampling, and the places
-    of these among the tokens of that step."""
+    """[2, U], int64: rows whose input token the previous step is still sampling, and the index of
+    that token among the previous step's tokens."""
     reported: torch.Tensor | None = None
     """[2, P], int64: the rows from which log-probabilities of prompts are reported, in the order of
     `Batch.reporting`, and the tokens that follow in the prompts. None if there are no such rows."""

@@ -67,8 +67,8 @@ class BlockManager:
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the computed blocks with which the sequence's tokens begin. Excludes tokens whose
-        logits are needed, at least the last one."""
+        """Returns the cached blocks of the sequence's first tokens. Leaves the last token, and all
+        tokens whose logits are needed, to be computed."""
         self._hash_blocks(sequence)
         prefix: list[int] = []
         num_shareable = sequence.num_cacheable_tokens // self.block_size

@@ -14,9 +14,10 @@ _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns, all of which a text must match to match this one, or fewer texts.
+    """Returns patterns without look-aheads. A text that matches all of them matches this one.
 
-    None if that is not possible, or if there are no look-aheads at the beginning.
+    They may exclude texts that this one allows. Returns None if the pattern cannot be split so, or
+    does not begin with look-aheads.
     """
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None

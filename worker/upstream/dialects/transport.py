@@ -54,7 +54,7 @@ class RefusedError(Exception):
 
 @contextmanager
 def malformed_as_fault() -> Iterator[None]:
-    """Raise ServerFaultError where an answer is not built as this kind of server builds it."""
+    """Raise ServerFaultError if an answer has another form than this kind of server sends."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
