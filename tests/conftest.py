@@ -11,6 +11,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +39,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 hear_signals()  # for what the product starts
 
+# They run real servers, which `python -m tests engines` builds first.
+collect_ignore_glob = [] if os.environ.get("PROMPTQ_TEST_ENGINES") else ["programs/engines/test_*"]
+
 SERVERS = ["fakeredis", "embedded", "redis-server"]
 
 
@@ -62,6 +66,13 @@ def redis_url(embedded_url: str) -> Iterator[str]:
     """
     with _emptied(embedded_url):
         yield as_role("producer", embedded_url)
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    """Threads beside the test."""
+    with ThreadPoolExecutor() as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batches import batch_job
 from promptq.producer.settings.jobs import read_jobs_settings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.producer.batches.batches import (
+from tests.producer.batches.conftest import (
     NUM_TOKENS,
     create,
     ended,
@@ -27,7 +27,7 @@ from tests.producer.batches.batches import (
     upload,
 )
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.processes import until_ready
 from tests.support.roles import as_role
 from tests.support.waiting import async_until

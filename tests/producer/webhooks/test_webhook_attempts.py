@@ -33,9 +33,8 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.producer.playing import KEYS, HandWorker, Run
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
-from tests.support.certificates import make_certificates
 from tests.support.roles import as_role
-from tests.support.servers import Server
+from tests.support.servers import Server, make_certificates
 from tests.support.spoilt import SPOILT, TYPES, make_of_type
 
 

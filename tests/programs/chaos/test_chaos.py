@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs.chaos.audit.outcome import report
 from tests.programs.chaos.audit.records import Queue
 from tests.programs.chaos.driver import Run
-from tests.programs.chaos.mutants import MUTANTS
 from tests.programs.chaos.processes.earlier import check_out
-from tests.programs.chaos.report import report
 from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, schedule
+from tests.programs.states.mutants import CHAOS_MUTANTS
 
 SECONDS = 75.0
 """Of faults. Loading models before and ending all afterwards takes half as long again."""
@@ -69,7 +69,7 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
 
 
 def test_every_mutant_can_be_made() -> None:
-    assert all(mutant.texts() for mutant in MUTANTS.values())
+    assert all(mutant.texts() for mutant in CHAOS_MUTANTS.values())
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:

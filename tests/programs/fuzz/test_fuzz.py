@@ -9,12 +9,11 @@ import pytest
 import redis
 
 from promptq.shared.protocol.keys import Keys
-from tests.programs.fuzz.commands import make_request
+from tests.programs.fuzz.commands import KINDS, make_request
 from tests.programs.fuzz.fuzzing import Fuzzing, report
 from tests.programs.fuzz.http_fuzzing import HttpFuzzing, report_http, send
 from tests.programs.fuzz.http_requests import KINDS as KINDS_OF_HTTP
 from tests.programs.fuzz.http_requests import all_routes
-from tests.programs.fuzz.payloads import KINDS
 from tests.support.roles import as_role
 
 COUNT = 6000

@@ -12,7 +12,7 @@ from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.support.model_free_worker import (
+from tests.support.model_free import (
     BY_ITSELF,
     finished,
     running_worker,

@@ -24,7 +24,7 @@ from promptq.worker.engine.runner.cuda_graphs import GraphedModel, on_device
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.sampling.sampling_kernels import TritonKernels
 from promptq.worker.serve.build import _way
-from tests.worker.engine.core.scheduling import make_sequence
+from tests.worker.engine.core.stepping import make_sequence
 from tests.worker.engine.runner.fake_cuda import FakeCuda
 from tests.worker.engine.tiny_models import save_model
 
