@@ -67,6 +67,7 @@ class Load:
             self.ended.append((n, events))
 
 
+@pytest.mark.long
 async def test_a_rolling_restart_costs_no_request_and_changes_no_token(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ MEANS = {fault: mean / FASTER for fault, mean in MEAN_SECONDS.items()}
 """Faults and requests come closer together than in a long run, so that 45 s hold those of 75."""
 
 
+@pytest.mark.long
 async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
     outcome = await Run(random.randrange(10**6), SECONDS, tmp_path, FASTER, means=MEANS).run()
     print(report(outcome))
@@ -34,6 +35,7 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
     assert outcome.num_carried_on > 10
 
 
+@pytest.mark.long
 async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Path) -> None:
     """`make chaos ARGS=--beside-last-release` does so with all queues and its own versions."""
     try:
@@ -56,6 +58,7 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
     assert len(ways) == 2, report(outcome)
 
 
+@pytest.mark.long
 async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:
     """Its workers publish whatever attempt they are of, and one after the other is overtaken."""
     often = {Fault.RELAY: 3.0}  # with this seed the first one when all workers are up

@@ -20,6 +20,7 @@ COUNT = 6000
 HTTP_COUNT = 600
 
 
+@pytest.mark.long
 def test_malformed_requests_harm_nobody(redis_url: str, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     with redis.Redis.from_url(as_role("", redis_url)) as client:
