@@ -7,10 +7,10 @@ import sys
 from tests.support.program_list import Program, run
 
 PROGRAMS = {
-    "package": Program("tests.programs.package"),
+    "package": Program("tests.programs.package.strangers"),
     "redis-py": Program("tests.programs.package.redis_py"),
-    "states": Program("tests.programs.states"),
-    "fuzz": Program("tests.programs.fuzz"),
+    "states": Program("tests.programs.states.explore"),
+    "fuzz": Program("tests.programs.fuzz.fuzzing"),
     "chaos": Program("tests.programs.chaos"),
     "update": Program(
         "tests.programs.chaos",
@@ -18,7 +18,7 @@ PROGRAMS = {
         sentence="Updates a fleet from the last release and back, under the faults of chaos.",
     ),
     "swapping": Program("tests.worker.swapping.chaos"),
-    "soak": Program("tests.programs.soak"),
+    "soak": Program("tests.programs.soak.soaking"),
     "engines": Program("tests.programs.engines"),
     "compat": Program("tests.programs.compat"),
     "scoring": Program("tests.programs.scoring"),

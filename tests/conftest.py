@@ -7,10 +7,13 @@ again; `--whole` takes all.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +39,15 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # As workers do. More processes than cores would else spin while they wait for their threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Else each of hundreds of processes compiles all of ours again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 hear_signals()  # for what the product starts
+gc.disable()  # until all is imported, as nothing of that is garbage
+
+# They run real servers, which `python -m tests engines` builds first.
+collect_ignore_glob = [] if os.environ.get("PROMPTQ_TEST_ENGINES") else ["programs/engines/test_*"]
 
 SERVERS = ["fakeredis", "embedded", "redis-server"]
 
@@ -62,6 +73,13 @@ def redis_url(embedded_url: str) -> Iterator[str]:
     """
     with _emptied(embedded_url):
         yield as_role("producer", embedded_url)
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    """Threads beside the test."""
+    with ThreadPoolExecutor() as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -95,6 +113,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         )
 
 
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks through what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
 @contextmanager
 def _emptied(url: str) -> Iterator[None]:
     with redis.Redis.from_url(url) as client:
@@ -111,6 +135,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix(cases): so many of the cases are a run's sample")
+    config.addinivalue_line("markers", "long: a run begins with it, so that nothing waits for it")
     if config.option.sample_seed is None:
         given = getattr(config, "workerinput", {"sample_seed": random.randrange(10**6)})
         config.option.sample_seed = given["sample_seed"]
@@ -130,6 +155,7 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if config.option.whole:
         return
     cases = defaultdict[str, list[pytest.Item]](list)

@@ -8,11 +8,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.deploy.units import settings
+from tests.support.paths import ROOT
+
+UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+
+
+def settings(unit: Path, name: str) -> list[str]:
+    """The values of all lines with this name."""
+    return re.findall(rf"^{name}=(.*)$", unit.read_text(), re.MULTILINE)
+
 
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _PR_SET_MDWE, _REFUSE_EXECUTABLE = 65, 1

@@ -15,7 +15,7 @@ import pytest
 
 from promptq import Client
 from promptq.shared.settings.worker import WorkerSettings
-from tests.deploy.units import UNITS, settings
+from tests.deploy.confined import UNITS, settings
 from tests.producer.playing import PROMPTQ
 from tests.support.paths import ROOT
 from tests.support.processes import running

@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
-from tests.programs.compat.isolation import leave_network
+from tests.programs.compat.environments import leave_network
 from tests.support.paths import ROOT
 from tests.support.processes import kill_all, start
 

@@ -40,6 +40,7 @@ def run_page(page: str) -> None:
     assert ran.stdout.count("\n--- line ") + len(in_terminals) == len(RUN[page])
 
 
+@pytest.mark.long
 def test_the_readme() -> None:
     run_page("README.md")
 

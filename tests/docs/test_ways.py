@@ -20,7 +20,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Call
 from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases import prefetcher
-from tests.support.model_free_worker import running_worker, served_model_free
+from tests.support.model_free import running_worker, served_model_free
 from tests.support.paths import ROOT
 from tests.support.roles import as_role
 from tests.support.waiting import async_until

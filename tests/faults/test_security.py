@@ -18,11 +18,10 @@ from promptq.shared.errors import (
 from promptq.shared.protocol.keys import QUEUES, Keys
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import RequestState
-from tests.support.certificates import make_certificates, tls_settings
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import started
 from tests.support.roles import ACL_FILE, as_role
-from tests.support.servers import NO_TLS, OwnServer, free_port
+from tests.support.servers import NO_TLS, OwnServer, free_port, make_certificates, tls_settings
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -17,8 +17,13 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
-from tests.support.model_free import ModelFreeRunner
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import (
+    ModelFreeRunner,
+    finished,
+    running_worker,
+    served_model_free,
+    text_of,
+)
 
 MAX_NUM_SEQS = 16
 MAX_TOKENS = 1000

@@ -9,7 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.support.model_free_worker import running_worker, served_model_free, text_of
+from tests.support.model_free import running_worker, served_model_free, text_of
 from tests.support.roles import as_role
 from tests.support.waiting import async_until
 

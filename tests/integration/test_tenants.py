@@ -6,7 +6,7 @@ import redis.asyncio
 
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.support.model_free_worker import finished, running_worker, served_model_free
+from tests.support.model_free import finished, running_worker, served_model_free
 from tests.support.requests import new
 
 

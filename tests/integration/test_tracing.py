@@ -31,7 +31,7 @@ from promptq.shared.runtime.tracing import Tracing, start_tracing
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
 from tests.producer.gateway.living import live_gateway, live_worker
-from tests.support.model_free_worker import served_model_free
+from tests.support.model_free import served_model_free
 from tests.support.processes import read_line, running, started
 from tests.support.roles import as_role
 

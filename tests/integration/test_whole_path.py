@@ -21,7 +21,7 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.support.model_free_worker import finished, running_worker
+from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put
 from tests.support.roles import as_role
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model

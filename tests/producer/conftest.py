@@ -24,6 +24,7 @@ from tests.producer.playing import (
     read_async,
     read_sync,
 )
+from tests.producer.webhooks.receiving import Receiver, receiver
 from tests.support import processes
 from tests.support.roles import QueueClient, as_role
 
@@ -165,3 +166,10 @@ def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def receiving() -> Iterator[Receiver]:
+    """A receiver of webhooks."""
+    with receiver() as found:
+        yield found

@@ -18,9 +18,10 @@ from promptq import AsyncClient, Client
 from promptq.shared.protocol.claims import Claim, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Published, Row
 from promptq.shared.queue.request_queue import RequestQueue
+from tests.support.roles import QueueClient, as_role
 
 KEYS = Keys("default")
 PROMPTQ = [sys.executable, "-m", "promptq.producer.cli"]
@@ -277,3 +278,26 @@ def losing_one_reply(url: str, to: bytes) -> Iterator[str]:
         assert lost.is_set()
         listener.shutdown(socket.SHUT_RDWR)
         accepting.join()
+
+
+def bury(redis_url: str, *request_ids: str) -> None:
+    """Make dead letters of new requests, by crashes of workers that nobody sees."""
+    with Client(redis_url) as client:
+        for request_id in request_ids:
+            client.enqueue("[bold]boom[/]", request_id=request_id, max_tokens=9)
+    crash_until_dead(redis_url, *request_ids)
+
+
+def crash_until_dead(redis_url: str, *request_ids: str) -> None:
+    """Make dead letters of the requests that wait, which are these alone."""
+    by_hand = QueueClient.from_url(as_role("", redis_url))
+    with by_hand as connection, Client(redis_url) as client:
+        connection.hset(KEYS.config, "crash_backoff_ms", "0")
+        queue = RequestQueue(connection, worker_id="victim", max_crashes=2)
+        hand = HandWorker(connection)
+        hand.queue = queue
+        while any(client.state(it) is not RequestState.DEAD for it in request_ids):
+            claim = hand.take()
+            hand.send(claim, "x")
+            connection.zadd(KEYS.leases, {claim.request_id: 1})
+            queue.reap()

@@ -19,10 +19,10 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.lookups import note_queue
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.acl import user_rules
-from tests.producer.batches.batches import NUM_TOKENS, line, read_lines, write_lines
+from tests.producer.batches.conftest import NUM_TOKENS, line, read_lines, write_lines
 from tests.producer.gateway.living import live_worker
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
-from tests.support.model_free_worker import running_worker, served_model_free, text_of
+from tests.support.model_free import running_worker, served_model_free, text_of
 from tests.support.processes import Terminal, read_until
 from tests.support.roles import as_role
 from tests.support.waiting import async_until

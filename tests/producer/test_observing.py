@@ -20,10 +20,9 @@ from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Contribution
 from tests.producer.playing import KEYS
-from tests.support.model_free_worker import running_worker, served_model_free
+from tests.support.model_free import running_worker, served_model_free
 from tests.support.roles import as_role
-from tests.support.round_trips import counted_round_trips
-from tests.support.servers import Server
+from tests.support.servers import Server, counted_round_trips
 from tests.support.waiting import async_until
 
 

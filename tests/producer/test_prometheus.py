@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from promptq import Client
 from tests.producer.playing import Start
-from tests.shared.runtime.board import expressions
+from tests.support.paths import expressions
 from tests.support.processes import running
 from tests.support.roles import as_role
 from tests.support.servers import free_port

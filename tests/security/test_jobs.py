@@ -26,10 +26,10 @@ from promptq.producer.jobs.rq_jobs import batch_queue
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.producer.batches.batches import finished_batch, line, write_lines
+from tests.producer.batches.conftest import finished_batch, line, write_lines
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, receiver, secret_of
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.processes import family_of, until_ready
 from tests.support.roles import as_role, forget_refusals, refusals
 from tests.support.waiting import async_until

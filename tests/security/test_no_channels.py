@@ -20,7 +20,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
 from tests.producer.gateway.living import live_gateway
 from tests.producer.playing import Run
-from tests.support.model_free_worker import served_model_free
+from tests.support.model_free import served_model_free
 from tests.support.requests import ROOM, put, row
 from tests.support.roles import as_role
 

@@ -12,7 +12,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.sequence import Sequence
-from tests.support.model_free_worker import finished, running_worker, served_model_free
+from tests.support.model_free import finished, running_worker, served_model_free
 from tests.support.roles import AsyncQueueClient, as_role
 
 PROMPT = "x" * 64

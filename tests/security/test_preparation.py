@@ -44,8 +44,13 @@ from promptq.worker.text.grammars.schema_patterns import num_combined_patterns
 from promptq.worker.text.grammars.token_masks import Grammars
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from tests.support.model_free import ModelFreeRunner
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import (
+    ModelFreeRunner,
+    finished,
+    running_worker,
+    served_model_free,
+    text_of,
+)
 from tests.support.processes import started
 from tests.support.requests import async_put, put, result_of, until_active
 from tests.support.roles import QueueClient, as_role

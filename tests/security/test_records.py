@@ -14,10 +14,9 @@ import redis
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.shared.errors import ConfigurationError
-from tests.producer.gateway.api_keys import bearer
-from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, live_gateway
 from tests.producer.playing import KEYS, Run
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.roles import as_role
 
 

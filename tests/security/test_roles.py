@@ -17,7 +17,7 @@ from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.acl import FAMILIES, ROLES, user_rules
 from tests.producer.playing import KEYS, Run
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.paths import ROOT
 from tests.support.processes import started
 from tests.support.roles import ACL_FILE, as_role, password_of

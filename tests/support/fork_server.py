@@ -2,7 +2,8 @@
 
 An interpreter takes half a second of CPU to import what a command needs, and three what a worker
 needs, and the tests start hundreds of both. A test whose subject is the start of a process, its
-command line or its first environment uses `subprocess` itself.
+command line or its first environment uses `subprocess` itself. The interpreter of an earlier
+release runs this file too, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -37,27 +38,41 @@ FORKED = (
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """Popen of `[sys.executable, "-m", MODULE, ...]`, with the same methods."""
+    """Popen of `[PYTHON, "-m", MODULE, ...]` or of `-c`, with the same methods.
+
+    PYTHON and its libraries are those of `server`, by default one of this checkout.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, server: ForkServer | None = None, **options: Any
+    ) -> None:
+        self._server = server or fork_server(WORKER if "worker" in command[2] else COMMAND)
+        super().__init__(command, **options)
+
+    @property
+    def status(self) -> int:
+        """The descriptor that becomes readable when the process has ended, until it is waited."""
+        return self._status
 
     def _execute_child(self, *arguments: Any) -> None:
         """Called by Popen, with the arguments of its constructor in their order."""
         command, _, _, _, _, folder, environment, _, _, _, *pipes = arguments[:16]
         python, option, *program = command
-        assert (python, option) == (sys.executable, "-m"), command
+        assert (python, option) in ((self._server.python, "-m"), (self._server.python, "-c"))
         self._status, status = os.pipe()
         child_ends = [
             own if end == -1 else end
             for own, end in zip(_STREAMS, (pipes[0], *pipes[3::2]), strict=True)
         ]
         task = {
+            "option": option,
             "program": program,
             "environment": dict(os.environ if environment is None else environment),
             "folder": os.fspath(folder or os.getcwd()),
             "new_session": arguments[-2],
+            "process_group": arguments[-1],
         }
-        self.pid = _server(WORKER if "worker" in program[0] else COMMAND).start(
-            task, [*child_ends, status]
-        )
+        self.pid = self._server.start(task, [*child_ends, status])
         self._child_created = True
         os.close(status)
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined] # Popen's own
@@ -81,27 +96,34 @@ class ForkedProcess(subprocess.Popen[Any]):
         return self.returncode
 
 
-class _Server:
+class ForkServer:
     """The process that forks, as its owner sees it."""
 
-    def __init__(self, libraries: tuple[str, ...]) -> None:
+    def __init__(self, libraries: Sequence[str], python: str, environment: dict[str, str]) -> None:
+        self.python = python
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno()), *libraries]
+            # Another release has no such module; -P as modules beside it have names of libraries.
+            program = ["-P", __file__] if "PYTHONPATH" in environment else ["-m", __name__]
+            command = [python, *program, str(theirs.fileno()), *libraries]
             kept = {
                 name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")
             }
+            kept |= environment
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=kept)
 
     def start(self, task: dict[str, Any], descriptors: list[int]) -> int:
-        """Returns the process id."""
+        """Returns the process id. The first call waits until the libraries are imported."""
         socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
         return int(self._socket.recv(16))
 
 
 @cache
-def _server(libraries: tuple[str, ...]) -> _Server:
-    return _Server(libraries)
+def fork_server(
+    libraries: tuple[str, ...], python: str = sys.executable, **environment: str
+) -> ForkServer:
+    """The one server with these libraries; `environment` is added to that of this process."""
+    return ForkServer(libraries, python, environment)
 
 
 @dataclass(slots=True)
@@ -110,8 +132,8 @@ class _Forking:
     statuses: dict[int, int] = field(default_factory=dict)
     """Of each child, the descriptor that gets its exit status."""
 
-    def serve(self) -> list[str] | None:
-        """Fork until the owner ends. In a child, returns the arguments of its program."""
+    def serve(self) -> tuple[str, list[str]] | None:
+        """Fork until the owner ends. In a child, returns what its program is."""
         wake, woken = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -149,8 +171,8 @@ class _Forking:
             os.close(descriptor)
 
 
-def _become(task: dict[str, Any], streams: Sequence[int]) -> list[str]:
-    """Make this process as `python -m PROGRAM` finds itself. Returns the program's arguments."""
+def _become(task: dict[str, Any], streams: Sequence[int]) -> tuple[str, list[str]]:
+    """Make this process as a new one finds itself. Returns the option and what follows it."""
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -159,13 +181,14 @@ def _become(task: dict[str, Any], streams: Sequence[int]) -> list[str]:
         os.close(descriptor)
     if task["new_session"]:
         os.setsid()
+    if task["process_group"] >= 0:
+        os.setpgid(0, task["process_group"])
     os.chdir(task["folder"])
     os.environ.clear()
     os.environ.update(task["environment"])
     for own, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         setattr(sys, name, open(own, mode, buffering=1, closefd=False))  # noqa: SIM115
-    program: list[str] = task["program"]
-    return program
+    return task["option"], task["program"]
 
 
 def main() -> None:
@@ -175,10 +198,16 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     program = _Forking(socket.socket(fileno=int(descriptor))).serve()
-    if program is not None:
-        sys.argv = program
-        sys.modules.pop(program[0], None)  # what it imports stays, itself it begins anew
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    if program is None:
+        return
+    option, (name, *arguments) = program
+    if option == "-c":
+        sys.argv = ["-c", *arguments]
+        exec(name, {"__name__": "__main__"})  # noqa: S102
+    else:
+        sys.argv = [name, *arguments]
+        sys.modules.pop(name, None)  # what it imports stays, itself it begins anew
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
+from promptq import AsyncClient, Client
 from promptq.shared.protocol.claims import Claim, Held, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.request import (
@@ -136,3 +138,46 @@ def check_log(queue: RequestQueue, request_id: str, text: str) -> list[dict[str,
 
 def ids(claims: list[Claim]) -> list[str]:
     return [claim.request_id for claim in claims]
+
+
+KINDS = ["sync", "async"]
+
+
+def read_in(
+    kind: str,
+    url: str,
+    request_id: str,
+    told: Callable[[TokenEvent], Any] = lambda event: None,
+    **options: Any,
+) -> str:
+    """The text of a stream; `told` gets each event as it comes. `options` are the client's."""
+
+    async def read() -> str:
+        async with AsyncClient(url, **options) as client:
+            text = ""
+            async for event in client.stream(request_id):
+                told(event)
+                text += event.text
+            return text
+
+    if kind == "async":
+        return asyncio.run(read())
+    with Client(url, **options) as client:
+        text = ""
+        for event in client.stream(request_id):
+            told(event)
+            text += event.text
+        return text
+
+
+def enqueue_in(kind: str, url: str, **fields: Any) -> str:
+    """The id of a request that was put into the queue."""
+
+    async def enqueue() -> str:
+        async with AsyncClient(url) as client:
+            return await client.enqueue("a", **fields)
+
+    if kind == "async":
+        return asyncio.run(enqueue())
+    with Client(url) as client:
+        return client.enqueue("a", **fields)

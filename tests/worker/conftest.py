@@ -1,16 +1,33 @@
-"""A queue on the embedded server, and its address for workers."""
+"""A queue on the embedded server, its address for workers, and how tests use the machine."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import structlog
+import torch
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
 from tests.support.roles import AsyncQueueClient, as_role
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models gain nothing from a second thread, and where other work keeps a core busy,
+    threads that wait for each other make them ten times slower."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each time; that of a failure is printed."""
+    chosen = secrets.randbelow(1 << 31)
+    print(f"seed {chosen}")
+    return chosen
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import redis
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import read_line, running, started
 from tests.support.requests import num_tokens, put, result_of
 from tests.support.waiting import until

@@ -18,7 +18,7 @@ from promptq.shared.errors import PromptqError, RedisBusyError
 from promptq.shared.server.connection import explain, open_redis
 from promptq.shared.server.retry import is_away
 from tests.producer.gateway.living import live_gateway, live_worker
-from tests.support.model_free_worker import served_model_free
+from tests.support.model_free import served_model_free
 from tests.support.roles import as_role
 from tests.support.servers import OwnServer
 from tests.support.waiting import until

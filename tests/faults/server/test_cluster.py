@@ -32,7 +32,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from promptq.shared.server.connection import open_async_redis, open_redis
 from tests.producer.gateway.living import live_gateway
 from tests.shared.server.cluster import Cluster, migrate
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import started
 from tests.support.requests import check_log
 from tests.support.roles import as_role

@@ -13,11 +13,10 @@ from promptq import Client
 from promptq.shared.errors import RedisSideError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.network import Network
-from tests.integration.reading import KINDS, read_in
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
+from tests.support.network import Network
 from tests.support.processes import started
-from tests.support.requests import check_log, num_tokens, put, result_of
+from tests.support.requests import KINDS, check_log, num_tokens, put, read_in, result_of
 from tests.support.servers import OwnServer
 from tests.support.waiting import until
 

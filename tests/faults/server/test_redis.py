@@ -10,8 +10,8 @@ import pytest
 
 from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.network import Network
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
+from tests.support.network import Network
 from tests.support.processes import started
 from tests.support.requests import check_log, num_tokens, put, result_of
 from tests.support.roles import as_role

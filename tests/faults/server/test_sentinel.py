@@ -12,7 +12,7 @@ from promptq import AsyncClient, Client
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.faults.sentinels import Guarded, guarded_by_three
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import started
 from tests.support.requests import check_log, num_tokens, put, result_of
 from tests.support.roles import as_role

@@ -12,10 +12,9 @@ import redis
 from promptq import AsyncClient, Client
 from promptq.shared.errors import RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
-from tests.faults.network import Network
-from tests.integration.reading import KINDS, read_in
 from tests.producer.playing import HandWorker
-from tests.support.requests import put
+from tests.support.network import Network
+from tests.support.requests import KINDS, put, read_in
 from tests.support.roles import QueueClient, as_role
 from tests.support.waiting import until
 

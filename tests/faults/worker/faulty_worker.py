@@ -24,8 +24,7 @@ from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve import process
 from promptq.worker.serve.build import Served
-from tests.support.model_free import ModelFreeRunner, ModelFreeStep
-from tests.support.model_free_worker import served_model_free
+from tests.support.model_free import ModelFreeRunner, ModelFreeStep, served_model_free
 
 FAULT = os.environ.get("FAULT", "")
 SECONDS = float(os.environ.get("FAULT_FOR", "0"))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 import redis
 import redis.asyncio
 
@@ -13,7 +14,7 @@ from promptq import AsyncClient
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import StartedWorker, started
 from tests.support.requests import check_log, num_tokens, put, result_of
 from tests.support.waiting import until
@@ -66,6 +67,7 @@ class Load:
             self.ended.append((n, events))
 
 
+@pytest.mark.long
 async def test_a_rolling_restart_costs_no_request_and_changes_no_token(
     redis_url: str, tmp_path: Path
 ) -> None:

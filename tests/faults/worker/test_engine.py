@@ -15,7 +15,7 @@ import redis
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import started
 from tests.support.requests import check_log, log_of, new, num_tokens, put, result_of
 from tests.support.waiting import until

@@ -15,10 +15,9 @@ from redis.retry import Retry
 
 from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.integration.reading import KINDS, enqueue_in, read_in
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import started
-from tests.support.requests import check_log, num_tokens
+from tests.support.requests import KINDS, check_log, enqueue_in, num_tokens, read_in
 from tests.support.servers import OwnServer
 from tests.support.waiting import until
 

@@ -28,7 +28,7 @@ from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
 from tests.producer.playing import PROMPTQ
-from tests.support.model_free_worker import finished, running_worker
+from tests.support.model_free import finished, running_worker
 from tests.support.processes import started
 from tests.support.requests import async_log_of, async_put, put_plainly, until_active
 from tests.support.roles import AsyncQueueClient, as_role

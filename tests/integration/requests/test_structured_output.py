@@ -13,7 +13,7 @@ import redis.asyncio
 
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.support.model_free_worker import finished, running_worker
+from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put
 from tests.support.roles import AsyncQueueClient, as_role
 from tests.worker.text.grammars.structured import SCHEMAS, TOOLS, compilations, json_schema, served

@@ -27,9 +27,9 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.common import read_settings_of
-from tests.producer.batches.batches import NUM_TOKENS, keys_of, line, read_lines, write_lines
+from tests.producer.batches.conftest import NUM_TOKENS, keys_of, line, read_lines, write_lines
 from tests.producer.playing import KEYS, HandWorker
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.roles import as_role
 from tests.support.waiting import async_until
 

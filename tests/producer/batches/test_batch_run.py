@@ -22,7 +22,7 @@ from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, ru
 from promptq.producer.batches.run_options import BatchProgress
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.batches.batches import (
+from tests.producer.batches.conftest import (
     NUM_TOKENS,
     attempts,
     expected_texts,
@@ -32,9 +32,8 @@ from tests.producer.batches.batches import (
     texts_in,
     write_lines,
 )
-from tests.producer.dead_letters import crash_until_dead
-from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
-from tests.support.model_free_worker import running_worker, text_of
+from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start, crash_until_dead
+from tests.support.model_free import running_worker, text_of
 from tests.support.processes import Terminal
 from tests.support.roles import as_role, bring_in_roles
 from tests.support.spoilt import SPOILT

@@ -18,7 +18,7 @@ from promptq.producer.batches import batch_job
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.common import read_settings_of
-from tests.producer.batches.batches import (
+from tests.producer.batches.conftest import (
     NUM_TOKENS,
     create,
     ended,
@@ -28,7 +28,7 @@ from tests.producer.batches.batches import (
     upload,
 )
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.processes import until_ready
 from tests.support.roles import as_role
 from tests.support.waiting import async_until

@@ -16,9 +16,9 @@ from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batches import batch_job
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.settings.common import read_settings_of
-from tests.producer.batches.batches import add_batch, line
+from tests.producer.batches.conftest import add_batch, line
 from tests.producer.playing import KEYS, HandWorker
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.roles import as_role
 
 

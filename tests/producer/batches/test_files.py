@@ -11,7 +11,7 @@ import pytest
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.http import connection_limits
-from tests.producer.batches.batches import line, upload
+from tests.producer.batches.conftest import line, upload
 
 
 async def test_files(

@@ -20,7 +20,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.rq_jobs import batch_queue, enqueue_batch
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.batches.batches import (
+from tests.producer.batches.conftest import (
     NUM_TOKENS,
     add_batch,
     attempts,
@@ -35,7 +35,7 @@ from tests.producer.batches.batches import (
 )
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import receiver
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.processes import family_of, is_running, kill_all, running, until_ready
 from tests.support.roles import as_role, bring_in_roles
 from tests.support.waiting import async_until

@@ -13,9 +13,8 @@ from promptq import Client
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import RequestState
-from tests.producer.dead_letters import bury
-from tests.producer.playing import KEYS, HandWorker, Run, Start
-from tests.support.model_free_worker import text_of
+from tests.producer.playing import KEYS, HandWorker, Run, Start, bury
+from tests.support.model_free import text_of
 
 
 def test_dead_list_and_show(run: Run, redis_url: str) -> None:

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 import httpx2
 import uvicorn
 
+from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.calls.caller import Caller
 from promptq.producer.gateway.app import create_app
 from promptq.producer.http.auth import caller_of
@@ -21,7 +23,7 @@ from promptq.producer.http.connection_limits import bounded_protocol
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.serve.build import Served
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.roles import as_role
 from tests.support.waiting import async_until
 
@@ -137,3 +139,14 @@ def live_gateway(
 def live_worker(redis_url: str, served: Served | None = None, **settings: Any) -> Iterator[Any]:
     with beside(lambda: running_worker(redis_url, served, **settings)) as worker:
         yield worker
+
+
+def make_key(url: str, name: str, weight: float | None = None, **fields: Any) -> str:
+    """The secret of a new key."""
+    with Client(url) as client:
+        return client.create_api_key(ApiKey.build(name=name, **fields), weight)[0]
+
+
+def bearer(secret: str) -> dict[str, str]:
+    """The header that a caller with this key sends."""
+    return {"Authorization": f"Bearer {secret}"}

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from promptq.shared.protocol.claims import Claim
-from tests.producer.gateway.streams.reading import (
+from tests.producer.gateway.played import (
     PROMPT,
     continued,
     is_cancelled,

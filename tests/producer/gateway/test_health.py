@@ -18,7 +18,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.acl import user_rules
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import HandWorker
-from tests.support.model_free_worker import served_model_free
+from tests.support.model_free import served_model_free
 from tests.support.roles import as_role
 from tests.support.servers import free_port
 from tests.support.waiting import until

@@ -17,8 +17,7 @@ from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, bearer, make_key
 from tests.producer.playing import HandWorker
 
 TOP = [TopLogprob(token_id=it, logprob=-it, token=f" word{it}") for it in range(20)]

@@ -15,9 +15,15 @@ from promptq import Client
 from promptq.shared.protocol.keys import ALIASES, Keys
 from promptq.shared.protocol.keys import QUEUES as QUEUE_NAMES
 from promptq.shared.server.acl import user_rules
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway, error_of, live_gateway, live_worker
-from tests.support.model_free_worker import BY_ITSELF, served_model_free, text_of
+from tests.producer.gateway.living import (
+    LiveGateway,
+    bearer,
+    error_of,
+    live_gateway,
+    live_worker,
+    make_key,
+)
+from tests.support.model_free import BY_ITSELF, served_model_free, text_of
 from tests.support.roles import as_role
 
 QUEUES = {"default": "owl", "b": "wren"}

@@ -20,8 +20,8 @@ from promptq.producer.gateway.monitoring import metrics as metrics_route
 from promptq.producer.http.meter import measure_http
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.runtime import metrics
-from tests.producer.dead_letters import bury
-from tests.support.model_free_worker import running_worker, served_model_free
+from tests.producer.playing import bury
+from tests.support.model_free import running_worker, served_model_free
 from tests.support.waiting import async_until
 
 

@@ -16,8 +16,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.apis.responses import response_records
 from promptq.producer.apis.responses.response_call import new_response_id
 from promptq.producer.calls.completion import new_completion_id, new_message_id, request_ids
-from tests.producer.gateway.api_keys import bearer
-from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, live_gateway
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.requests import put
 from tests.support.roles import as_role

@@ -15,10 +15,10 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.producer.batches.batches import line, write_lines
+from tests.producer.batches.conftest import line, write_lines
 from tests.producer.playing import Run, Start
 from tests.producer.webhooks.receiving import receiver
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.paths import ROOT
 from tests.support.roles import as_role, forget_refusals
 from tests.support.servers import OwnServer

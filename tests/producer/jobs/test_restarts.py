@@ -14,7 +14,7 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.producer.batches.batches import (
+from tests.producer.batches.conftest import (
     attempts,
     finished_batch,
     give_up,
@@ -24,7 +24,7 @@ from tests.producer.batches.batches import (
 )
 from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import Receiver, ask, receiver
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.processes import kill_all, until_ready
 from tests.support.roles import as_role
 from tests.support.servers import OwnServer

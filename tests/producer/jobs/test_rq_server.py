@@ -33,11 +33,11 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.faults.sentinels import ALONE, SERVICE, is_found, sentinel
-from tests.producer.batches.batches import finished_batch, line, write_lines
+from tests.producer.batches.conftest import finished_batch, line, write_lines
 from tests.producer.playing import KEYS, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.shared.server.cluster import Cluster
-from tests.support.model_free_worker import running_worker
+from tests.support.model_free import running_worker
 from tests.support.processes import until_ready
 from tests.support.roles import as_role, refusals
 from tests.support.servers import OwnServer, embedded_server, free_port

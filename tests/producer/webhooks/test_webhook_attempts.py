@@ -34,9 +34,8 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.settings.common import read_settings_of
 from tests.producer.playing import KEYS, HandWorker, Run
 from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
-from tests.support.certificates import make_certificates
 from tests.support.roles import as_role
-from tests.support.servers import Server
+from tests.support.servers import Server, make_certificates
 from tests.support.spoilt import SPOILT, TYPES, make_of_type
 
 

@@ -1,7 +1,7 @@
 """Kills, freezes and cuts off real processes, and audits all streams.
 
 `--mutant lost-fence` has all processes send scripts that are broken in one place, until that is
-caught; `--mutant all` takes everything in `mutants.py`, one after the other.
+caught; `--mutant all` takes everything in `states/mutants.py`, one after the other.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.programs.chaos.audit.outcome import Outcome
+from tests.programs.chaos.audit.outcome import Outcome, mutant_table, report
 from tests.programs.chaos.audit.records import Queue
 from tests.programs.chaos.driver import Run
-from tests.programs.chaos.mutants import MUTANTS
-from tests.programs.chaos.processes.cluster import ChaoticCluster
 from tests.programs.chaos.processes.earlier import LAST_RELEASE, check_out
-from tests.programs.chaos.report import mutant_table, report
+from tests.programs.chaos.processes.server import ChaoticCluster
 from tests.programs.chaos.schedule import MEAN_SECONDS, MEAN_SECONDS_ON_A_CLUSTER, Fault
+from tests.programs.states.mutants import CHAOS_MUTANTS
 
 
 def main() -> int:
@@ -42,11 +41,13 @@ def main() -> int:
     parser.add_argument(
         "--may-lose", action="store_true", help="its primaries die before all is replicated"
     )
-    parser.add_argument("--mutant", choices=[*MUTANTS, "all"], help="broken scripts, to be caught")
+    parser.add_argument(
+        "--mutant", choices=[*CHAOS_MUTANTS, "all"], help="broken scripts, to be caught"
+    )
     options = parser.parse_args()
     names = [""] if options.mutant is None else [options.mutant]
     if options.mutant == "all":
-        names = list(MUTANTS)
+        names = list(CHAOS_MUTANTS)
     for folder in [options.keep / name for name in names] if options.keep else []:
         if folder.exists():
             parser.error(f"--keep: {folder} is there already; each run takes a new folder")

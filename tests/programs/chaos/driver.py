@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.cluster import client_of
 from tests.programs.chaos.audit.auditor import Violation, check_endings, check_refusals
-from tests.programs.chaos.audit.outcome import Outcome
+from tests.programs.chaos.audit.outcome import Outcome, hold_names, told_since
 from tests.programs.chaos.audit.records import (
     Expected,
     Journal,
@@ -29,16 +30,14 @@ from tests.programs.chaos.audit.records import (
     SeenEvent,
     Sent,
 )
-from tests.programs.chaos.audit.snapshot import hold_names, told_since
-from tests.programs.chaos.mutants import VARIABLE
-from tests.programs.chaos.processes.cluster import ChaoticCluster
 from tests.programs.chaos.processes.earlier import SHARES, Release
 from tests.programs.chaos.processes.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.programs.chaos.processes.group import ProcessGroup
-from tests.programs.chaos.processes.proxy import Proxy, Role
-from tests.programs.chaos.processes.server import PersistentServer
+from tests.programs.chaos.processes.server import ChaoticCluster, PersistentServer
 from tests.programs.chaos.requests import TEMPLATES
 from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
+from tests.programs.states.mutants import CHAOS_VARIABLE
+from tests.support.network import Network
 from tests.support.roles import as_role
 
 WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
@@ -60,6 +59,15 @@ _SETTLING_MS = 1000
 _LOOK_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 
+
+class Role(StrEnum):
+    """Whose way to the server it is."""
+
+    WORKERS = "workers"
+    PRODUCERS = "producers"
+    SUBSCRIBERS = "subscribers"
+
+
 _ROLES = {
     Fault.CUT_WORKERS: Role.WORKERS,
     Fault.CUT_PRODUCERS: Role.PRODUCERS,
@@ -79,9 +87,9 @@ class Run:
     """One run in `folder`, which keeps the logs and the records.
 
     `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
-    that name of `mutants.py`, and the run is over at the first violation. With an `earlier` release
-    half of the clients are of that, and the fleet is updated and rolled back under way. With a
-    `cluster`, which the run stops, the queues are on that.
+    that name of CHAOS_MUTANTS, and the run is over at the first violation. With an `earlier`
+    release half of the clients are of that, and the fleet is updated and rolled back under way.
+    With a `cluster`, which the run stops, the queues are on that.
     """
 
     def __init__(
@@ -104,11 +112,11 @@ class Run:
         self._means = means
         self._mutant = mutant
         self._earlier = earlier
-        self._environment = {VARIABLE: mutant}
+        self._environment = {CHAOS_VARIABLE: mutant}
         self._group = ProcessGroup()
         self._server = PersistentServer(folder, self._group)
         self._cluster = cluster
-        self._proxy = Proxy(self._server.port)
+        self._roads = {role: Network(self._server.port) for role in Role}
         self._clients: list[asyncio.subprocess.Process] = []
         self._refused: list[str] = []
         self._hurting: set[asyncio.Task[None]] = set()
@@ -120,7 +128,6 @@ class Run:
         try:
             if self._cluster is None:
                 await self._server.start()
-                await self._proxy.start()
             with self._audited.opened() as client:
                 for queue in Queue:
                     keys = Keys(queue)
@@ -153,11 +160,11 @@ class Run:
                 await self._close(references)
         finally:
             await self._group.end()
-            if self._cluster is None:
-                await self._proxy.stop()
-            else:
+            for road in self._roads.values():
+                road.close()
+            if self._cluster is not None:
                 self._cluster.stop()
-        self.outcome.num_swallowed = self._proxy.num_swallowed
+        self.outcome.num_swallowed = sum(it.num_swallowed for it in self._roads.values())
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         return self.outcome
 
@@ -167,7 +174,7 @@ class Run:
 
     def _url(self, name: str, role: Role) -> str:
         """Roles on the server are this release's: beside an earlier one there are none."""
-        url = self._cluster.url if self._cluster else self._proxy.url(role)
+        url = self._cluster.url if self._cluster else self._roads[role].address
         return as_role("" if self._earlier else name, url)
 
     async def _close(self, references: dict[str, Expected]) -> None:
@@ -290,7 +297,6 @@ class Run:
 
     async def _action(self, fault: Fault, rng: random.Random) -> bool:
         """Whether there was anybody to hurt."""
-        role = _ROLES.get(fault)
         match fault.name.split("_")[0]:
             case "KILL":
                 return self._signal(fault, signal.SIGKILL, rng)
@@ -310,18 +316,21 @@ class Run:
             case "SERVER":
                 is_kill = fault is Fault.SERVER_KILL
                 return await self._restart_server(is_kill, down_seconds=rng.uniform(0, 0.7))
-        assert role is not None
-        share = rng.uniform(0.2, 1)
+        road, share = self._roads[_ROLES[fault]], rng.uniform(0.2, 1)
         match fault.name.split("_")[0]:
             case "CUT":
-                return self._proxy.cut(role, share, rng) > 0
+                return road.cut_some(share, rng) > 0
             case "SWALLOW":
-                self._proxy.swallow(role, share, rng)
+                road.swallow_some(share, rng)
                 return True
             case "STALL":
-                await self._proxy.stall(role, LEASE_MS / 1000 * rng.uniform(1.2, 2.5))
+                road.hold()
+                await asyncio.sleep(LEASE_MS / 1000 * rng.uniform(1.2, 2.5))
+                road.let_flow()
             case "SLOW":
-                await self._proxy.slow(role, rng.uniform(0.01, 0.1), rng.uniform(1, 3))
+                road.slow(rng.uniform(0.01, 0.1))
+                await asyncio.sleep(rng.uniform(1, 3))
+                road.slow(0.0)
         return True
 
     def _signal(self, fault: Fault, number: signal.Signals, rng: random.Random) -> bool:

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: two minutes with a seed of their own, shown when it fails."""
+"""The short form of `make chaos`: a minute with a seed of its own, shown when it fails."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs.chaos.audit.outcome import report
 from tests.programs.chaos.audit.records import Queue
 from tests.programs.chaos.driver import Run
-from tests.programs.chaos.mutants import MUTANTS
 from tests.programs.chaos.processes.earlier import check_out
-from tests.programs.chaos.report import report
 from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, schedule
+from tests.programs.states.mutants import CHAOS_MUTANTS
 
-SECONDS = 75.0
+SECONDS = 45.0
 """Of faults. Loading models before and ending all afterwards takes half as long again."""
 
+FASTER = 5 / 3
+MEANS = {fault: mean / FASTER for fault, mean in MEAN_SECONDS.items()}
+"""Faults and requests come closer together than in a long run, so that 45 s hold those of 75."""
 
+
+@pytest.mark.long
 async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
-    outcome = await Run(random.randrange(10**6), SECONDS, tmp_path).run()
+    outcome = await Run(random.randrange(10**6), SECONDS, tmp_path, FASTER, means=MEANS).run()
     print(report(outcome))
     assert not outcome.violations, report(outcome)
     assert set(outcome.faults) == set(MEAN_SECONDS)
@@ -30,6 +35,7 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
     assert outcome.num_carried_on > 10
 
 
+@pytest.mark.long
 async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Path) -> None:
     """`make chaos ARGS=--beside-last-release` does so with all queues and its own versions."""
     try:
@@ -37,13 +43,13 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
     except subprocess.CalledProcessError:
         pytest.skip("the last release is not in this clone's history")
     # On one core 15 workers become ready in 40 s: kills that come faster find none that serves.
-    often = {**MEAN_SECONDS, Fault.KILL: 2.0}
+    often = {**MEANS, Fault.KILL: 2.0 / FASTER}
     options = {"queues": [Queue.VOLUME], "means": often, "earlier": earlier}
     ways: set[object] = set()
     for number in range(3):  # in so short a run, streams may by chance pass one way only
         folder = tmp_path / f"run-{number}"
         folder.mkdir()
-        outcome = await Run(random.randrange(10**6), 40, folder, 8.0, **options).run()
+        outcome = await Run(random.randrange(10**6), 24, folder, 8.0 * FASTER, **options).run()
         print(report(outcome))
         assert not outcome.violations, report(outcome)
         ways |= set(outcome.passed_on)
@@ -52,6 +58,7 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
     assert len(ways) == 2, report(outcome)
 
 
+@pytest.mark.long
 async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:
     """Its workers publish whatever attempt they are of, and one after the other is overtaken."""
     often = {Fault.RELAY: 3.0}  # with this seed the first one when all workers are up
@@ -69,7 +76,7 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
 
 
 def test_every_mutant_can_be_made() -> None:
-    assert all(mutant.texts() for mutant in MUTANTS.values())
+    assert all(mutant.texts() for mutant in CHAOS_MUTANTS.values())
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:
@@ -89,7 +96,7 @@ def test_a_schedule_holds_every_fault_in_order_of_time() -> None:
 def test_a_short_schedule_holds_every_fault_early_enough_to_be_carried_out() -> None:
     for seed in range(100):
         first: dict[Fault, float] = {}
-        for planned in schedule(seed, SECONDS):
+        for planned in schedule(seed, SECONDS, MEANS):
             first.setdefault(planned.fault, planned.at)
         assert set(first) == set(MEAN_SECONDS)
         assert max(first.values()) <= SECONDS / 2

@@ -14,10 +14,8 @@ from pathlib import Path
 
 from tests.programs.compat import page
 from tests.programs.compat.catalogue import PROGRAMS
-from tests.programs.compat.environments import build, build_promptq
-from tests.programs.compat.isolation import leave_network
-from tests.programs.compat.running import run
-from tests.programs.compat.serving import served
+from tests.programs.compat.environments import build, build_promptq, leave_network
+from tests.programs.compat.running import run, served
 
 
 def main() -> None:

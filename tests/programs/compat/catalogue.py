@@ -31,7 +31,7 @@ class Program:
         return ", ".join(" ".join(pin.rsplit(separator, 1)) for pin in self.pins)
 
 
-_OPENAI = ("chats", "tools", "responses", "others", "errors")
+_OPENAI = ("calls", "tools", "responses")
 
 PROGRAMS = {
     program.name: program
@@ -50,7 +50,7 @@ PROGRAMS = {
         ),
         Program(
             "anthropic",
-            ("clients/anthropic_python.py", "clients/anthropic_runner.py"),
+            ("clients/anthropic_python.py",),
             ("anthropic==2.14.0",),
             "Python",
         ),
@@ -60,10 +60,10 @@ PROGRAMS = {
             ("@anthropic-ai/sdk@1.14.0", "zod@4.6.7"),
             "Node",
         ),
-        Program("curl", ("clients/curl_command.py", "clients/curl_paths.py"), ()),
+        Program("curl", ("clients/curl_command.py",), ()),
         Program(
             "litellm",
-            ("frameworks/litellm_chats.py", "frameworks/litellm_others.py"),
+            ("frameworks/litellm_calls.py",),
             ("litellm==1.110.2",),
         ),
         Program("langchain", ("frameworks/langchain_chat.py",), ("langchain-openai==1.7.4",)),

@@ -22,9 +22,8 @@ from promptq import AsyncClient
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.shipped import MODEL_DIR
 from tests.programs.engines.real_servers import NAMES, RealServer
-from tests.programs.stand_in_server.byte_model import save_byte_model
-from tests.programs.stand_in_server.model import continuation
-from tests.programs.stand_in_server.starting import StandIn, stand_in_server
+from tests.programs.stand_in_server.batch import continuation
+from tests.programs.stand_in_server.starting import StandIn, save_byte_model, stand_in_server
 from tests.support.processes import StartedWorker, hear_signals
 from tests.support.roles import as_role, bring_in_roles
 from tests.support.servers import free_port
@@ -81,7 +80,7 @@ class World:
     def expected(self, prompt: str, num_tokens: int) -> list[int]:
         if self.kind == "stand-in":
             return continuation(prompt.encode(), num_tokens)
-        from tests.programs.engines.undisturbed import undisturbed
+        from tests.programs.engines.real_servers import undisturbed
 
         return undisturbed(prompt, num_tokens)
 

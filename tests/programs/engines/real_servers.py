@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +21,7 @@ from promptq.worker.shipped import MODEL_DIR
 from tests.support.processes import start
 from tests.support.servers import free_port
 from tests.support.waiting import until
+from tests.worker.engine.tiny_models import generate
 
 NAMES = ("vllm", "llama.cpp")
 SLOTS, LENGTH = 16, 1024
@@ -138,3 +141,33 @@ def real_server(name: str, folder: Path, **options: Any) -> Iterator[RealServer]
         yield server
     finally:
         server.kill()
+
+
+_LOCK = threading.Lock()
+"""transformers cannot load a model in two threads: one of them would get random weights."""
+
+
+@cache
+def _loaded() -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@cache
+def _tokens(prompt: str, num_tokens: int) -> tuple[int, ...]:
+    model, tokenizer = _loaded()
+    return tuple(generate(model, tokenizer.encode(prompt), num_tokens))
+
+
+def undisturbed(prompt: str, num_tokens: int) -> list[int]:
+    """The greedy tokens, with the end token if one comes."""
+    with _LOCK:
+        ends = _loaded()[0].generation_config.eos_token_id
+        tokens = [*_tokens(prompt, num_tokens)]
+    for number, token_id in enumerate(tokens, 1):
+        if token_id in ends:
+            return tokens[:number]
+    return tokens

@@ -15,8 +15,13 @@ import pytest
 
 from promptq import Client
 from promptq.worker.shipped import MODEL_DIR
-from tests.programs.engines.real_servers import NAMES, RealServer, real_server, why_missing
-from tests.programs.engines.undisturbed import undisturbed
+from tests.programs.engines.real_servers import (
+    NAMES,
+    RealServer,
+    real_server,
+    undisturbed,
+    why_missing,
+)
 from tests.support.processes import StartedWorker, started
 from tests.support.roles import as_role
 from tests.support.waiting import until

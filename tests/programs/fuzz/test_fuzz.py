@@ -9,18 +9,18 @@ import pytest
 import redis
 
 from promptq.shared.protocol.keys import Keys
-from tests.programs.fuzz.commands import make_request
+from tests.programs.fuzz.commands import KINDS, make_request
 from tests.programs.fuzz.fuzzing import Fuzzing, report
 from tests.programs.fuzz.http_fuzzing import HttpFuzzing, report_http, send
 from tests.programs.fuzz.http_requests import KINDS as KINDS_OF_HTTP
 from tests.programs.fuzz.http_requests import all_routes
-from tests.programs.fuzz.payloads import KINDS
 from tests.support.roles import as_role
 
 COUNT = 6000
 HTTP_COUNT = 600
 
 
+@pytest.mark.long
 def test_malformed_requests_harm_nobody(redis_url: str, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     with redis.Redis.from_url(as_role("", redis_url)) as client:

@@ -1,7 +1,11 @@
-"""What a stranger does with the installed package, in an empty folder with an empty home."""
+"""Installs the wheel in an empty folder and uses all of it.
+
+`--newest` takes the newest versions of all packages but torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -9,12 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from promptq.shared.server.embedded import EmbeddedServer
+from tests.programs.package import building
 from tests.support.processes import start
 from tests.support.servers import free_port
 
@@ -162,3 +168,23 @@ def running(stranger: Stranger) -> Iterator[str]:
             process.send_signal(signal.SIGINT)
             rest = process.communicate()[0]
     assert process.returncode == 0, rest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests package", description=__doc__)
+    parser.add_argument("--newest", action="store_true", help="not the versions of constraints.txt")
+    parser.add_argument("--wheel", type=Path, help="one that is built already")
+    options = parser.parse_args()
+    newest = options.newest
+    with tempfile.TemporaryDirectory(prefix="promptq-package-") as name:
+        folder = Path(name)
+        wheel = options.wheel or building.build(folder / "dist")
+        building.check_contents(wheel)
+        check_client(building.install(folder / "client", wheel, newest=newest), folder)
+        python = building.install(folder / "all", wheel, "all", newest=newest)
+        check_everything(python, folder)
+    print("the package works as it is installed")
+
+
+if __name__ == "__main__":
+    main()

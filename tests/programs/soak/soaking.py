@@ -1,14 +1,19 @@
-"""Steady load on a server and two workers, and what it makes of their memory and the latency."""
+"""Measures whether memory and latency stay flat under steady load."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import math
 import random
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import redis.asyncio
@@ -18,8 +23,53 @@ from promptq.producer.commands.local_fleet.child_process import ChildProcess, wo
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.programs.soak.trends import trend_of
+from tests.support.processes import hear_signals
 from tests.support.roles import as_role, bring_in_roles
+
+FLAT_SHARE_PER_HOUR = 0.02
+_SURE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A straight line through the second half of the samples, by least squares."""
+
+    mean: float
+    slope_per_hour: float
+    error_per_hour: float
+    """Standard error of the slope; samples count for less where neighbours resemble each other."""
+
+    @property
+    def share_per_hour(self) -> float:
+        """Growth in an hour, in shares of the mean."""
+        return self.slope_per_hour / self.mean if self.mean else 0.0
+
+    @property
+    def is_flat(self) -> bool:
+        """It grows by less than 2 % an hour, or by no more than twice its standard error."""
+        is_small = self.share_per_hour < FLAT_SHARE_PER_HOUR
+        return is_small or self.slope_per_hour <= _SURE * self.error_per_hour
+
+
+def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend:
+    """The trend over the second half, as the first warms caches up. Needs 8 samples or more."""
+    if len(values) < 8:
+        raise ValueError(f"{len(values)} samples are fewer than the 8 that a trend needs")
+    half = len(values) // 2
+    hours = [it / 3600 for it in seconds[half:]]
+    kept = list(values[half:])
+    count = len(kept)
+    mean_hour, mean = sum(hours) / count, sum(kept) / count
+    spread = sum((hour - mean_hour) ** 2 for hour in hours)
+    slope = sum((h - mean_hour) * (v - mean) for h, v in zip(hours, kept, strict=True)) / spread
+    rest = [v - mean - slope * (h - mean_hour) for h, v in zip(hours, kept, strict=True)]
+    square = sum(it * it for it in rest)
+    alike = sum(a * b for a, b in pairwise(rest)) / square if square else 0.0
+    alike = min(max(alike, 0.0), 0.95)
+    independent = max(count * (1 - alike) / (1 + alike), 3.0)
+    error = math.sqrt(square / count / (independent - 2) / (spread / count))
+    return Trend(mean, slope, error)
+
 
 SAMPLE_SECONDS = 5.0
 _CONFIG = {"log_ttl_ms": 5_000, "result_ttl_ms": 30_000}
@@ -224,3 +274,21 @@ def report(samples: Samples) -> tuple[str, bool]:
             f"  {'flat' if trend.is_flat else 'GROWS'}"
         )
     return "\n".join(lines), all_flat and not samples.num_wrong
+
+
+def main() -> int:
+    """Exit code 1 if something grows, or an answer was not whole."""
+    hear_signals()
+    parser = argparse.ArgumentParser(prog="python -m tests soak", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--faster", type=float, default=1.0, help="so many times as many requests")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="promptq-soak-") as folder:
+        samples = asyncio.run(soak(options.seconds, Path(folder), options.faster))
+    table, is_well = report(samples)
+    print(table)
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

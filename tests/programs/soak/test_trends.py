@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.programs.soak.trends import trend_of
+from tests.programs.soak.soaking import trend_of
 
 SECONDS = [5.0 * n for n in range(720)]
 

@@ -1,23 +1,73 @@
-"""Every state that a world can reach, by breadth-first search from its start.
-
-A violation comes with the shortest way there. States that differ only in which worker is which
-count once.
-"""
+"""Explores every state of small queues, and walks at random through a larger one."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.programs.states.calls import Move
-from tests.programs.states.invariants.all_invariants import ALL_INVARIANTS, Invariants
-from tests.programs.states.invariants.steps import Step
+from tests.programs.states.invariants.states import STATE_INVARIANTS, StateInvariant
+from tests.programs.states.invariants.steps import (
+    ANSWER_INVARIANTS,
+    CHANGE_INVARIANTS,
+    CLAIM_INVARIANTS,
+    Step,
+    StepInvariant,
+)
+from tests.programs.states.invariants.upkeep import UPKEEP_INVARIANTS
 from tests.programs.states.moves import moves
 from tests.programs.states.server import Outcome, StatesServer
 from tests.programs.states.world import WORKERS, View, World
+from tests.programs.states.worlds import LARGE, SMALL, WALKED
+from tests.support.roles import drop_password
+
+_ANSWERS = ANSWER_INVARIANTS + CLAIM_INVARIANTS + UPKEEP_INVARIANTS
+
+
+@dataclass(frozen=True)
+class Invariants:
+    """Those to be checked; `progress` is about all states together."""
+
+    states: Collection[StateInvariant] = STATE_INVARIANTS
+    changes: Collection[StepInvariant] = CHANGE_INVARIANTS
+    answers: Collection[StepInvariant] = _ANSWERS
+    progress: bool = True
+
+    @classmethod
+    def only(cls, name: str) -> Invariants:
+        """The one of this name."""
+        return cls(
+            [it for it in STATE_INVARIANTS if it.__name__ == name],
+            [it for it in CHANGE_INVARIANTS if it.__name__ == name],
+            [it for it in _ANSWERS if it.__name__ == name],
+            name == "progress",
+        )
+
+    @property
+    def names(self) -> list[str]:
+        checks = (*self.states, *self.changes, *self.answers)
+        return [it.__name__ for it in checks] + ["progress"] * self.progress
+
+    def of_step(self, step: Step) -> Iterator[tuple[str, str]]:
+        """Names of what does not hold of a move, each with what is wrong."""
+        has_changed = step.before is not step.after or step.outcome.heard
+        for invariants in (self.changes if has_changed else (), self.answers):
+            for invariant in invariants:
+                for problem in invariant(step):
+                    yield invariant.__name__, problem
+
+
+ALL_INVARIANTS = Invariants()
 
 
 def _numbered(trace: list[str]) -> str:
@@ -208,3 +258,108 @@ def canonical(snapshot: bytes) -> bytes:
     """The state with the first two workers' names exchanged, if that one sorts before."""
     exchanged = snapshot.replace(_A, b"\0").replace(_B, _A).replace(b"\0", _B)
     return min(snapshot, exchanged)
+
+
+_MOST_ROUNDS = 100
+
+
+def walk(
+    world: World,
+    port: int,
+    num_walks: int,
+    num_steps: int,
+    texts: Mapping[str, str] | None = None,
+    shortens: bool = True,
+) -> None:
+    """Go through the world at random, with all invariants checked at every step.
+
+    Raises ViolationError, with the shortest walk to it that Hypothesis finds if it `shortens`, and
+    with the blob that repeats it.
+    """
+    server = StatesServer(port, texts)
+    options = settings(
+        max_examples=num_walks,
+        stateful_step_count=num_steps,
+        deadline=None,
+        print_blob=True,
+        report_multiple_bugs=False,
+        phases=[phase for phase in Phase if shortens or phase is Phase.generate],
+    )
+    try:
+        run_state_machine_as_test(_walker(world, server), settings=options)
+    finally:
+        server.close()
+
+
+def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
+    class Walk(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self._view = View(world.start)
+            self._trace: list[str] = []
+            self._has_failed = False
+
+        @rule(data=st.data(), kind=st.sampled_from(sorted(world.moves)))
+        def move(self, data: Any, kind: str) -> None:
+            possible = [move for move in moves(world, self._view) if move.kind == kind]
+            if possible:
+                number = data.draw(st.integers(0, len(possible) - 1))
+                self._make(possible[number])
+
+        def teardown(self) -> None:
+            """Whatever happened: what is tried again and again ends all requests."""
+            seen: set[bytes] = set()
+            while not (self._has_failed or is_done(world, self._view)):
+                if self._view.snapshot in seen or len(seen) > _MOST_ROUNDS:
+                    raise ViolationError("progress", "nothing leads to the end", self._trace)
+                seen.add(self._view.snapshot)
+                for move in [move for move in moves(world, self._view) if move.is_fair]:
+                    self._make(move)
+
+        def _make(self, move: Move) -> None:
+            self._trace.append(move.text)
+            outcome = server.step(self._view.snapshot, move)
+            has_changed = outcome.after != self._view.snapshot
+            after = View(outcome.after) if has_changed else self._view
+            problems = [
+                (invariant.__name__, problem)
+                for invariant in ALL_INVARIANTS.states
+                for problem in invariant(world, after)
+            ]
+            problems += ALL_INVARIANTS.of_step(Step(world, self._view, move, outcome, after))
+            for name, problem in problems:
+                self._has_failed = True
+                raise ViolationError(name, problem, self._trace)
+            self._view = after
+
+    return Walk
+
+
+NUM_STEPS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests states", description=__doc__)
+    parser.add_argument("--worlds", default="", help="only those whose name has this in it")
+    parser.add_argument("--walks", type=int, default=2000, help="how many (2000)")
+    options = parser.parse_args()
+    with EmbeddedServer() as server:
+        drop_password(server.url)
+        print(f"{'states':>9} {'moves':>10} {'deepest':>8} {'seconds':>8}  world", flush=True)
+        for name, world in (SMALL | LARGE).items():
+            if options.worlds in name:
+                seen = explore(world, server.port)
+                print(
+                    f"{seen.states:>9,} {seen.moves:>10,} {seen.deepest:>8} {seen.seconds:>8.1f}"
+                    f"  {name}",
+                    flush=True,
+                )
+        if options.walks:
+            started = time.monotonic()
+            walk(WALKED, server.port, options.walks, NUM_STEPS)
+            seconds = time.monotonic() - started
+            print(f"{options.walks} random walks of up to {NUM_STEPS} moves, {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,12 +10,16 @@ import redis
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.programs.states import calls
-from tests.programs.states.explore import TooManyStatesError, ViolationError, explore
-from tests.programs.states.invariants.all_invariants import ALL_INVARIANTS, Invariants
-from tests.programs.states.mutants.mutant import Mutant
-from tests.programs.states.mutants.mutants import MUTANTS
+from tests.programs.states.explore import (
+    ALL_INVARIANTS,
+    Invariants,
+    TooManyStatesError,
+    ViolationError,
+    explore,
+    walk,
+)
+from tests.programs.states.mutants import MUTANTS, Mutant
 from tests.programs.states.server import StatesServer
-from tests.programs.states.walks import walk
 from tests.programs.states.worlds import SMALL, WALKED
 from tests.support.roles import drop_password
 

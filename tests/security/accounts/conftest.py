@@ -11,8 +11,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from tests.producer.gateway.api_keys import make_key as make_api_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.gateway.living import make_key as make_api_key
 from tests.support.roles import as_role
 
 

@@ -25,8 +25,7 @@ from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.http import state
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.producer.gateway.api_keys import bearer
-from tests.producer.gateway.living import LiveGateway, error_of
+from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS
 from tests.support.roles import as_role
 

@@ -16,8 +16,7 @@ import redis.asyncio
 from promptq import Client
 from promptq.producer.admin.api_keys import SCOPES, hash_of
 from promptq.producer.http import state
-from tests.producer.gateway.api_keys import bearer
-from tests.producer.gateway.living import LiveGateway, error_of
+from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS, PROMPTQ
 
 CALLS = {

@@ -17,8 +17,7 @@ import redis.asyncio
 from promptq.producer.admin.api_keys import hash_of
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.errors import ConfigurationError
-from tests.producer.gateway.api_keys import bearer
-from tests.producer.gateway.living import LiveGateway, error_of
+from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS
 
 

@@ -19,8 +19,7 @@ from redis import Redis
 from promptq.producer.gateway import app
 from promptq.producer.http import connection_limits
 from promptq.shared.protocol.keys import Keys
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway, connected, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, connected, live_gateway, make_key
 from tests.support.waiting import until
 
 MIB = 1 << 20

@@ -23,8 +23,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from promptq.shared.queue.scripts import Rate, take_of_rates
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, live_gateway, make_key
 from tests.support.roles import as_role
 
 MANY = [{"role": "user", "content": ""}] * 60_000

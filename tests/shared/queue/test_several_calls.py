@@ -13,8 +13,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from tests.support.requests import put
-from tests.support.round_trips import counted_round_trips
-from tests.support.servers import Server
+from tests.support.servers import Server, counted_round_trips
 
 
 def looking(queue: RequestQueue | AsyncRequestQueue) -> list[Call[Any]]:

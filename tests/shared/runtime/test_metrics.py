@@ -7,7 +7,7 @@ import re
 
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Histogram
-from tests.shared.runtime.board import BOARD, expressions
+from tests.support.paths import BOARD, expressions
 
 SUFFIXES = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
 EXPOSED = {spec.full_name + suffix: spec for spec in metrics.ALL for suffix in SUFFIXES[spec.kind]}

@@ -27,7 +27,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import Rate, take_of_rates
 from promptq.shared.queue.statistics import Contribution, measure_work
 from tests.shared.server.cluster import Cluster
-from tests.support.model_free_worker import running_worker, text_of
+from tests.support.model_free import running_worker, text_of
 from tests.support.roles import as_role
 
 ROOM = Room(max_count=100, token_budget=10**9)

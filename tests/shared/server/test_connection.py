@@ -26,9 +26,9 @@ from promptq.shared.server.connection import (
     open_redis,
     without_password,
 )
-from tests.faults.network import Network, check_that_answers_are_ones_own
+from tests.support.network import Network
 from tests.support.roles import as_role
-from tests.support.servers import OwnServer
+from tests.support.servers import OwnServer, check_that_answers_are_ones_own
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,18 @@ import redis
 from promptq import AsyncClient, Client
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis, open_redis
-from tests.faults.network import Network, check_that_answers_are_ones_own
 from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
-from tests.integration.reading import KINDS
-from tests.support.certificates import make_certificates, tls_settings
+from tests.support.network import Network
+from tests.support.requests import KINDS
 from tests.support.roles import as_role
-from tests.support.servers import NO_TLS, OwnServer, free_port
+from tests.support.servers import (
+    NO_TLS,
+    OwnServer,
+    check_that_answers_are_ones_own,
+    free_port,
+    make_certificates,
+    tls_settings,
+)
 from tests.support.waiting import until
 
 

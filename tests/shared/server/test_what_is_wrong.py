@@ -20,8 +20,7 @@ from promptq.shared.errors import (
     RedisUnavailableError,
 )
 from promptq.shared.server.connection import open_async_redis
-from tests.support.certificates import make_certificates, tls_settings
-from tests.support.servers import OwnServer, free_port
+from tests.support.servers import OwnServer, free_port, make_certificates, tls_settings
 
 
 class Guarded(OwnServer):

@@ -36,6 +36,7 @@ def run(folder: Path, option: str) -> tuple[dict[str, Any], str]:
     return json.loads(written.read_text()), done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 def test_checks_and_measures(tmp_path: Path) -> None:
     figures, said = run(tmp_path, "--without-peers")
@@ -76,6 +77,7 @@ def test_checks_and_measures(tmp_path: Path) -> None:
     assert "torch's varlen_attn: not here: it needs CUDA" in said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 def test_checks_and_measures_fewer_bits(tmp_path: Path) -> None:
     figures, _ = run(tmp_path, "--fewer-bits")

@@ -15,7 +15,7 @@ from promptq import Client
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from tests.faults.worker.faulty_worker import EXIT_CODE
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.paths import ROOT
 from tests.support.processes import start
 from tests.support.requests import result_of

@@ -17,7 +17,7 @@ from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.health.reaper import Reaper
 from tests.support.roles import AsyncQueueClient, as_role
-from tests.worker.clock import Clock
+from tests.support.waiting import Clock
 
 LEASE_SECONDS = 10.0
 

@@ -12,7 +12,7 @@ from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, SequenceTiming
 from promptq.worker.leases.coalescer import LONGEST_SECONDS, Coalescer
-from tests.worker.clock import Clock
+from tests.support.waiting import Clock
 
 RATE = 1000.0
 

@@ -17,7 +17,7 @@ from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.leases.world import END, claim, emitted, preparation
-from tests.worker.text.tiny_tokenizers import sentence_piece
+from tests.worker.text.families import sentence_piece
 
 
 def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> PreparedRequest:

@@ -30,7 +30,7 @@ from promptq.worker.leases.publisher import Publisher
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.roles import AsyncQueueClient, as_role
 from tests.support.waiting import async_until
-from tests.worker.fake_engine import FakeEngine
+from tests.worker.leases.world import FakeEngine
 
 
 class CountingQueue(AsyncRequestQueue):

@@ -16,7 +16,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.leases.preparation import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import finished, running_worker, served_model_free, text_of
 from tests.support.requests import async_put, until_active
 
 

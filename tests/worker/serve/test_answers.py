@@ -12,9 +12,10 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
-from tests.support.model_free import ModelFreeRunner, ModelFreeStep
-from tests.support.model_free_worker import (
+from tests.support.model_free import (
     BY_ITSELF,
+    ModelFreeRunner,
+    ModelFreeStep,
     finished,
     running_worker,
     served_model_free,

@@ -7,7 +7,7 @@ import asyncio
 import redis.asyncio
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.support.model_free_worker import finished, running_worker, served_model_free
+from tests.support.model_free import finished, running_worker, served_model_free
 from tests.support.requests import async_log_of, async_put, until_tokens
 from tests.support.waiting import async_until
 

@@ -16,14 +16,14 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.connection import open_async_redis
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.faults.network import Network
-from tests.support.model_free_worker import (
+from tests.support.model_free import (
     BY_ITSELF,
     finished,
     running_worker,
     served_model_free,
     text_of,
 )
+from tests.support.network import Network
 from tests.support.requests import async_log_of, async_num_tokens, async_put, until_tokens
 from tests.support.roles import as_role
 from tests.support.servers import in_database

@@ -15,8 +15,14 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve.worker import Worker
-from tests.support.model_free import ModelFreeRunner, ModelFreeStep
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import (
+    ModelFreeRunner,
+    ModelFreeStep,
+    finished,
+    running_worker,
+    served_model_free,
+    text_of,
+)
 from tests.support.requests import async_put, until_tokens
 from tests.support.roles import as_role
 

@@ -20,7 +20,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime import metrics
 from promptq.worker.serve.metrics_server import MetricsServer
 from promptq.worker.serve.worker import Worker
-from tests.support.model_free_worker import running_worker, served_model_free, text_of
+from tests.support.model_free import running_worker, served_model_free, text_of
 from tests.support.processes import read_line, running
 from tests.support.roles import as_role
 from tests.support.waiting import async_until

@@ -8,7 +8,7 @@ from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.serve.worker import Worker
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import finished, running_worker, served_model_free, text_of
 from tests.support.requests import async_put, until_tokens
 from tests.support.waiting import async_until
 

@@ -19,9 +19,10 @@ from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.leases import coalescer
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.worker import Worker
-from tests.support.model_free import ModelFreeRunner, ModelFreeStep
-from tests.support.model_free_worker import (
+from tests.support.model_free import (
     BY_ITSELF,
+    ModelFreeRunner,
+    ModelFreeStep,
     finished,
     running_worker,
     served_model_free,

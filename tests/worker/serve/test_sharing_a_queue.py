@@ -14,7 +14,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import finished, running_worker, served_model_free, text_of
 from tests.support.requests import async_log_of, async_put, until_tokens
 from tests.support.roles import as_role
 from tests.support.servers import OwnServer

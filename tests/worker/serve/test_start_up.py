@@ -21,7 +21,7 @@ from promptq.worker.serve.build import build
 from promptq.worker.serve.start_up import StartUp
 from tests.support.processes import Terminal, read_line
 from tests.support.roles import as_role
-from tests.worker.clock import Clock
+from tests.support.waiting import Clock
 
 
 def test_each_stage_is_measured_until_the_next_begins() -> None:

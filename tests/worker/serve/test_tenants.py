@@ -10,7 +10,7 @@ import redis.asyncio
 
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.support.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.support.model_free import finished, running_worker, served_model_free, text_of
 from tests.support.requests import async_put, until_tokens
 from tests.support.roles import as_role
 from tests.support.waiting import async_until

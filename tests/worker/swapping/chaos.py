@@ -25,7 +25,7 @@ import redis
 from promptq import AsyncClient
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import StartedWorker, family_of
 from tests.support.requests import check_log
 from tests.support.roles import bring_in_roles

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,41 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.swapping.model_choice import SwapTimes
 from promptq.worker.swapping.model_process import ModelProcess, forking
+from promptq.worker.swapping.standby import Order, Report
 from promptq.worker.swapping.swapper import ModelFailedError, Swapper
 from tests.support.requests import async_put
 from tests.support.waiting import async_until
-from tests.worker.swapping.stand_in import pretend
+
+
+def pretend(notes: Path, settings: WorkerSettings, _redis_url: str, owner: Connection) -> None:
+    """The model `large` has room alone only, and `broken` does not load."""
+
+    def note(what: str) -> None:
+        with notes.open("a") as file:
+            file.write(f"{settings.queue} {what}\n")
+
+    def tell(what: Report, text: str = "") -> None:
+        note(what)
+        owner.send((what, text, None))
+
+    tell(Report.REGISTERED)
+    while True:
+        try:
+            told, _ = owner.recv()
+        except EOFError:
+            return
+        note(told)
+        if told in (Order.DRAIN, Order.STOP):
+            time.sleep(0.05)
+            note("ends")
+            return
+        if settings.model == "broken":
+            tell(Report.FAILED, "it is broken")
+            sys.exit(1)
+        time.sleep(0.2)  # loading takes longer than what else may happen at once
+        is_large = settings.model == "large" and told is Order.LOAD
+        tell(Report.NO_ROOM if is_large else Report.SERVING)
+
 
 TIMES = SwapTimes(least_loaded=0, longest_wait=60, idle=3600)
 
@@ -28,7 +62,7 @@ async def swapping(
     queue: AsyncRequestQueue, notes: Path, model_of_b: str, *, overlaps: bool = True
 ) -> AsyncIterator[Callable[[], list[str]]]:
     """Swaps a model of the queue `a` with one of `b`. Gives what was noted since `a` served."""
-    context = forking("tests.worker.swapping.stand_in")
+    context = forking(__name__)
     settings = {
         "a": WorkerSettings(queue="a", model="small"),
         "b": WorkerSettings(queue="b", model=model_of_b),
@@ -89,7 +123,7 @@ def test_what_this_process_starts_later_may_import_from_its_folder(
     """Only the processes of models may not."""
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     before = dict(os.environ)
-    context = forking("tests.worker.swapping.stand_in")
+    context = forking(__name__)
     target = partial(pretend, tmp_path / "notes")
     process = ModelProcess(context, target, WorkerSettings(queue="a", model="small"), "")
     process.kill()
@@ -109,7 +143,7 @@ async def test_a_model_that_does_not_load_leaves_the_other_one_alone(
 async def test_if_the_first_one_does_not_load_that_is_told(
     queue: AsyncRequestQueue, tmp_path: Path
 ) -> None:
-    context = forking("tests.worker.swapping.stand_in")
+    context = forking(__name__)
     settings = WorkerSettings(queue="b", model="broken")
     swapper = Swapper(
         {"b": "broken"},

@@ -23,7 +23,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.worker.shipped import MODEL_DIR
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.processes import family_of, running, started
 from tests.support.requests import check_log, new, num_tokens, put, result_of
 from tests.support.roles import as_role

@@ -17,7 +17,7 @@ from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.detokenizer import REPLACEMENT, Decode, TextStream
 from promptq.worker.text.stop_strings import StopStrings
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from tests.worker.text.tiny_tokenizers import byte_fallback, sentence_piece
+from tests.worker.text.families import byte_fallback, sentence_piece
 
 decode = ByteTokenizer().decode
 

@@ -18,9 +18,14 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.upstream.connecting import DIALECTS
 from promptq.worker.upstream.dialects.vllm import VllmDialect
-from tests.programs.stand_in_server.serving import limits_of, served_upstream, text_after
-from tests.programs.stand_in_server.starting import StandIn, stand_in_server
-from tests.support.model_free_worker import finished, running_worker
+from tests.programs.stand_in_server.starting import (
+    StandIn,
+    limits_of,
+    served_upstream,
+    stand_in_server,
+    text_after,
+)
+from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put, until_tokens
 from tests.support.servers import free_port
 from tests.support.waiting import async_until

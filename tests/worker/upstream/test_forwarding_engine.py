@@ -12,7 +12,7 @@ from promptq.worker.upstream.dialects.dialect import Chunk
 from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.programs.stand_in_server.serving import limits_of
+from tests.programs.stand_in_server.starting import limits_of
 from tests.support.waiting import async_until
 
 Script = Callable[[EngineRequest], AsyncGenerator[Chunk]]

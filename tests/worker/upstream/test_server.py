@@ -34,7 +34,7 @@ from promptq.worker.upstream.dialects.transport import (
 )
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.programs.stand_in_server.serving import limits_of
+from tests.programs.stand_in_server.starting import limits_of
 from tests.support.servers import free_port
 
 

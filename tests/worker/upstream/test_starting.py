@@ -16,9 +16,13 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime import extras
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
-from tests.programs.stand_in_server.byte_model import save_byte_gguf, save_byte_model
-from tests.programs.stand_in_server.serving import text_after
-from tests.programs.stand_in_server.starting import StandIn, stand_in_server
+from tests.programs.stand_in_server.starting import (
+    StandIn,
+    save_byte_gguf,
+    save_byte_model,
+    stand_in_server,
+    text_after,
+)
 from tests.support.processes import StartedWorker
 from tests.support.roles import as_role
 from tests.support.servers import free_port

@@ -9,9 +9,8 @@ import httpx2
 import pytest
 
 from promptq.shared.protocol.request import Request
-from tests.producer.gateway.anthropic.asking import FIELDS, TOOL, TURNS, answered, client_of
-from tests.producer.gateway.api_keys import make_key
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, make_key
+from tests.producer.gateway.played import FIELDS, TOOL, TURNS, anthropic_of, message_of
 from tests.producer.playing import HandWorker
 
 
@@ -28,8 +27,8 @@ def test_every_field_becomes_that_of_a_payload(
     }  # fmt: skip
     ephemeral = {"type": "ephemeral"}
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    with client_of(gateway) as client:
-        _, payload = answered(
+    with anthropic_of(gateway) as client:
+        _, payload = message_of(
             client, own_worker, max_tokens=9, stop_sequences=["x"], service_tier="auto",
             system=[{"type": "text", "text": "Be brief.", "cache_control": ephemeral}],
             tools=[{**TOOL, "cache_control": ephemeral, "type": "custom"}],
@@ -82,8 +81,8 @@ def test_thinking_goes_to_the_template(
     gateway: LiveGateway, own_worker: HandWorker, fields: dict[str, Any], variables: Any
 ) -> None:
     """What the call says of its variables itself has precedence."""
-    with client_of(gateway) as client:
-        _, payload = answered(client, own_worker, **fields)
+    with anthropic_of(gateway) as client:
+        _, payload = message_of(client, own_worker, **fields)
     assert payload.get("chat_template_kwargs") == variables
 
 
@@ -113,8 +112,8 @@ def test_a_conversation_becomes_a_chat(gateway: LiveGateway, own_worker: HandWor
         function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
-    with client_of(gateway) as client:
-        _, payload = answered(client, own_worker, messages=messages, system="First.")
+    with anthropic_of(gateway) as client:
+        _, payload = message_of(client, own_worker, messages=messages, system="First.")
     assert payload["messages"] == [
         {"role": "system", "content": "First."},
         {"role": "user", "content": "ab\n\nc"},
@@ -142,8 +141,8 @@ def test_a_conversation_becomes_a_chat(gateway: LiveGateway, own_worker: HandWor
 def test_the_choice_of_a_tool(
     gateway: LiveGateway, own_worker: HandWorker, choice: Any, told: Any
 ) -> None:
-    with client_of(gateway) as client:
-        _, payload = answered(client, own_worker, tools=[TOOL], tool_choice=choice)
+    with anthropic_of(gateway) as client:
+        _, payload = message_of(client, own_worker, tools=[TOOL], tool_choice=choice)
     assert payload["tool_choice"] == told
 
 
@@ -245,7 +244,7 @@ def test_the_tool_runner_goes_on_without_a_thread(stories_gateway: LiveGateway) 
         return "painted"
 
     for stream in (False, True):
-        with client_of(stories_gateway) as client:
+        with anthropic_of(stories_gateway) as client:
             fields: Any = {**FIELDS, "tool_choice": {"type": "any"}, "stream": stream}
             runner: Any = client.beta.messages.tool_runner(
                 **fields, tools=[paint], max_iterations=2
@@ -259,7 +258,7 @@ def test_what_a_worker_refuses(stories_gateway: LiveGateway, stream: bool) -> No
     """By the name that the field has here, and with a status, as nothing was sent before."""
     turns: Any = [*TURNS, {"role": "assistant", "content": "No call"}]
     fields: Any = {**FIELDS, "tools": [TOOL], "tool_choice": {"type": "any"}}
-    with client_of(stories_gateway) as client:
+    with anthropic_of(stories_gateway) as client:
         with pytest.raises(anthropic.BadRequestError) as raised:
             client.messages.create(**{**fields, "messages": turns}, stream=stream)
         assert raised.value.type == "invalid_request_error"
@@ -276,8 +275,8 @@ def test_a_key_comes_in_any_of_the_headers(
 ) -> None:
     """Anthropic's clients have sent it in two of them; the errors are Anthropic's."""
     secret = make_key(redis_url, "mine", tenant="them")
-    with client_of(gateway, secret) as client:
-        _, payload = answered(client, own_worker)
+    with anthropic_of(gateway, secret) as client:
+        _, payload = message_of(client, own_worker)
         assert payload["tenant"] == "them"
     with httpx2.Client(base_url=gateway.url, timeout=30) as http:
         for name in ("X-Api-Key", "Api-Key", "Authorization"):
@@ -295,7 +294,7 @@ def test_a_key_comes_in_any_of_the_headers(
 
 def test_a_rate_that_is_used_up(gateway: LiveGateway, redis_url: str) -> None:
     secret = make_key(redis_url, "slow", requests_per_minute=1)
-    with client_of(gateway, secret) as client:
+    with anthropic_of(gateway, secret) as client:
         with pytest.raises(anthropic.BadRequestError):
             client.messages.create(**{**FIELDS, "messages": []})
         with pytest.raises(anthropic.RateLimitError) as raised:
@@ -321,8 +320,8 @@ def test_a_large_body_is_read_like_a_small_one(
     """In another process, which tells as much of it."""
     large = "é" * 100_000
     turns = [{"role": "user", "content": large}, {"role": "assistant", "content": "Hi"}]
-    with client_of(gateway) as client:
-        got, payload = answered(client, own_worker, "Hi there", messages=turns)
+    with anthropic_of(gateway) as client:
+        got, payload = message_of(client, own_worker, "Hi there", messages=turns)
         assert payload["messages"] == turns[:1]
         assert got.content[0].model_dump()["text"] == " there"
         with pytest.raises(anthropic.BadRequestError, match="message 0: role 'boss' is not one"):
@@ -332,7 +331,7 @@ def test_a_large_body_is_read_like_a_small_one(
 def test_an_idempotency_key_gives_the_same_message(letters_gateway: LiveGateway) -> None:
     """Also as a stream, and not that of a count."""
     key = {"Idempotency-Key": "mine"}
-    with client_of(letters_gateway) as client:
+    with anthropic_of(letters_gateway) as client:
         first = client.messages.create(**FIELDS, extra_headers=key)
         assert client.messages.create(**FIELDS, extra_headers=key) == first
         with client.messages.stream(**FIELDS, extra_headers=key) as stream:
@@ -345,7 +344,7 @@ def test_an_idempotency_key_gives_the_same_message(letters_gateway: LiveGateway)
 def test_the_tokens_of_a_conversation(stories_gateway: LiveGateway) -> None:
     """The worker counts as many as it computes."""
     fields: Any = {"model": "", "system": "Be brief.", "messages": TURNS, "tools": [TOOL]}
-    with client_of(stories_gateway) as client:
+    with anthropic_of(stories_gateway) as client:
         count = client.messages.count_tokens(**fields).input_tokens
         usage = client.messages.create(**fields, max_tokens=1).usage
         assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)

@@ -11,21 +11,22 @@ import httpx2
 import pytest
 
 from promptq.shared.protocol.request import FinishReason
-from tests.producer.gateway.anthropic.asking import (
+from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.played import (
     FIELDS,
     TOOL,
     TURNS,
-    answered,
+    anthropic_of,
     begun,
-    client_of,
+    is_cancelled,
+    message_of,
+    opened,
     streamed,
     tell_style,
     worked,
 )
-from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.streams.reading import is_cancelled, opened
 from tests.producer.playing import HandWorker
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.waiting import until
 
 THOUGHT = "<think>Hm, hm.</think>Look: "
@@ -34,7 +35,7 @@ CALL = '<call>{"name": "paint", "arguments": {"colour": "red"}}</call>'
 
 def test_a_message(letters_gateway: LiveGateway) -> None:
     turns: Any = [{"role": "user", "content": "Go on. " * 50}]
-    with client_of(letters_gateway) as client:
+    with anthropic_of(letters_gateway) as client:
         got = client.messages.create(
             model="model-free", max_tokens=7, messages=turns, extra_body={"seed": 3}
         )
@@ -59,7 +60,7 @@ def test_a_message(letters_gateway: LiveGateway) -> None:
 def test_the_events_of_a_stream(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """In Anthropic's order, with one block after the other."""
     tell_style(own_worker)
-    with client_of(gateway) as client:
+    with anthropic_of(gateway) as client:
         texts = [THOUGHT[:9], THOUGHT[9:], CALL[:45], CALL[45:]]
         events, message = streamed(client, own_worker, texts, tools=[TOOL])
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
@@ -114,8 +115,8 @@ def test_a_whole_message_says_the_same_as_its_stream(
     """However the text is cut into events. Anthropic's client puts the blocks together."""
     tell_style(own_worker)
     text = THOUGHT + CALL + "and " + CALL.replace('"colour": "red"', "")
-    with client_of(gateway) as client:
-        whole, _ = answered(client, own_worker, text, tools=[TOOL])
+    with anthropic_of(gateway) as client:
+        whole, _ = message_of(client, own_worker, text, tools=[TOOL])
         texts = [text[at : at + size] for at in range(0, len(text), size)]
         _, put_together = streamed(client, own_worker, texts, tools=[TOOL])
     assert whole.stop_reason == put_together.stop_reason == "tool_use"
@@ -148,7 +149,7 @@ def test_a_call_that_is_not_whole(
     """An input is an object, also if the model was cut or wrote none."""
     tell_style(own_worker)
     text = '<call>{"name": "paint", "arguments": ' + arguments
-    with client_of(gateway) as client:
+    with anthropic_of(gateway) as client:
         got, _ = worked(
             own_worker,
             lambda: client.messages.create(**FIELDS, tools=[TOOL]),
@@ -162,7 +163,7 @@ def test_a_call_that_is_not_whole(
 def test_a_stop_sequence_of_any_characters(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """A stream names it, and its frames stay lines for every reader."""
     stop = "é\u2028"
-    with client_of(gateway) as client:
+    with anthropic_of(gateway) as client:
         events, _ = worked(
             own_worker,
             lambda: list(client.messages.create(**FIELDS, stream=True, stop_sequences=[stop])),
@@ -177,7 +178,7 @@ def test_the_stop_sequence_that_ended_it(letters_gateway: LiveGateway) -> None:
     text = text_of(3, 9)
     later, never = text[4:6], "#"
     fields: Any = {**FIELDS, "max_tokens": 9, "extra_body": {"seed": 3}}
-    with client_of(letters_gateway) as client:
+    with anthropic_of(letters_gateway) as client:
         got = client.messages.create(**fields, stop_sequences=[never, later])
         assert (got.stop_reason, got.stop_sequence) == ("stop_sequence", later)
         assert got.content[0].model_dump()["text"] == text[: text.index(later)]
@@ -196,7 +197,7 @@ def test_a_prefill_is_given_and_not_shown(
     own = {"<think>Well, ": "no.</think> Yes.", "Now <": "a> and <b"}.get(prefill, " a time")
     if CALL.startswith(prefill):
         own = CALL[len(prefill) :]
-    with client_of(gateway) as client:
+    with anthropic_of(gateway) as client:
 
         def work(claim: Any) -> None:
             own_worker.send(claim, prefill)
@@ -235,9 +236,9 @@ def test_an_answer_to_a_prefill_that_is_read_late(
     """When the log is gone, the text has what was given in front."""
     turns = [*TURNS, {"role": "assistant", "content": "Once"}]
     key = {"Idempotency-Key": "mine"}
-    with client_of(gateway) as client:
+    with anthropic_of(gateway) as client:
         fields = {"messages": turns, "extra_headers": key}
-        first, _ = answered(client, own_worker, "Once upon", **fields)
+        first, _ = message_of(client, own_worker, "Once upon", **fields)
         own_worker.fold_now(first.id)
         again = client.messages.create(**{**FIELDS, **fields})
     assert first.id == again.id
@@ -245,7 +246,7 @@ def test_an_answer_to_a_prefill_that_is_read_late(
 
 
 def test_a_client_that_leaves(gateway: LiveGateway, own_worker: HandWorker) -> None:
-    with client_of(gateway) as client:
+    with anthropic_of(gateway) as client:
         with begun(client, own_worker) as (stream, claim):
             assert next(stream).type == "message_start"
         until(lambda: is_cancelled(own_worker, claim.request_id))
@@ -262,7 +263,7 @@ def test_a_client_that_comes_back(gateway: LiveGateway, own_worker: HandWorker) 
             own_worker.send(claim, "look:")
             assert reading.next()[1]["type"] == "message_start"
             url = reading.response.headers["X-Stream-Url"]
-        with begun(client_of(gateway), own_worker) as (_, other):
+        with begun(anthropic_of(gateway), own_worker) as (_, other):
             pass
         until(lambda: is_cancelled(own_worker, other.request_id))  # which left later
         own_worker.send(claim, CALL)
@@ -303,7 +304,7 @@ def test_a_stream_without_news_sends_pings(start_gateway: Any, own_worker: HandW
 def test_a_failure_after_the_first_token(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """Anthropic's client raises what the last event says."""
     error = {"type": "internal_error", "message": "the worker broke"}
-    with client_of(gateway) as client, begun(client, own_worker) as (stream, claim):
+    with anthropic_of(gateway) as client, begun(client, own_worker) as (stream, claim):
         own_worker.send(claim, "", FinishReason.ERROR, error=error)
         with pytest.raises(anthropic.APIStatusError) as raised:
             list(stream)
@@ -315,7 +316,7 @@ def test_a_call_that_is_required(stories_gateway: LiveGateway) -> None:
     """Of the shipped model. The conversation goes on with what the tool said."""
     turns: Any = [{"role": "user", "content": "Paint it."}]
     fields: Any = {"model": "", "max_tokens": 60, "tools": [TOOL], "extra_body": {"seed": 3}}
-    with client_of(stories_gateway) as client:
+    with anthropic_of(stories_gateway) as client:
         for choice in ({"type": "any"}, {"type": "tool", "name": "paint"}):
             got = client.messages.create(**fields, messages=turns, tool_choice=choice)
             [call] = got.content
@@ -331,7 +332,7 @@ def test_a_prefill_of_the_shipped_model(stories_gateway: LiveGateway) -> None:
     """It goes on as it would have gone on by itself."""
     turns: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
     fields: Any = {"model": "", "max_tokens": 30, "extra_body": {"temperature": 0}}
-    with client_of(stories_gateway) as client:
+    with anthropic_of(stories_gateway) as client:
         whole = client.messages.create(**fields, messages=turns).content[0].model_dump()["text"]
         half = whole[: whole.index(" ", 20)]
         turns.append({"role": "assistant", "content": half})

@@ -28,8 +28,7 @@ from promptq.producer.http.state import ThisGateway
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, bearer, make_key
 from tests.producer.playing import Run
 from tests.support.roles import as_role
 

@@ -11,9 +11,8 @@ import pytest
 
 from promptq import Client
 from promptq.producer.calls.caller import Caller
-from tests.producer.gateway.api_keys import make_key
-from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.streams.reading import PROMPT, is_cancelled, opened
+from tests.producer.gateway.living import LiveGateway, make_key
+from tests.producer.gateway.played import PROMPT, is_cancelled, opened
 from tests.producer.playing import HandWorker
 
 

@@ -16,9 +16,8 @@ from promptq.producer.admin.api_keys import ApiKey, hash_of
 from promptq.producer.gateway.dashboard import actions, page_stream, pages
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
-from tests.producer.gateway.living import LiveGateway, serving
+from tests.producer.gateway.living import LiveGateway, bearer, serving
 from tests.support.servers import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,11 +12,10 @@ from structlog.testing import capture_logs
 
 from promptq import AsyncClient
 from promptq.shared.protocol.request import RequestState
-from tests.producer.dead_letters import bury
 from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.playing import KEYS
-from tests.support.model_free_worker import running_worker, served_model_free
+from tests.producer.playing import KEYS, bury
+from tests.support.model_free import running_worker, served_model_free
 from tests.support.roles import as_role
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -20,7 +20,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.producer.gateway.living import serving
 from tests.producer.playing import KEYS, Start
-from tests.support.model_free_worker import running_worker, text_of
+from tests.support.model_free import running_worker, text_of
 from tests.support.roles import as_role
 
 

@@ -7,7 +7,7 @@ from playwright.async_api import expect
 
 from promptq import AsyncClient
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
-from tests.support.model_free_worker import running_worker, served_model_free
+from tests.support.model_free import running_worker, served_model_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -9,10 +9,15 @@ import pytest
 from playwright.async_api import Page, expect
 
 from promptq import AsyncClient
-from tests.producer.dead_letters import bury
-from tests.producer.gateway.dashboard.busy_hour import write_an_hour
-from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
-from tests.support.model_free_worker import running_worker, served_model_free
+from tests.producer.gateway.dashboard.conftest import (
+    DESKTOP,
+    PHONE,
+    Open,
+    keep_screenshot,
+    write_an_hour,
+)
+from tests.producer.playing import bury
+from tests.support.model_free import running_worker, served_model_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LOOKS = [("phone", PHONE), ("desktop", DESKTOP)]

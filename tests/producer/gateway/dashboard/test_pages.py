@@ -19,12 +19,10 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.dead_letters import bury
-from tests.producer.gateway.dashboard.busy_hour import write_an_hour
-from tests.producer.gateway.dashboard.conftest import Open
+from tests.producer.gateway.dashboard.conftest import Open, write_an_hour
 from tests.producer.gateway.living import serving
-from tests.producer.playing import KEYS
-from tests.support.model_free_worker import running_worker, served_model_free, text_of
+from tests.producer.playing import KEYS, bury
+from tests.support.model_free import running_worker, served_model_free, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ONE = Room(max_count=1, token_budget=10**6)

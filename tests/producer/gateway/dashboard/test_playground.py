@@ -11,7 +11,7 @@ from promptq import AsyncClient
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import build
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
-from tests.support.model_free_worker import running_worker, served_model_free, text_of
+from tests.support.model_free import running_worker, served_model_free, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from promptq.shared.protocol.request import Request
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import HandWorker
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Once"}]
 

@@ -28,9 +28,9 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.faults.network import Network
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker
+from tests.support.network import Network
 from tests.support.roles import as_role, bring_in_roles
 from tests.support.servers import free_port
 from tests.support.waiting import until

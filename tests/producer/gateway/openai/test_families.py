@@ -30,9 +30,9 @@ from promptq.worker.serve.build import Served
 from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.token_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from tests.producer.batches.batches import read_lines, write_lines
+from tests.producer.batches.conftest import read_lines, write_lines
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
-from tests.producer.gateway.streams.reading import continued, read_frames
+from tests.producer.gateway.played import continued, read_frames
 from tests.support.model_free import ModelFreeRunner
 from tests.support.roles import as_role
 from tests.support.servers import embedded_server

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.producer.gateway.living import LiveGateway
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 
 _PACKAGE = "openai@6"
 _SCRIPT = Path(__file__).with_name("openai_client.mjs")

@@ -11,10 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from promptq.producer.apis.completions.tolerated_fields import FieldsWithoutEffect, warn_of
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, bearer, make_key
 from tests.producer.playing import HandWorker
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 from tests.support.roles import as_role
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -16,9 +16,9 @@ from promptq.producer.apis.responses.ended_output import ending_of
 from promptq.shared.protocol.events import Stats, TokenEvent
 from promptq.shared.protocol.request import FinishReason, Request
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.responses.asking import answered, client_of, in_background, tell_style
+from tests.producer.gateway.played import in_background, openai_of, response_of, tell_style
 from tests.producer.playing import HandWorker
-from tests.support.model_free_worker import text_of
+from tests.support.model_free import text_of
 
 TOOL: Any = {
     "type": "function", "name": "paint", "strict": True,
@@ -98,8 +98,8 @@ def test_a_whole_answer_says_the_same_as_its_stream(letters: OpenAI) -> None:
 
 
 def test_what_was_asked_for_is_told_again(gateway: LiveGateway, own_worker: HandWorker) -> None:
-    with client_of(gateway) as client:
-        got, _ = answered(
+    with openai_of(gateway) as client:
+        got, _ = response_of(
             client, own_worker, input="Go", instructions="Be brief.", temperature=0.5, top_p=0.9,
             metadata={"a": "b"}, tools=[TOOL], tool_choice="none", max_output_tokens=8,
             reasoning={"effort": "low"}, user="me", parallel_tool_calls=False,
@@ -121,7 +121,7 @@ def test_the_object_is_that_of_open_responses(gateway: LiveGateway, own_worker: 
     bare: Any = {"type": "function", "name": "go"}
     stats = Stats(queue_ms=1000, prompt_ms=500, generation_ms=1500)
     with (
-        client_of(gateway) as client,
+        openai_of(gateway) as client,
         in_background(client, own_worker, tools=[bare], text={"format": schema}) as (own_id, claim),
         httpx2.Client(base_url=gateway.url, timeout=30) as http,
     ):
@@ -168,8 +168,8 @@ def test_every_field_becomes_that_of_a_payload(
     }  # fmt: skip
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     described = {"name": "tale", "schema": schema, "strict": True}
-    with client_of(gateway) as client:
-        _, payload = answered(
+    with openai_of(gateway) as client:
+        _, payload = response_of(
             client, own_worker, input="Go", max_output_tokens=9, top_logprobs=2, include=LOGPROBS,
             tools=[TOOL], tool_choice="auto", reasoning={"effort": "low"},
             text={"format": {"type": "json_schema", **described}}, extra_body=extra, **known,
@@ -215,8 +215,8 @@ def test_items_become_the_messages_of_a_chat(gateway: LiveGateway, own_worker: H
             "function": {"name": name, "arguments": arguments},
         }
 
-    with client_of(gateway) as client:
-        _, payload = answered(client, own_worker, input=items, instructions="First.")
+    with openai_of(gateway) as client:
+        _, payload = response_of(client, own_worker, input=items, instructions="First.")
     assert payload["messages"] == [
         {"role": "system", "content": "First."},
         {"role": "system", "content": "Be brief."},
@@ -241,7 +241,7 @@ def test_calls_among_text_are_items_in_their_order(
     outputs, numbers = [], []
     for size in (1, 7, len(text)):
         with (
-            client_of(gateway) as client,
+            openai_of(gateway) as client,
             in_background(client, own_worker, tools=[TOOL]) as (response_id, claim),
         ):
             for at in range(0, len(text), size):
@@ -411,7 +411,7 @@ def test_a_prompt_that_is_too_long(letters: OpenAI, stream: bool) -> None:
 
 def test_a_failure_after_the_first_token(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """The last event has the error and what was written, and so has the response later."""
-    with client_of(gateway) as client:
+    with openai_of(gateway) as client:
         with in_background(client, own_worker) as (response_id, claim):
             own_worker.send(claim, "Half")
             error = {"type": "internal_error", "message": "the worker broke"}
@@ -450,10 +450,10 @@ def test_a_large_body_is_read_like_a_small_one(
 ) -> None:
     """In another process, with the conversation before it."""
     large = "x" * 100_000
-    with client_of(gateway) as client:
-        first, _ = answered(client, own_worker, input=large, instructions="Be brief.")
+    with openai_of(gateway) as client:
+        first, _ = response_of(client, own_worker, input=large, instructions="Be brief.")
         assert first.instructions == "Be brief."
-        again, payload = answered(
+        again, payload = response_of(
             client, own_worker, input="é" + large, previous_response_id=first.id
         )
         assert [it["content"] for it in payload["messages"]] == [large, "Hi", "é" + large]

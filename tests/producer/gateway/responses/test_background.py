@@ -10,14 +10,13 @@ import openai
 import pytest
 
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.responses.asking import answered, client_of, in_background
-from tests.producer.gateway.streams.reading import is_cancelled
+from tests.producer.gateway.played import in_background, is_cancelled, openai_of, response_of
 from tests.producer.playing import HandWorker
 from tests.support.waiting import until
 
 
 def test_a_response_in_the_background(gateway: LiveGateway, own_worker: HandWorker) -> None:
-    with client_of(gateway) as client:
+    with openai_of(gateway) as client:
         made = client.responses.create(model="", input="Go", background=True)
         assert (made.status, made.background, made.output) == ("queued", True, [])
         assert client.responses.retrieve(made.id).status == "queued"
@@ -33,7 +32,7 @@ def test_a_client_that_leaves_goes_on_where_it_was(
     gateway: LiveGateway, own_worker: HandWorker
 ) -> None:
     """At any place, also within an event; what it reads twice is the same."""
-    with client_of(gateway) as client:
+    with openai_of(gateway) as client:
         stream = client.responses.create(model="", input="Go", background=True, stream=True)
         first = [next(stream), next(stream)]
         assert [it.type for it in first] == ["response.created", "response.queued"]
@@ -71,7 +70,7 @@ def test_a_log_that_was_folded_gives_the_same_places(
     gateway: LiveGateway, own_worker: HandWorker
 ) -> None:
     """Where no gateway saw the end in time, its pieces are gone, and its numbers are not."""
-    with client_of(gateway) as client:
+    with openai_of(gateway) as client:
         with in_background(client, own_worker) as (response_id, claim):
             own_worker.send(claim, "Once")
             stream: Any = client.responses.retrieve(response_id, stream=True)
@@ -92,7 +91,7 @@ def test_a_log_that_was_folded_gives_the_same_places(
 
 def test_cancel(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """While it waits, while it runs, and after its end, when it changes nothing."""
-    with client_of(gateway) as client:
+    with openai_of(gateway) as client:
         waiting = client.responses.create(model="", input="Go", background=True)
         assert client.responses.cancel(waiting.id).status == "cancelled"
         assert client.responses.retrieve(waiting.id).status == "cancelled"
@@ -108,13 +107,13 @@ def test_cancel(gateway: LiveGateway, own_worker: HandWorker) -> None:
         with in_background(client, own_worker) as (response_id, claim):
             own_worker.finish(claim, "All")
             assert client.responses.cancel(response_id).status == "completed"
-        other, _ = answered(client, own_worker, input="Go")
+        other, _ = response_of(client, own_worker, input="Go")
         with pytest.raises(openai.BadRequestError, match="background: true"):
             client.responses.cancel(other.id)
 
 
 def test_delete_cancels(gateway: LiveGateway, own_worker: HandWorker) -> None:
-    with client_of(gateway) as client, in_background(client, own_worker) as (response_id, _):
+    with openai_of(gateway) as client, in_background(client, own_worker) as (response_id, _):
         client.responses.delete(response_id)
         assert is_cancelled(own_worker, response_id)
         with pytest.raises(openai.NotFoundError):
@@ -135,7 +134,7 @@ def test_a_client_in_the_foreground_that_leaves(
         pass
     assert not is_cancelled(own_worker, response_id)
     own_worker.finish(claim)
-    with client_of(gateway) as client, ThreadPoolExecutor() as beside:
+    with openai_of(gateway) as client, ThreadPoolExecutor() as beside:
         asking = beside.submit(lambda: client.responses.create(model="", input="Go", stream=True))
         taken = own_worker.queue.take()
         assert taken is not None
@@ -153,6 +152,6 @@ def test_a_client_in_the_foreground_that_leaves(
 def test_wrong_queries(
     gateway: LiveGateway, own_worker: HandWorker, http: httpx2.Client, query: str, param: str
 ) -> None:
-    with client_of(gateway) as client, in_background(client, own_worker) as (response_id, _):
+    with openai_of(gateway) as client, in_background(client, own_worker) as (response_id, _):
         answer = http.get(f"/v1/responses/{response_id}?{query}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

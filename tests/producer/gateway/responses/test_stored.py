@@ -12,9 +12,8 @@ import pytest
 from openai import OpenAI
 
 from promptq.producer.apis.responses.response_records import MOST_LINKS
-from tests.producer.gateway.api_keys import make_key
-from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.producer.gateway.responses.asking import answered, client_of, in_background
+from tests.producer.gateway.living import LiveGateway, live_gateway, make_key
+from tests.producer.gateway.played import in_background, openai_of, response_of
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.roles import as_role
 from tests.support.waiting import until
@@ -22,10 +21,12 @@ from tests.support.waiting import until
 
 def test_a_conversation_of_three(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """Rebuilt from what is stored. Instructions count for one response alone."""
-    with client_of(gateway) as client:
-        first, _ = answered(client, own_worker, "One.", input="1?", instructions="Be brief.")
-        second, _ = answered(client, own_worker, "Two.", input="2?", previous_response_id=first.id)
-        third, payload = answered(
+    with openai_of(gateway) as client:
+        first, _ = response_of(client, own_worker, "One.", input="1?", instructions="Be brief.")
+        second, _ = response_of(
+            client, own_worker, "Two.", input="2?", previous_response_id=first.id
+        )
+        third, payload = response_of(
             client, own_worker, "Three.", input="3?", previous_response_id=second.id,
             instructions="Be long.",
         )  # fmt: skip
@@ -44,15 +45,15 @@ def test_a_conversation_of_three(gateway: LiveGateway, own_worker: HandWorker) -
 def test_a_response_that_is_not_over_cannot_be_continued(
     gateway: LiveGateway, own_worker: HandWorker
 ) -> None:
-    with client_of(gateway) as client, in_background(client, own_worker) as (response_id, _):
+    with openai_of(gateway) as client, in_background(client, own_worker) as (response_id, _):
         with pytest.raises(openai.BadRequestError) as raised:
             client.responses.create(model="", input="?", previous_response_id=response_id)
         assert raised.value.code == "previous_response_not_over"
 
 
 def test_what_is_not_stored_is_not_there(gateway: LiveGateway, own_worker: HandWorker) -> None:
-    with client_of(gateway) as client:
-        got, _ = answered(client, own_worker, input="Go", store=False)
+    with openai_of(gateway) as client:
+        got, _ = response_of(client, own_worker, input="Go", store=False)
         assert got.store is False
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(got.id)
@@ -61,8 +62,8 @@ def test_what_is_not_stored_is_not_there(gateway: LiveGateway, own_worker: HandW
 
 def test_input_items_come_in_pages(gateway: LiveGateway, own_worker: HandWorker) -> None:
     items: Any = [{"role": "user", "content": f"{at}"} for at in range(5)]
-    with client_of(gateway) as client:
-        got, _ = answered(client, own_worker, input=items)
+    with openai_of(gateway) as client:
+        got, _ = response_of(client, own_worker, input=items)
         listed = client.responses.input_items
         newest = [it.model_dump()["content"][0]["text"] for it in listed.list(got.id, limit=2)]
         assert newest == ["4", "3", "2", "1", "0"]
@@ -81,7 +82,7 @@ def test_another_gateway_has_it_after_the_queue_forgot_it(
 ) -> None:
     """With the same events, since what was written is kept with its pieces."""
     url = as_role("gateway", redis_url)
-    with live_gateway(url) as first, client_of(first) as client:
+    with live_gateway(url) as first, openai_of(first) as client:
         with in_background(client, own_worker, stream=False) as (response_id, claim):
             for piece in ("Once", " upon", " a time"):
                 own_worker.send(claim, piece)
@@ -89,10 +90,10 @@ def test_another_gateway_has_it_after_the_queue_forgot_it(
         events = list(client.responses.retrieve(response_id, stream=True))
         whole = client.responses.retrieve(response_id)
     own_worker.redis.delete(KEYS.request(response_id), KEYS.tokens(response_id))
-    with live_gateway(url) as second, client_of(second) as client:
+    with live_gateway(url) as second, openai_of(second) as client:
         assert client.responses.retrieve(response_id) == whole
         assert list(client.responses.retrieve(response_id, stream=True)) == events
-        got, payload = answered(client, own_worker, input="?", previous_response_id=response_id)
+        got, payload = response_of(client, own_worker, input="?", previous_response_id=response_id)
         assert [it["content"] for it in payload["messages"]] == ["Go", "Once upon a time.", "?"]
         assert got.output_text == "Hi"
 
@@ -107,14 +108,14 @@ def test_what_nobody_reads_is_kept_too(
     url = as_role("gateway", redis_url)
     with (
         live_gateway(url) as first,
-        client_of(first) as client,
+        openai_of(first) as client,
         in_background(client, own_worker) as (response_id, claim),
     ):
         own_worker.send(claim, "Half")
     own_worker.finish(claim, " and half")
     key = KEYS.response(response_id)
     assert not own_worker.redis.hexists(key, "result")
-    with live_gateway(url) as second, client_of(second) as client:
+    with live_gateway(url) as second, openai_of(second) as client:
         until(lambda: own_worker.redis.hexists(key, "result"))
         own_worker.redis.delete(KEYS.request(response_id), KEYS.tokens(response_id))
         assert client.responses.retrieve(response_id).output_text == "Half and half"
@@ -123,14 +124,14 @@ def test_what_nobody_reads_is_kept_too(
 
 def test_a_conversation_has_an_end(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """Its last response can be continued, and no more than these are read for a call."""
-    with client_of(gateway) as client:
-        first, _ = answered(client, own_worker, input="Go")
+    with openai_of(gateway) as client:
+        first, _ = response_of(client, own_worker, input="Go")
         record = own_worker.redis.hgetall(KEYS.response(first.id))
         ids = [first.id] + [f"resp_{number:032x}" for number in range(MOST_LINKS)]
         for before, own in pairwise(ids):
             call = {**json.loads(record[b"call"]), "previous_response_id": before}
             own_worker.redis.hset(KEYS.response(own), mapping={**record, b"call": json.dumps(call)})
-        got, payload = answered(client, own_worker, input="?", previous_response_id=ids[-2])
+        got, payload = response_of(client, own_worker, input="?", previous_response_id=ids[-2])
         assert len(payload["messages"]) == 2 * MOST_LINKS + 1
         assert got.previous_response_id == ids[-2]
         with pytest.raises(openai.BadRequestError, match=f"more than the {MOST_LINKS}") as refused:
@@ -144,7 +145,7 @@ def test_tenants_do_not_see_each_other(
     """Each call about another tenant's response is answered as if there were none."""
     gateway = start_gateway()
     mine, theirs = (make_key(redis_url, name, tenant=name) for name in ("me", "them"))
-    with client_of(gateway, mine) as me, client_of(gateway, theirs) as them:
+    with openai_of(gateway, mine) as me, openai_of(gateway, theirs) as them:
         got = me.responses.create(model="", input="Go", background=True)
         calls: list[Callable[[], object]] = [
             lambda: them.responses.retrieve(got.id),
@@ -172,7 +173,7 @@ def test_a_tenant_has_a_quota(
     small = start_gateway(responses_bytes_per_tenant=20_000)
     mine, theirs = (make_key(redis_url, name, tenant=name) for name in ("me", "them"))
     fields: Any = {"model": "", "input": "Go", "background": True}
-    with client_of(few, mine) as me, client_of(few, theirs) as them:
+    with openai_of(few, mine) as me, openai_of(few, theirs) as them:
         ids = [me.responses.create(**fields).id for _ in range(2)]
         with pytest.raises(openai.APIStatusError, match="has 2 stored responses, and may have 2"):
             me.responses.create(**fields)
@@ -183,7 +184,7 @@ def test_a_tenant_has_a_quota(
         own_worker.redis.zadd(own, dict.fromkeys(ids, 1))
         me.responses.create(**fields)
         assert own_worker.redis.zcard(own) == 1
-    with client_of(small, theirs) as them:
+    with openai_of(small, theirs) as them:
         with pytest.raises(openai.APIStatusError) as raised:
             them.responses.create(**{**fields, "input": "x" * 20_000})
         assert raised.value.status_code == 413
@@ -196,7 +197,7 @@ def test_a_tenant_has_a_quota(
 
 def test_records_expire(start_gateway: Callable[..., LiveGateway], own_worker: HandWorker) -> None:
     """All that is kept goes by itself."""
-    with client_of(start_gateway(responses_seconds=90)) as client:
+    with openai_of(start_gateway(responses_seconds=90)) as client:
         client.responses.create(model="", input="Go", background=True)
     found = [*own_worker.redis.scan_iter(f"{KEYS.prefix}response*")]
     assert len(found) == 4
@@ -215,7 +216,7 @@ def test_a_record_that_a_stranger_broke(gateway: LiveGateway, own_worker: HandWo
     response_id = "resp_" + "0" * 32
     key = KEYS.response(response_id)
     fields = {"tenant": "", "queue": "default", "call": '{"model": ""}', "echo": '"a":1'}
-    with client_of(gateway) as client:
+    with openai_of(gateway) as client:
         for broken in (
             {**fields, "call": "[1]"}, {**fields, "call": '{"x": 1}'}, {**fields, "result": "{"},
             {"tenant": ""},

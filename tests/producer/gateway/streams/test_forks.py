@@ -9,9 +9,8 @@ import pytest
 from openai import OpenAI
 
 from promptq import Client
-from tests.producer.gateway.api_keys import bearer, make_key
-from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.streams.reading import read_frames, texts_of
+from tests.producer.gateway.living import LiveGateway, bearer, make_key
+from tests.producer.gateway.played import read_frames, texts_of
 from tests.producer.playing import HandWorker
 
 CHAT: Any = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}

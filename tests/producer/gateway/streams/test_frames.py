@@ -14,9 +14,9 @@ from promptq.producer.gateway.app import create_app
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.request import FinishReason
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.streams.reading import PROMPT, opened, read_frames, texts_of
+from tests.producer.gateway.played import PROMPT, opened, read_frames, texts_of
 from tests.producer.playing import HandWorker
-from tests.support.model_free_worker import running_worker, text_of
+from tests.support.model_free import running_worker, text_of
 
 
 def test_a_stream_that_waits_shows_that_it_lives(

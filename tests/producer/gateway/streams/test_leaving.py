@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.streams.reading import PROMPT, continued, is_cancelled, opened
+from tests.producer.gateway.played import PROMPT, continued, is_cancelled, opened
 from tests.producer.playing import HandWorker
 from tests.support.waiting import until
 

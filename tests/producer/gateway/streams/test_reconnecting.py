@@ -16,7 +16,7 @@ from promptq import Client
 from promptq.shared.protocol.claims import Room
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.producer.gateway.streams.reading import (
+from tests.producer.gateway.played import (
     CHAT,
     PROMPT,
     continued,

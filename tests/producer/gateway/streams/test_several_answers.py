@@ -17,7 +17,7 @@ from promptq.shared.protocol.events import ErrorInfo, TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import Row
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.streams.reading import (
+from tests.producer.gateway.played import (
     CHAT,
     PROMPT,
     continued,

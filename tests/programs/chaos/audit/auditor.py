@@ -1,7 +1,7 @@
 """Holds what subscribers saw and what the server says against what was promised.
 
 Pure: it gets the records of a run and gives the violations, each with its request id and what was
-seen. `snapshot.py` reads the server.
+seen. `outcome.py` reads the server.
 """
 
 from __future__ import annotations
@@ -11,8 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.programs.chaos.audit.endings import ALLOWED, Ending
-from tests.programs.chaos.audit.records import Claimed, Expected, Kind, Logprob, Queue, Seen, Sent
+from tests.programs.chaos.audit.records import (
+    ALLOWED,
+    Claimed,
+    Ending,
+    Expected,
+    Kind,
+    Logprob,
+    Queue,
+    Seen,
+    Sent,
+)
 from tests.programs.chaos.processes.fleet import LEASE_MS
 
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}

@@ -21,10 +21,17 @@ from tests.programs.chaos.audit.auditor import (
     check_endings,
     check_refusals,
 )
-from tests.programs.chaos.audit.endings import Ending
-from tests.programs.chaos.audit.outcome import Outcome
-from tests.programs.chaos.audit.records import Claimed, Expected, Kind, Queue, Seen, SeenEvent, Sent
-from tests.programs.chaos.audit.snapshot import take_snapshot, told_since
+from tests.programs.chaos.audit.outcome import Outcome, take_snapshot, told_since
+from tests.programs.chaos.audit.records import (
+    Claimed,
+    Ending,
+    Expected,
+    Kind,
+    Queue,
+    Seen,
+    SeenEvent,
+    Sent,
+)
 from tests.programs.chaos.processes.chaotic_worker import POISONED_CODE
 from tests.programs.chaos.processes.fleet import LEASE_MS
 from tests.programs.chaos.processes.group import ProcessGroup

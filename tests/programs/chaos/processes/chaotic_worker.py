@@ -1,7 +1,7 @@
 """The worker command, with a model-free engine that takes its time and can be poisoned.
 
 It notes down what it claims, for the audit, and sends the scripts of a mutant if it is told to.
-`main` takes the options of `promptq worker`; see `nursery.py` for who calls it.
+It takes the options of `promptq worker`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve import process, worker
 from promptq.worker.serve.build import MODEL_FREE, Served, build
-from tests.programs.chaos.mutants import break_scripts
+from tests.programs.states.mutants import break_scripts
 from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 
 POISON = 7
@@ -81,3 +81,7 @@ def main() -> None:
     worker.AsyncRequestQueue = NotingQueue
     break_scripts()
     run_command()
+
+
+if __name__ == "__main__":
+    main()

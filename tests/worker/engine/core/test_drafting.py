@@ -19,8 +19,14 @@ from tests.support.model_free import (
     build_model_free_engine,
     tokens_of,
 )
-from tests.worker.engine.core.scheduling import add, make_scheduler, make_sequence, step
-from tests.worker.engine.core.stepping import make_request, run_to_end
+from tests.worker.engine.core.stepping import (
+    add,
+    make_request,
+    make_scheduler,
+    make_sequence,
+    run_to_end,
+    step,
+)
 
 NO_END = 10**6
 

@@ -9,7 +9,7 @@ import pytest
 
 from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Sequence, SequenceStatus
-from tests.worker.engine.core.scheduling import add, make_scheduler, make_sequence, step
+from tests.worker.engine.core.stepping import add, make_scheduler, make_sequence, step
 
 
 def flooded(

@@ -11,7 +11,7 @@ from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.prefill_pacing import STRETCH, Pacing
 from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Sequence
-from tests.worker.engine.core.scheduling import commit, make_sequence
+from tests.worker.engine.core.stepping import commit, make_sequence
 
 DECODE = 0.0065
 """Seconds of a step of 64 decodes that is replayed as a graph."""

@@ -9,7 +9,7 @@ import pytest
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Sequence, SequenceStatus
-from tests.worker.engine.core.scheduling import (
+from tests.worker.engine.core.stepping import (
     add,
     commit,
     make_scheduler,

@@ -81,6 +81,7 @@ def engine_of(runner: ModelRunner) -> LLMEngine:
     return LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=90)
 
 
+@pytest.mark.long
 def test_a_worker_compiles_if_asked() -> None:
     """The shipped model gives the tokens that it gives uncompiled, and the worker says so."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}

@@ -23,8 +23,8 @@ from promptq.worker.engine.runner import model_runner
 from promptq.worker.engine.runner.cuda_graphs import GraphedModel, on_device
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.sampling.sampling_kernels import TritonKernels
-from promptq.worker.serve.build import _way
-from tests.worker.engine.core.scheduling import make_sequence
+from promptq.worker.serve.build import _method
+from tests.worker.engine.core.stepping import make_sequence
 from tests.worker.engine.runner.fake_cuda import FakeCuda
 from tests.worker.engine.tiny_models import save_model
 
@@ -154,14 +154,14 @@ def test_the_ready_line_says_why_there_are_no_graphs(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runner, settings = load_tiny(tmp_path), WorkerSettings()
-    assert _way(runner, settings) == "no native code (it is turned off)"
+    assert _method(runner, settings) == "no native code (it is turned off)"
     monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
-    assert _way(runner, settings) == "no fused kernels (it is turned off)"
+    assert _method(runner, settings) == "no fused kernels (it is turned off)"
     monkeypatch.setattr(runner, "why_no_own_code", "")
-    assert _way(runner, settings) == "fused kernels"
+    assert _method(runner, settings) == "fused kernels"
     cuda.breaks_captures = True
     monkeypatch.setattr(runner, "_model", graphed(TinyModel()))
-    assert _way(runner, settings).endswith(f"no CUDA graphs ({runner.why_no_graphs})")
+    assert _method(runner, settings).endswith(f"no CUDA graphs ({runner.why_no_graphs})")
 
 
 def test_a_cuda_device_is_current_while_it_is_used(cuda: FakeCuda) -> None:

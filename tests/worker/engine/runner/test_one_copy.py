@@ -28,7 +28,7 @@ from promptq.worker.engine.runner.cuda_graphs import GraphedModel
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.sampling.sampling_kernels import TritonKernels
 from promptq.worker.engine.sampling.triton_choice import choose_tokens
-from tests.worker.engine.core.scheduling import make_sequence
+from tests.worker.engine.core.stepping import make_sequence
 from tests.worker.engine.runner.fake_cuda import FakeCuda
 from tests.worker.engine.runner.test_cuda_graphs import PARAMS, random_sequences, run
 from tests.worker.engine.runner.test_warm_up import make_runner

@@ -29,9 +29,8 @@ from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars.token_masks import Grammars, _refused
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from tests.worker.text.families import FAMILIES
+from tests.worker.text.families import FAMILIES, byte_fallback
 from tests.worker.text.grammars.structured import SCHEMAS, closed, compilations
-from tests.worker.text.tiny_tokenizers import byte_fallback
 
 END = 2
 VOCAB_SIZE = 2048

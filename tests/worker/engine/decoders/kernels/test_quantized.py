@@ -186,6 +186,7 @@ def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptu
     assert found[0] in likeliest.indices.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("on_card")
 def test_weights_in_fp8_pass_where_no_memory_is_left_for_fp32(
     monkeypatch: pytest.MonkeyPatch,

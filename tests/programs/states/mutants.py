@@ -1,10 +1,42 @@
-"""Scripts broken in one place each, so that one invariant does not hold any more."""
+"""Scripts broken in one place each: the exploration of states, or a run of chaos, finds each."""
 
 from __future__ import annotations
 
-from tests.programs.states.mutants.mutant import ALL_SCRIPTS, Mutant
+import os
+from dataclasses import dataclass
+
+from promptq.shared.queue import request_queue
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.states.world import Spec, World
 from tests.programs.states.worlds import SMALL
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Each script whose name begins with `script` has `new` where `old` stood."""
+
+    breaks: str
+    script: str
+    old: str
+    new: str
+    world: World = SMALL["one request, everything but that it is forgotten"]
+    in_chaos: str = ""
+    """Its name in `python -m tests chaos --mutant`, which must find it too."""
+
+    def texts(self) -> dict[str, str]:
+        """All scripts by name, some of them broken. Raises ValueError where `old` is not there."""
+        texts = {name: script_text(name) for name in SCRIPT_NAMES}
+        broken = {
+            name: text.replace(self.old, self.new)
+            for name, text in texts.items()
+            if name.startswith(self.script) and text.count(self.old) == 1
+        }
+        if not broken:
+            raise ValueError(f"{self.old!r} does not stand once in any script {self.script}")
+        return texts | broken
+
+
+ALL_SCRIPTS = ""
 
 TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, LIMITED, AGAIN, STRAY, SPOILT = (
     SMALL[name]
@@ -36,6 +68,7 @@ MUTANTS = (
         ALL_SCRIPTS,
         "return prefix .. 'tokens:' .. id",
         "return 'tokens:' .. id",
+        in_chaos="key-astray",
     ),
     Mutant(
         "each_request_is_in_one_place",
@@ -48,12 +81,14 @@ MUTANTS = (
         "claim",
         "server.for_all(redis.call, 'ZADD', keys.leases, new_leases)",
         "",
+        in_chaos="claim-without-lease",
     ),
     Mutant(
         "nothing_is_held_after_the_end",
         ALL_SCRIPTS,
         "keys.leases, keys.deadlines, keys.delayed}",
         "keys.leases}",
+        in_chaos="finish-keeps-holds",
     ),
     Mutant(
         "a_log_is_the_answer_so_far",
@@ -66,12 +101,14 @@ MUTANTS = (
         ALL_SCRIPTS,
         "redis.pcall('HSET', key, 'state',",
         "redis.pcall('HSET', key, 'was',",
+        in_chaos="finish-without-state",
     ),
     Mutant(
         "a_result_is_the_whole_stream",
         ALL_SCRIPTS,
         "      texts[#texts + 1] = event.text\n",
         "      texts[1] = event.text\n",
+        in_chaos="half-a-result",
     ),
     Mutant(  # a token of the log that is no number
         "scripts_raise_no_errors",
@@ -92,6 +129,7 @@ MUTANTS = (
         ALL_SCRIPTS,
         "redis.pcall('PEXPIRE', keys.tokens(id), log_ttl())",
         "",
+        in_chaos="log-for-ever",
     ),
     Mutant(
         "what_has_ended_goes_and_what_lives_stays",
@@ -143,6 +181,7 @@ MUTANTS = (
         ALL_SCRIPTS,
         "redis.call('HDEL', keys.request(id), 'fence'",
         "redis.call('HDEL', keys.leases, 'fence'",
+        in_chaos="script-raises",
     ),
     Mutant(  # without an end
         "scripts_raise_no_errors",
@@ -155,6 +194,7 @@ MUTANTS = (
         "publish",
         "if request.finished then return 'finished' end",
         "",
+        in_chaos="rows-after-the-end",
     ),
     Mutant(  # a deadline that is put to it when its log is gone ends it once more
         "what_has_ended_never_changes",
@@ -169,6 +209,7 @@ MUTANTS = (
         "keys.tokens(id), count .. '-0'",
         "keys.tokens(id), 'MAXLEN', 1, count .. '-0'",
         TWO,
+        in_chaos="log-trimmed",
     ),
     Mutant(
         "subscribers_hear_what_the_log_gets",
@@ -181,6 +222,7 @@ MUTANTS = (
         "publish",
         "if request.fence ~= fence then return 'fenced' end",
         "",
+        in_chaos="lost-fence",
     ),
     Mutant(  # an attempt at an earlier request of this id has the same number
         "only_the_newest_attempt_writes",
@@ -221,12 +263,14 @@ MUTANTS = (
         "publish",
         "if not (request.cancelled or",
         "if not (",
+        in_chaos="cancel-ignored",
     ),
     Mutant(
         "nothing_follows_a_cancel_but_the_end",
         "publish",
         "or request.expired) then",
         ") then",
+        in_chaos="deadline-ignored",
     ),
     Mutant(
         "a_claim_takes_what_waits",
@@ -239,6 +283,7 @@ MUTANTS = (
         "claim",
         "local attempt = numbers.whole(fields.attempt, 0) + 1",
         "local attempt = math.max(1, numbers.whole(fields.attempt, 0))",
+        in_chaos="attempts-not-counted",
     ),
     Mutant(  # what it heard of, too
         "a_lost_claim_comes_back",
@@ -364,12 +409,14 @@ MUTANTS = (
         "if mode ~= 'any' then return 'active' end",
         "if mode ~= 'any' then return 'active' end redis.call('DEL', keys.leases)",
         TWO,
+        in_chaos="cancel-drops-leases",
     ),
     Mutant(
         "a_reaper_leaves_nothing_overdue",
         "reap",
         "server.due(keys.leases, server.now_text,",
         "server.due(keys.leases, '0',",
+        in_chaos="no-reap",
     ),
     Mutant(
         "a_reaper_leaves_nothing_overdue",
@@ -431,6 +478,7 @@ MUTANTS = (
         "if is_newer(fields.payload) then",
         "if fields.attempt then",
         DEAD,
+        in_chaos="resume-refused",
     ),
     Mutant(  # what waits and is gone waits on
         "progress",
@@ -440,3 +488,31 @@ MUTANTS = (
         LEFT_OVER,
     ),
 )
+
+_IN_CHAOS_ALONE = (
+    Mutant(  # the position of a row that came before is not checked
+        "an_answer_to_a_row_is_true",
+        "publish",
+        "if not status and index ~= request.count then",
+        "if not status and index > request.count then",
+        in_chaos="rows-anywhere",
+    ),
+    Mutant(  # hands out what is held by somebody whose lease has not run out
+        "only_the_newest_attempt_writes",
+        "reap",
+        "server.due(keys.leases, server.now_text,",
+        "server.due(keys.leases, '+inf',",
+        in_chaos="early-reap",
+    ),
+)
+CHAOS_MUTANTS = {
+    mutant.in_chaos: mutant for mutant in (*MUTANTS, *_IN_CHAOS_ALONE) if mutant.in_chaos
+}
+CHAOS_VARIABLE = "PROMPTQ_CHAOS_MUTANT"
+"""In the environment of a run's workers and clients: the mutant whose scripts they send."""
+
+
+def break_scripts() -> None:
+    """Have this process send the scripts of the mutant that its environment names, if any."""
+    if name := os.environ.get(CHAOS_VARIABLE):
+        request_queue.script_text = CHAOS_MUTANTS[name].texts().__getitem__
