@@ -21,8 +21,8 @@ from promptq.shared.protocol.output_format import JsonOutput
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.sequence import Sequence
-from promptq.worker.engine.sampling.grammar_masks import Masks
-from promptq.worker.text.grammars.token_masks import Grammars
+from promptq.worker.engine.sampling.mask_thread import Masks
+from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 VOCAB_SIZE = 150_000

@@ -39,7 +39,7 @@ from promptq.producer.clients.results import (
     countdown,
     fold,
 )
-from promptq.producer.clients.stream import (
+from promptq.producer.clients.resumable_stream import (
     SILENCE_SECONDS,
     Action,
     Ask,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 import redis
 
-from promptq.producer.clients.stream import Notice, Wait
+from promptq.producer.clients.resumable_stream import Notice, Wait
 from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 

@@ -40,8 +40,8 @@ from promptq.worker.leases.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars import vetting
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary
+from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.grammars.schema_patterns import num_combined_patterns
-from promptq.worker.text.grammars.token_masks import Grammars
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.support.model_free import (

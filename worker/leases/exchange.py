@@ -23,7 +23,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.retry import keep_trying
 from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.lease_transitions import Leases
 
 _RETRY_SECONDS = 0.2
 

@@ -23,9 +23,9 @@ from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.preparation import Preparation, TakesLongError
+from promptq.worker.leases.prepare_or_resume import Preparation, TakesLongError
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.leases.slow_lane import SlowLane

@@ -24,7 +24,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
 from promptq.worker.text.chat_template import style_of
-from promptq.worker.text.grammars.token_masks import Grammars
+from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 if TYPE_CHECKING:

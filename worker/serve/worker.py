@@ -36,10 +36,10 @@ from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import LeaseState
-from promptq.worker.leases.leases import Departure, Leases
+from promptq.worker.leases.lease_transitions import Departure, Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.serve import control_channel
 from promptq.worker.serve.build import Served

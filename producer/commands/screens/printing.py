@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from rich.text import Text
 
 from promptq.producer.admin.request_fields import json_object
-from promptq.producer.clients.stream import GIVE_UP_SECONDS
+from promptq.producer.clients.resumable_stream import GIVE_UP_SECONDS
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.screens.render import how_to_start_a_worker, milliseconds
 from promptq.producer.commands.screens.terminal import SafeConsole, write

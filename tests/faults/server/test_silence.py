@@ -71,7 +71,7 @@ def test_a_stream_that_nothing_reaches_any_more_ends_with_an_error(
     kind: str,
     how: str,
 ) -> None:
-    monkeypatch.setattr("promptq.producer.clients.stream.GIVE_UP_SECONDS", 0.5)
+    monkeypatch.setattr("promptq.producer.clients.resumable_stream.GIVE_UP_SECONDS", 0.5)
     request_id = put(hand.queue)
     claim = hand.take()
     events: list[TokenEvent] = []

@@ -320,7 +320,7 @@ def test_a_dropped_connection_is_survived(
 
 def test_a_server_that_goes_away_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some tries the stream says that the server is gone."""
-    monkeypatch.setattr("promptq.producer.clients.stream.GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr("promptq.producer.clients.resumable_stream.GIVE_UP_SECONDS", 0.1)
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as connection:
         client = Client(connection, silence_seconds=0.05)
         request_id = client.enqueue("Hi")

@@ -11,7 +11,7 @@ import pytest
 import redis
 from rich.console import Console
 
-from promptq.producer.clients.stream import (
+from promptq.producer.clients.resumable_stream import (
     GIVE_UP_SECONDS,
     Action,
     Ask,

@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 
 from promptq import AsyncClient
-from promptq.producer.clients.stream import Notice
+from promptq.producer.clients.resumable_stream import Notice
 from promptq.producer.clients.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
 from promptq.shared.errors import (
     QueueClosedError,
@@ -452,7 +452,7 @@ async def test_a_server_that_goes_away_ends_all_streams(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some tries each of them says that the server is gone."""
-    monkeypatch.setattr("promptq.producer.clients.stream.GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr("promptq.producer.clients.resumable_stream.GIVE_UP_SECONDS", 0.1)
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as connection:
         worker = HandWorker(connection)
         async with redis.asyncio.Redis.from_url(server.url) as own:

@@ -22,10 +22,10 @@ from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exits import Departures
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.roles import AsyncQueueClient, as_role

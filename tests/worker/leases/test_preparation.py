@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, NewRequest, Req
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.model_free import finished, running_worker, served_model_free, text_of
 from tests.support.requests import async_put, until_active

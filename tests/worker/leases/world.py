@@ -18,8 +18,8 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.leases import Leases
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.leases.lease_transitions import Leases
+from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 
 

@@ -77,7 +77,7 @@ from promptq.worker.engine.runner.trial_steps import (
     largest_step,
     trial_batch,
 )
-from promptq.worker.engine.sampling.grammar_masks import Masks
+from promptq.worker.engine.sampling.mask_thread import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 LENGTH_WITHOUT_LIMIT = 8192

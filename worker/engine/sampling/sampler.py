@@ -17,8 +17,8 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.sampling.constraints import Constraints
-from promptq.worker.engine.sampling.grammar_masks import PendingMasks
 from promptq.worker.engine.sampling.logprobs import RawLogprobs
+from promptq.worker.engine.sampling.mask_thread import PendingMasks
 from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 from promptq.worker.engine.sampling.sampling_kernels import Chosen, Distributions, kernels_on

@@ -7,7 +7,7 @@ import * as overview from "./pages/overview.js";
 import * as playground from "./pages/playground.js";
 import * as request from "./pages/request.js";
 import * as requests from "./pages/requests.js";
-import * as worker from "./pages/worker.js";
+import * as worker from "./pages/live_batch.js";
 
 const PAGES = { "": overview, worker, requests, request, dead, playground };
 const TITLES = { "": "Overview", requests: "Requests", dead: "Dead letters", playground: "Playground" };

@@ -18,8 +18,8 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.sampling import (
     constraints,
     filters,
-    grammar_masks,
     logprobs,
+    mask_thread,
     penalties,
     sampler,
     sampling_kernels,
@@ -69,7 +69,7 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
         filters,
         sampling_kernels,
         logprobs,
-        grammar_masks,
+        mask_thread,
         penalties,
         sampler,
     ):

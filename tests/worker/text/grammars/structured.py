@@ -15,11 +15,11 @@ from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.grammars.token_masks import Grammars, LLMasker
+from promptq.worker.text.grammars.schema_masks import Grammars, LLMasker
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.tiny_models import save_model
 

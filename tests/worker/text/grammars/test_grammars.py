@@ -27,7 +27,7 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.grammars.token_masks import Grammars, _refused
+from promptq.worker.text.grammars.schema_masks import Grammars, _refused
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES, byte_fallback
 from tests.worker.text.grammars.structured import SCHEMAS, closed, compilations

@@ -18,7 +18,7 @@ from promptq.shared.protocol.output_format import JsonOutput, wanted_output
 from promptq.worker.text.grammars.closed_schemas import closed
 from promptq.worker.text.grammars.lookaheads import without_lookaheads
 from promptq.worker.text.grammars.plain_schemas import plain
-from promptq.worker.text.grammars.token_masks import Grammars
+from promptq.worker.text.grammars.schema_masks import Grammars
 from tests.worker.text.grammars.structured import json_schema
 from tests.worker.text.grammars.test_grammars import END, grammars, walk
 

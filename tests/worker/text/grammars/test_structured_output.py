@@ -14,7 +14,7 @@ import torch
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.core.sequence import Sequence
-from promptq.worker.engine.sampling.grammar_masks import Masks
+from promptq.worker.engine.sampling.mask_thread import Masks
 from promptq.worker.serve.build import Served
 from tests.worker.text.grammars.structured import (
     SCHEMAS,

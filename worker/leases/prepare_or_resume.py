@@ -19,7 +19,7 @@ from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.rows import PreparedRequest
-from promptq.worker.text.grammars.token_masks import Grammars, NewGrammarError
+from promptq.worker.text.grammars.schema_masks import Grammars, NewGrammarError
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.tokenizer import Tokenizer
 
