@@ -68,7 +68,10 @@ class FileQuotas:
 
     @contextmanager
     def entering(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Yields while a file of `num_bytes` may be added. Raises FileQuotaError."""
+        """Locks the quotas while the `with` block adds a file of `num_bytes`.
+
+        Raises FileQuotaError if the tenant may not add the file.
+        """
         with (self.store.folder / "quotas.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._check(tenant, *self.kept(tenant), more_bytes=num_bytes)

@@ -201,7 +201,7 @@ class CompletionCall:
 
 
 def request_ids(completion_id: str, num_choices: int) -> list[str]:
-    """The ids in the queue of a completion's choices."""
+    """Returns the ids of the requests of a completion, one for each choice."""
     if num_choices == 1:
         return [completion_id]
     return [f"{completion_id}:{index}" for index in range(num_choices)]

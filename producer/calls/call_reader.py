@@ -205,9 +205,9 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], body: bytes, history: bytes | None = None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Reads a call in another process. Returns the reply's header, and its payloads.
+    """Reads a call, in a reading process. Returns the reply's header, and a list of bytes.
 
-    Behind the payloads come the parts of the call's `extra`.
+    The list has the payloads, and then the parts of the call's `extra`.
     """
     caller, new_id = Caller.model_validate(query["caller"]), query["new_id"]
     try:

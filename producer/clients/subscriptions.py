@@ -67,7 +67,10 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Follow a channel, from the next `SUBSCRIBED` on. Raises QueueClosedError."""
+        """Put a channel's messages into a mailbox, complete after its first `SUBSCRIBED`.
+
+        Raises QueueClosedError.
+        """
         if self._closed:
             raise QueueClosedError("the client was closed")
         self._mailboxes.setdefault(channel, []).append(mailbox)

@@ -147,7 +147,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """The message for a path that is not served: names the likeliest path, and all that are."""
+    """Returns the message for an unknown path: the likeliest path, and all paths under /v1."""
     served = [*app.openapi()["paths"]]
     # Often the base URL of a client has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]

@@ -69,7 +69,7 @@ class PreparedRequest:
     """Whether this attempt may continue with other tokens than the first would have given."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
-    """How long things took and how often; set with the last row."""
+    """Times and counts of the request; set with the last row."""
     error: ErrorInfo | None = None
     """Why the request failed, if its last row says so."""
     last_token_at: float | None = None

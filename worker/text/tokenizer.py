@@ -1,4 +1,4 @@
-"""Turns prompts into token ids and back, with Hugging Face tokenizers, or bytes without a model."""
+"""Turns text into token ids and back: by the model's Hugging Face tokenizer, or byte by byte."""
 
 from __future__ import annotations
 

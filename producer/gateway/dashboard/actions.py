@@ -60,7 +60,7 @@ class Move(One):
 
 
 class DeadLetters(BaseModel):
-    """Some dead letters; with `all`, the latest ones, up to the most of one action."""
+    """The dead letters with these ids; with `all`, the latest MAX_DEAD ones instead."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False

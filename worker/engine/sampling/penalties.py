@@ -17,8 +17,9 @@ _Occurrences = tuple[torch.Tensor, torch.Tensor]
 class Penalties:
     """The penalties of those sequences of a set that have any. Repetition also counts the prompt.
 
-    Occurrences are kept as (row, token) pairs. A token that occurs twice has two pairs. Repetition
-    and presence write the same value for both; the frequency penalty is subtracted for each.
+    Occurrences are kept as (row, token) pairs. A token that occurs twice has two pairs: the
+    repetition and presence penalties write one value twice, so it counts once; the frequency
+    penalty is subtracted twice.
     """
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:

@@ -38,7 +38,7 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # [R]
     copies: HostCopies
-    """Copies of `token_ids`, of whether each is sound, and of the columns of ChosenLogprobs."""
+    """Copies of both parts of `Chosen`, and of the columns of ChosenLogprobs."""
     logprobs: RawLogprobs
     errors: dict[int, str] = field(default_factory=dict)
     """The rows for which no token can be chosen, each with the reason."""

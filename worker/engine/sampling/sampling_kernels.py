@@ -69,7 +69,7 @@ class Distributions:
 
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [R], and whether each is sound [R]."""
+"""Token ids [R], and whether each row has a finite largest logit [R]. If not, its id is void."""
 
 
 class TorchKernels:

@@ -25,9 +25,10 @@ class _TooManyTrialsError(Exception):
 def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]], str]) -> Keys:
     """Returns the keys that lead to the deepest schema, or keyword, that causes the refusal.
 
-    `reason_of` returns why the library refuses a schema. The place is found by removing parts: a
-    part without which the reason is another one holds the cause. Number and time of the trials are
-    limited, so the place of a fault in a large schema may stay vague.
+    `reason_of` returns why the library refuses a schema. Parts are removed for a trial: if
+    the schema is then accepted, or refused for another reason, the removed part holds the cause.
+    Number and time of the trials are limited, so the place of a fault in a large schema may stay
+    vague.
     """
     ends_at = time.monotonic() + _MAX_SECONDS
     reason = reason_of(schema)
