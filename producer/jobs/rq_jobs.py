@@ -20,7 +20,7 @@ from typing import Any
 
 import redis
 from rq import Queue, Worker
-from rq.exceptions import DeserializationError, NoSuchJobError
+from rq.exceptions import DeserializationError, NoSuchJobError, StopRequested
 from rq.job import Job, JobStatus
 from rq.timeouts import JobTimeoutException
 from rq.utils import now
@@ -49,6 +49,8 @@ _RESULT_SECONDS = 600
 _WEEK_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
+_alone = partial(alone, stop=StopRequested)
+"""RQ's handler of signals raises StopRequested wherever its worker is."""
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
@@ -200,7 +202,7 @@ class ListedWorker(Worker):
                     partial(clean_worker_registry, queue),
                     partial(queue.intermediate_queue.cleanup, self, queue),
                 ):
-                    with alone(queue.key):
+                    with _alone(queue.key):
                         clean()
             finally:
                 queue.release_maintenance_lock()  # type: ignore[no-untyped-call] # RQ has no types for it
@@ -211,16 +213,16 @@ def _delete_strangers(queue: Queue) -> None:
     """Deletes entries of RQ's lists that RQ could not read."""
     client: Any = queue.connection
     for key in (queue.key, queue.intermediate_queue.key):
-        with alone(key):
+        with _alone(key):
             for job_id in client.lrange(key, 0, -1):
                 if not _JOB_ID.fullmatch(job_id):
                     _delete_id(client, key, job_id, "it is not the id of a job")
     started, workers = queue.started_job_registry.key, WORKERS_BY_QUEUE_KEY % queue.name
-    with alone(started):
+    with _alone(started):
         for entry in client.zrange(started, 0, -1):
             if not _EXECUTION.fullmatch(entry):
                 client.zrem(started, entry)
-    with alone(workers):
+    with _alone(workers):
         for entry in client.smembers(workers):
             if not _WORKER_KEY.fullmatch(entry):
                 client.srem(workers, entry)

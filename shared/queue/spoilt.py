@@ -62,13 +62,16 @@ def note(error: Exception, name: str = "") -> None:
 
 
 @contextmanager
-def alone(name: str) -> Iterator[None]:
+def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Let the record of this name fail alone: its error is logged, and the caller goes on.
 
-    Errors that all records share are raised: those of the server and of the way to it.
+    Errors that all records share are raised: those of the server and of the way to it, and `stop`,
+    which a signal handler raises.
     """
     try:
         yield
+    except stop:
+        raise
     except SpoiltRecordError as error:
         note(error)
     except (RedisError, RedisSideError, OSError) as error:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import time
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import redis
 import rq
+from rq.exceptions import StopRequested
 
 from promptq.producer.jobs import upkeep
 from promptq.producer.jobs.rq_jobs import (
     REAP,
     SWEEP,
+    ListedWorker,
     enqueue_upkeep,
     open_jobs_redis,
     run_worker,
@@ -156,6 +160,23 @@ def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> No
     jobs.close()
 
 
+def test_a_stop_signal_in_the_midst_of_maintenance_is_heeded(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RQ's handler of the signal raises, wherever the worker is."""
+    with closing(open_jobs_redis(read_settings_of(JobsSettings))) as jobs:
+        queue = upkeep_queue("default", jobs)
+        queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+        worker = ListedWorker([queue], connection=jobs)
+
+        def stop(*_: object) -> None:
+            worker.request_stop(signal.SIGTERM, None)
+
+        monkeypatch.setattr(jobs, "lrange", stop)
+        with pytest.raises(StopRequested):
+            worker.run_maintenance_tasks()
+
+
 def test_jobs_stop_in_order_while_the_server_is_away(tmp_path: Path, start: Start) -> None:
     with EmbeddedServer() as server:
         bring_in_roles(server.url)
@@ -165,11 +186,12 @@ def test_jobs_stop_in_order_while_the_server_is_away(tmp_path: Path, start: Star
         assert process.stdout.readline().startswith("ready")
     said = ""
     while "the server is away" not in said:
-        said += process.stderr.readline()
+        line = process.stderr.readline()
+        assert line, said
+        said += line
     process.terminate()
     said += process.communicate()[1]
-    assert process.returncode == 0
-    assert "Traceback" not in said
+    assert (process.returncode, "Traceback" in said) == (0, False), said
 
 
 def test_minutes_are_rolled_up(redis_url: str) -> None:
