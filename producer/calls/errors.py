@@ -121,8 +121,8 @@ def in_api_names(
 ) -> tuple[str, str | None]:
     """Returns an error's message and its field with the names that an endpoint has.
 
-    The message begins with the path of a payload's field. Keys of `names` are names in a payload. A
-    key with a dot may stand inside the path, and a key with a colon is two parts of a message.
+    A message begins with the path of a payload's field. Keys of `names` are a payload's fields. A
+    key with a dot is any part of the path, one with a colon ("embed: pooling") begins a message.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):

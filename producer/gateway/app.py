@@ -28,7 +28,7 @@ from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.gateway.dashboard import actions, pages
-from promptq.producer.gateway.monitoring import autoscaling, docs, health, metrics
+from promptq.producer.gateway.monitoring import autoscaling_endpoint, docs, health, metrics
 from promptq.producer.http import errors
 from promptq.producer.http.bodies import BodyBudget
 from promptq.producer.http.meter import measure_http, trace_http
@@ -44,7 +44,7 @@ from promptq.shared.server.connection import make_async_redis
 _ROUTERS = (
     health.router,
     metrics.router,
-    autoscaling.router,
+    autoscaling_endpoint.router,
     completions.router,
     embeddings.router,
     streams.router,

@@ -27,7 +27,7 @@ class UndeliverableError(PromptqError):
 
 
 class DeliveryError(PromptqError):
-    """The receiver did not accept it. It is tried again."""
+    """The webhook was not accepted; it is tried again."""
 
 
 @dataclass(frozen=True, slots=True)

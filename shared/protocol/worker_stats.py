@@ -106,7 +106,7 @@ class Sample(_Observation):
 
 
 class WorkerStats(_Observation):
-    """A worker's heartbeat, flat as in its hash. Counts are totals since the worker started."""
+    """A worker's heartbeat: its hash's fields. Counts are totals since the worker started."""
 
     def reported(self, name: str) -> Any:
         """Returns the value of a statistic; None if the worker's engine does not report it."""

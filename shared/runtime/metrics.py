@@ -2,7 +2,7 @@
 
 A metric that vLLM has too has vLLM's name after `promptq_`, and its labels and buckets
 (vllm/v1/metrics/loggers.py). So a dashboard made for vLLM only needs another prefix than `vllm:`.
-Only `iteration_tokens` is without its `_total`, which is for counters. No name has a colon, because
+Only `iteration_tokens` lacks vLLM's `_total`, which is for counters. No name has a colon, because
 colons are for rules (https://prometheus.io/docs/practices/naming/), and OpenMetrics has none.
 """
 

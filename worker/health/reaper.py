@@ -1,4 +1,4 @@
-"""Brings back requests of crashed workers, and lets go of orphans. An outage of the server does not
+"""Brings back requests of crashed workers, and clears up orphaned keys. A server outage does not
 count as a crash."""
 
 from __future__ import annotations

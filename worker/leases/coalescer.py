@@ -30,7 +30,7 @@ def default_rate() -> float:
 class Coalescer:
     """Holds outputs on their way from the engine to the server; `clock` gives seconds.
 
-    Outputs that somebody waits for pass at once, and do not count: a first token, the first token
+    Outputs that somebody waits for pass at once, outside the rate limit: a first token, the first
     after a preemption, an end, and an output that the caller wants at once.
     """
 

@@ -21,7 +21,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.retry import keep_trying
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exit_log import Departures
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.lease_transitions import Leases
 

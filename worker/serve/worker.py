@@ -34,7 +34,7 @@ from promptq.worker.health.systemd import notify, watchdog_seconds
 from promptq.worker.health.watchdogs import EngineWatchdog, renew_leases
 from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exit_log import Departures
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.lease_transitions import Departure, Leases
 from promptq.worker.leases.meter import Meter

@@ -25,7 +25,7 @@ class SwapTimes:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The loaded model. Times are by the same clock as `now`."""
+    """The loaded model. Times are by the clock of `choose(now)`."""
 
     queue: str
     since: float

@@ -30,7 +30,7 @@ class ProcessState(Enum):
 def forking(*libraries: str) -> ForkServerContext:
     """Returns a context whose processes have these modules imported, since that takes seconds.
 
-    A process without threads forks them; this one has threads.
+    A separate process forks them, as this one has threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*libraries])

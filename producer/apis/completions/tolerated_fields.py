@@ -1,4 +1,4 @@
-"""Fields that clients of other servers send: those without effect, and other names of ours.
+"""Fields from clients of other servers: those without effect, and other names for our own.
 
 Fields of OpenAI's API and of vLLM's server are known here by name, so that a program that was
 written for them need not be changed. A value that asks for what is not served is refused.

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from promptq.shared.protocol.claims import Held
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exit_log import Departures
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
 from tests.support.waiting import async_until

@@ -20,7 +20,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exits import Departures
+from promptq.worker.leases.exit_log import Departures
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter

@@ -252,7 +252,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """Features that an engine supports. A worker refuses all others by name."""
+    """What an engine supports. A worker refuses the rest, naming the field."""
 
     logprobs: bool = True
     """Whether it reports log-probabilities, with ranks as in the protocol."""

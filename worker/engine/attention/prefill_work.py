@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import StepLayout
 
 FIELDS = 4
-"""The numbers that describe a tile (see `cut`)."""
+"""How many numbers describe a tile (see `cut`)."""
 
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:

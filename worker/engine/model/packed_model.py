@@ -37,7 +37,7 @@ class RowStarts:
 
     These families add a row's index to the length of the cache. So the "length" here is a tensor
     [T], and each row's sum is its true position. K and V pass through unchanged. Masks, if the
-    family makes any, are those without a cache.
+    family makes any, are as without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ class PackedModel:
         return logits if self._keeps_rows else logits[rows]
 
     def decoder_layers(self) -> list[nn.Module]:
-        """Returns the outermost entries in the model's lists of modules that contain attention."""
+        """Returns each outermost entry of a ModuleList, if the entry contains attention."""
         attending = set(self._modules)
 
         def within(module: nn.Module) -> Iterator[nn.Module]:
