@@ -252,7 +252,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """What an engine supports. A worker refuses the rest, naming the field."""
+    """Features of an engine. A worker refuses other features, and names the field."""
 
     logprobs: bool = True
     """Whether it reports log-probabilities, with ranks as in the protocol."""
