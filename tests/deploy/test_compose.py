@@ -108,8 +108,8 @@ def test_its_services_answer_a_call_in_their_roles(tmp_path: Path) -> None:
     port, http, health, metrics = free_ports(4)
     (tmp_path / "valkey-server").symlink_to(get_binary_path())
     shell, option, script = services["server"]["command"]
-    script = script.replace("$$", "$").replace("/etc/", f"{ROOT}/deploy/")
-    script = script.replace("/tmp/", f"{tmp_path}/")  # noqa: S108
+    script = script.replace("$$", "$").replace("/tmp/", f"{tmp_path}/")  # noqa: S108
+    script = script.replace("/etc/", f"{ROOT}/deploy/")
     script = script.replace(
         "--aclfile", f"--port {port} --bind 127.0.0.1 --dir {tmp_path} --aclfile"
     )
