@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from textwrap import indent
 from typing import Any, TextIO, cast
 
@@ -123,10 +123,13 @@ def _json(line: Any, **options: Any) -> str:
 
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Name the logger in lines of the standard library; split uvicorn's access lines in fields."""
+    """Name the logger in lines of the standard library, and give them fields: those of a mapping
+    that is logged with the text, and the parts of uvicorn's access lines."""
     values = line.pop("positional_args", ())
     line["logger"] = line["_record"].name
-    if line["logger"] == _ACCESS_LOG and len(values) == 5:
+    if isinstance(values, Mapping):
+        line.update(values)
+    elif line["logger"] == _ACCESS_LOG and len(values) == 5:
         client, method, path, _version, status = values
         line["event"] = "answered"
         # A query may hold a secret.

@@ -69,7 +69,7 @@ class FixedFields(BaseModel):
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
     """Log once in a process that calls have a field without effect."""
-    _log.warning("a field of a call has no effect: %s", field)
+    _log.warning("a field of a call has no effect: %(field)s", {"field": field})
 
 
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
