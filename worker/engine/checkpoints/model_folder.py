@@ -23,7 +23,7 @@ from promptq.worker.engine.checkpoints.fp8 import FP8
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_weights
-from promptq.worker.engine.checkpoints.safe_files import check_config, shards_of
+from promptq.worker.engine.checkpoints.safe_files import check_config, check_sizes, shards_of
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.modules import FewBits
 
@@ -73,6 +73,8 @@ class ModelFolder:
             settings = settings.to_dict()
         self._method = str(settings.get("quant_method")) if settings else ""
         self._format = _format(source, self._method, settings) if settings else None
+        if Path(source).is_dir() and (numbers := self._num_numbers()):
+            check_sizes(source, self.config.get_text_config(decoder=True), numbers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,9 +108,11 @@ class ModelFolder:
             return 0
         if self._format is None and dtype is None:
             return self.num_saved_bytes
+        return self._num_numbers() * (dtype or self.dtype).itemsize
+
+    def _num_numbers(self) -> int:
         packed = 1 if self._format is None else 32 // self._format.bits
-        numbers = sum(_num_numbers(file, packed) for file in self._files())
-        return numbers * (dtype or self.dtype).itemsize
+        return sum(_num_numbers(file, packed) for file in self._files())
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
         """Returns the weights for a model that computes in `dtype`; None if none is quantized.

@@ -22,6 +22,11 @@ _FOLDERS = ("", "additional_chat_templates", "1_Pooling")
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
 """The most layers, experts of a layer, or labels; the library makes an object for each."""
+_FACTORS = (
+    *("intermediate_size", "moe_intermediate_size", "vocab_size"),
+    *("head_dim", "num_attention_heads", "num_key_value_heads"),
+)
+"""Sizes that some matrix of a model multiplies with its hidden size."""
 _CONTENTS = ("vocab", "merges")
 """Settings of tokenizers that hold a file's content or a file's name."""
 _LONGEST_NAME = 200
@@ -89,6 +94,24 @@ def check_config(source: str, config: Any) -> None:
                     raise UnsupportedModelError(
                         f"{source}: config.json has {name} {value}, more than {MAX_PARTS}"
                     )
+
+
+def check_sizes(source: str, config: Any, num_numbers: int) -> None:
+    """Refuses sizes by which one matrix has more numbers than all files of weights together.
+
+    The library would fill the memory with such a matrix before it compares the sizes.
+    """
+    hidden_size = getattr(config, "hidden_size", None)
+    for name in ("hidden_size", *_FACTORS):
+        size = getattr(config, name, None)
+        if not isinstance(size, int) or not isinstance(hidden_size, int):
+            continue
+        others = hidden_size if name != "hidden_size" else 1
+        if size * others > num_numbers:
+            raise UnsupportedModelError(
+                f"{source}: config.json has {name} {size}, and a matrix of {size} x {others} has"
+                f" more numbers than all its weights ({num_numbers})"
+            )
 
 
 def read_config(file: Path, source: str) -> dict[str, Any]:

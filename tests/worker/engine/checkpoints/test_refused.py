@@ -259,6 +259,14 @@ def test_rope_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None
         load_model(str(strange), device=CPU)
 
 
+@pytest.mark.parametrize("field", ["feed_forward_length", "embedding_length"])
+def test_a_gguf_file_whose_sizes_are_not_those_of_its_tensors(field: str, tmp_path: Path) -> None:
+    """A model of these sizes would fill the memory."""
+    sizes: dict[str, Any] = {f"qwen3.{field}": 8_000_000}
+    file = rewritten(FILES / "qwen3-q8_0.gguf", tmp_path / "large.gguf", **sizes)
+    assert "numbers, and Qwen3ForCausalLM needs" in refusal(file)
+
+
 def test_a_folder_of_gguf_files_tells_how_to_name_one(tmp_path: Path) -> None:
     shutil.copy(FILES / "small-q8_0.gguf", tmp_path / "a.gguf")
     assert f"name that: --model {tmp_path}/a.gguf" in refusal(tmp_path)

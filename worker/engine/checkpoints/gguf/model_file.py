@@ -170,9 +170,16 @@ class GGUFFile:
         with torch.device("meta"):
             model = library.from_config(self.config)
         places = {}
-        for parameter, _ in model.named_parameters():  # shared ones only once
+        for parameter, weight in model.named_parameters():  # shared ones only once
             module, _, part = parameter.rpartition(".")
-            places[parameter] = f"{names.get_name(module)}.{part}"
+            places[parameter] = place = f"{names.get_name(module)}.{part}"
+            tensor = self._tensors.get(place)
+            if tensor is not None and tensor.n_elements != weight.numel():
+                # The library would fill the memory with a weight of the other size.
+                raise UnsupportedModelError(
+                    f"{self.source}: {place} has {tensor.n_elements} numbers, and"
+                    f" {type(model).__name__} needs {weight.numel()}"
+                )
         if missing := [place for place in places.values() if place not in self._tensors]:
             raise UnsupportedModelError(
                 f"{self.source}: {len(missing)} weights that {type(model).__name__} needs are"
