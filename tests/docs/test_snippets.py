@@ -27,7 +27,8 @@ def run_page(page: str) -> None:
     """Each program on a page is a process, and each page has a network of its own."""
     if subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this system permits nobody a network of its own")
-    if any("redis-cli" in each.code for each in RUN[page]) and which("redis-cli") is None:
+    programs = [name for name in ("redis-cli", "redis-server") if which(name) is None]
+    if any(name in each.code for each in RUN[page] for name in programs):
         pytest.skip("redis-cli is not installed")
     ran = subprocess.run(
         [sys.executable, "-m", "tests.docs.snippets", page],

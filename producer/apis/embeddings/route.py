@@ -18,7 +18,6 @@ from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.submit import begin, read_call, with_headers
-from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Result
 
 router = APIRouter(
@@ -63,6 +62,6 @@ async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
     try:
         async with asyncio.TaskGroup() as group:
             reading = [group.create_task(read(request_id)) for request_id in request_ids]
-    except* (ApiError, PromptqError) as errors:
+    except ExceptionGroup as errors:  # Python 3.11.2 would group what `except*` raises
         raise errors.exceptions[0] from None
     return [task.result() for task in reading]
