@@ -29,7 +29,7 @@ def run_page(page: str) -> None:
         pytest.skip("this system permits nobody a network of its own")
     programs = [name for name in ("redis-cli", "redis-server") if which(name) is None]
     if any(name in each.code for each in RUN[page] for name in programs):
-        pytest.skip("redis-cli is not installed")
+        pytest.skip(f"{programs[0]} is not installed")
     ran = subprocess.run(
         [sys.executable, "-m", "tests.docs.snippets", page],
         cwd=ROOT,
