@@ -71,7 +71,7 @@ def keys_of(server: redis.Redis, prompt: str) -> list[bytes]:
 
 
 def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:
-    """As if all that a killed process held had run out."""
+    """Makes everything that a killed process held run out."""
     connection.delete(KEYS.batch_runner(batch_id), KEYS.jobs_leader)
     give_up(connection, batch_id)
 

@@ -57,7 +57,7 @@ def tell_style(worker: HandWorker) -> None:
 def worked(
     worker: HandWorker, ask: Callable[[], Any], work: Callable[[Claim], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """What a call gives that the worker answers in this way, and the payload it got."""
+    """Returns the reply to a call that the worker answers in this way, and its payload."""
     with ThreadPoolExecutor() as beside:
         asking = beside.submit(ask)
         refused = threading.Event()

@@ -188,7 +188,7 @@ def test_a_step_that_fails_keeps_no_other_step_from_its_work(
 def test_a_server_that_refuses_writes_is_one_sentence_a_minute(
     role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fresh_log: None
 ) -> None:
-    """As after a failover, and without a traceback."""
+    """A server refuses writes after a failover; the log has no traceback."""
     with OwnServer(tmp_path) as server, server.client() as admin:
         if role == "replica":
             admin.replicaof("127.0.0.1", 1)

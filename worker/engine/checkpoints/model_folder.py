@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class ModelFolder:
             settings = settings.to_dict()
         self._method = str(settings.get("quant_method")) if settings else ""
         self._format = _format(source, self._method, settings) if settings else None
-        if Path(source).is_dir() and (numbers := self._num_numbers()):
+        if Path(source).is_dir() and (numbers := self._num_numbers):
             check_sizes(source, self.config.get_text_config(decoder=True), numbers)
 
     @property
@@ -108,9 +109,11 @@ class ModelFolder:
             return 0
         if self._format is None and dtype is None:
             return self.num_saved_bytes
-        return self._num_numbers() * (dtype or self.dtype).itemsize
+        return self._num_numbers * (dtype or self.dtype).itemsize
 
+    @cached_property
     def _num_numbers(self) -> int:
+        """How many numbers the files of weights have; 0 if they are damaged."""
         packed = 1 if self._format is None else 32 // self._format.bits
         return sum(_num_numbers(file, packed) for file in self._files())
 

@@ -1,4 +1,4 @@
-"""What a chaos run writes down: what was sent, what was seen, how workers ended."""
+"""The records of a chaos run: requests sent, events seen, and the ends of workers."""
 
 from __future__ import annotations
 

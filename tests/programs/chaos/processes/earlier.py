@@ -27,7 +27,7 @@ EARLIER_LOG = ".earlier.log"
 
 _LIBRARIES = ("tests.chaos.chaotic_worker", "promptq.worker.engine.model.model_runner")
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
-"""As the last release names them; this one has both elsewhere."""
+"""Names of the last release; this release has both elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

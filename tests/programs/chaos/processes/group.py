@@ -103,7 +103,7 @@ class ForkedWorker:
         return self._process.wait()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """What it writes, until it ends; its output is closed then."""
+        """Reads its output until the process ends, and closes the output."""
         reader = asyncio.StreamReader(limit=_LONGEST_LINE)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
