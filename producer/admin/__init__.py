@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> ModuleType:
+    full_name = f"{__name__}.{name}"
     try:
-        return import_module(f"{__name__}.{name}")
+        return import_module(full_name)
     except ModuleNotFoundError as error:
+        if error.name != full_name:  # a package that the module needs is missing
+            raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+
+from promptq.producer import admin
 
 SHOW = """
 import json, sys
@@ -62,3 +65,15 @@ def test_a_name_that_it_has_not_is_an_error() -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         loaded("from promptq import Cleint")
     assert failed.value.returncode == 1
+
+
+def test_a_package_that_an_admin_module_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "promptq.producer.admin.queue_stats"
+    monkeypatch.setattr(admin, "queue_stats", import_module(name))  # restores it at the end
+    monkeypatch.delattr(admin, "queue_stats")
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(ModuleNotFoundError, match="pydantic"):
+        _ = admin.queue_stats
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = admin.nothing
