@@ -69,16 +69,32 @@ def test_others_are_answered_while_a_large_body_is_read(
             assert not refusals, connection.recv(65536)
 
 
+def helpers() -> dict[int, str]:
+    """The processes that this one has started to read bodies, each with its environment.
+
+    Those of gateways that last over several tests are among them.
+    """
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
+            is_ours = parent is not None and int(parent[1]) == os.getpid()
+            if is_ours and b"call_reader_process" in (folder / "cmdline").read_bytes():
+                found[int(folder.name)] = (folder / "environ").read_text()
+    return found
+
+
 def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(redis_url: str) -> None:
     greedy, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
+    others = helpers().keys()
     with live_gateway(redis_url) as gateway, ExitStack() as stack:
-        # Both processes that read bodies have started then.
-        with (
-            sent(gateway, greedy, LARGE_AND_WRONG) as one,
-            sent(gateway, other, LARGE_AND_WRONG) as another,
-        ):
-            for connection in (one, another):
-                assert connection.recv(12).startswith(b"HTTP/1.1 ")
+        while len(helpers().keys() - others) < 2:  # until both processes that read bodies run
+            with (
+                sent(gateway, greedy, LARGE_AND_WRONG) as one,
+                sent(gateway, other, LARGE_AND_WRONG) as another,
+            ):
+                for connection in (one, another):
+                    assert connection.recv(12).startswith(b"HTTP/1.1 ")
         crowd = [stack.enter_context(sent(gateway, greedy, LARGE_AND_WRONG)) for _ in range(8)]
         with sent(gateway, other, LARGE_AND_WRONG) as connection:
             before, _, _ = select.select(crowd, [], [], 0)  # to send all of them takes its time
@@ -104,21 +120,6 @@ def test_a_body_that_takes_too_long_fails_alone(
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
         wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
-
-
-def helpers() -> dict[int, str]:
-    """The processes that this one has started to read bodies, each with its environment.
-
-    Those of gateways that last over several tests are among them.
-    """
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
-            is_ours = parent is not None and int(parent[1]) == os.getpid()
-            if is_ours and b"call_reader_process" in (folder / "cmdline").read_bytes():
-                found[int(folder.name)] = (folder / "environ").read_text()
-    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

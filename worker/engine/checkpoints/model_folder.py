@@ -74,8 +74,13 @@ class ModelFolder:
             settings = settings.to_dict()
         self._method = str(settings.get("quant_method")) if settings else ""
         self._format = _format(source, self._method, settings) if settings else None
+        text_config = self.config.get_text_config(decoder=True)
+        if not isinstance(text_config, PreTrainedConfig):
+            raise UnsupportedModelError(
+                f"{source}: config.json has a text_config that the model's type does not have"
+            )
         if Path(source).is_dir() and (numbers := self._num_numbers):
-            check_sizes(source, self.config.get_text_config(decoder=True), numbers)
+            check_sizes(source, text_config, numbers)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,11 +22,11 @@ _FOLDERS = ("", "additional_chat_templates", "1_Pooling")
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
 """The most layers, experts of a layer, or labels; the library makes an object for each."""
-_FACTORS = (
-    *("intermediate_size", "moe_intermediate_size", "vocab_size"),
+_SIZES = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Sizes that some matrix of a model multiplies with its hidden size."""
+"""Sizes of a model's matrices. All but the first are multiplied with the hidden size."""
 _CONTENTS = ("vocab", "merges")
 """Settings of tokenizers that hold a file's content or a file's name."""
 _LONGEST_NAME = 200
@@ -101,9 +101,10 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
 
     The library would fill the memory with such a matrix before it compares the sizes.
     """
-    hidden_size = getattr(config, "hidden_size", None)
-    for name in ("hidden_size", *_FACTORS):
-        size = getattr(config, name, None)
+    # Plain values: an attribute that differs between layers raises an error.
+    sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
+    hidden_size = sizes["hidden_size"]
+    for name, size in sizes.items():
         if not isinstance(size, int) or not isinstance(hidden_size, int):
             continue
         others = hidden_size if name != "hidden_size" else 1
