@@ -16,6 +16,7 @@ from promptq.producer.apis.completions.route import respond, stream_of
 from promptq.producer.apis.messages.route import message_stream
 from promptq.producer.calls.call import HEADERS, read_object, without_none, wrong_field
 from promptq.producer.calls.call_reader import Endpoint
+from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
@@ -24,7 +25,6 @@ from promptq.producer.calls.completion import (
     needed_request_ids,
     stream_completion,
 )
-from promptq.producer.calls.payloads import payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.forks import ForkSource, check_changes, fork_source
 from promptq.producer.http.auth import ThisCaller, needs

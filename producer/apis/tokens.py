@@ -12,9 +12,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_to_payloads import prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import new_completion_id
-from promptq.producer.calls.payloads import prepare
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body

@@ -16,10 +16,10 @@ from promptq.producer.apis.embeddings.write import embeddings_body
 from promptq.producer.batch_store.input_file import BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.calls.call import CompletionCall, request_ids
+from promptq.producer.calls.call_to_payloads import composed, granted
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import completion_of
 from promptq.producer.calls.errors import ApiError, as_api_error
-from promptq.producer.calls.payloads import composed, granted
 from promptq.producer.calls.queues import ModelIsLoadingError, ServedQueue, ServedQueues
 from promptq.producer.calls.rate_costs import account_of, beyond_rates, rates_of, take_of_queues
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError

@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryNeededError
+from promptq.producer.calls.call_to_payloads import Prepared, prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.payloads import Prepared, prepare
 from promptq.producer.calls.rate_costs import account_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext

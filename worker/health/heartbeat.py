@@ -12,8 +12,8 @@ from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats, SequenceSnapshot
 from promptq.worker.engine.api.port import EnginePort
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.rows import PreparedRequest
 

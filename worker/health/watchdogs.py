@@ -20,7 +20,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.lease_transitions import Leases
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.prefetcher import Prefetcher
 
 _LOOKS_PER_LIMIT = 8

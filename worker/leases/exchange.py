@@ -22,8 +22,8 @@ from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.retry import keep_trying
 from promptq.worker.leases.exit_log import Departures
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.lease_transitions import Leases
 
 _RETRY_SECONDS = 0.2
 

@@ -11,8 +11,8 @@ import time
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tracing import Tracing
+from promptq.worker.leases.held_and_lost_leases import Departure, Outcome
 from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.lease_transitions import Departure, Outcome
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.rows import PreparedRequest
 

@@ -22,8 +22,8 @@ from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import Exchange
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prepare_or_resume import Preparation, TakesLongError
 from promptq.worker.leases.publisher import Publisher

@@ -16,8 +16,8 @@ from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, StepOu
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.rows import RowBuilder
 from promptq.worker.text.tokenizer import Tokenizer

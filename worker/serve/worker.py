@@ -35,8 +35,8 @@ from promptq.worker.health.watchdogs import EngineWatchdog, renew_leases
 from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exit_log import Departures
+from promptq.worker.leases.held_and_lost_leases import Departure, Leases
 from promptq.worker.leases.lease import LeaseState
-from promptq.worker.leases.lease_transitions import Departure, Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
 from promptq.worker.leases.prepare_or_resume import Preparation

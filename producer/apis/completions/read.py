@@ -1,6 +1,7 @@
 """Reads a call of /v1/chat/completions or /v1/completions: from its body to a payload's fields.
 
-`read_chat` returns a chat's `CompletionCall`, whose payloads `prepare` (calls/payloads.py) makes.
+`read_chat` returns a chat's `CompletionCall`. `prepare` (calls/call_to_payloads.py) makes its
+payloads.
 """
 
 from __future__ import annotations

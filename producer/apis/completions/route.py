@@ -25,6 +25,7 @@ from promptq.producer.apis.completions.write import (
 )
 from promptq.producer.calls.call import CompletionCall, request_ids, wrong_field
 from promptq.producer.calls.call_reader import Endpoint
+from promptq.producer.calls.call_to_payloads import Prepared, payloads_of
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
@@ -35,7 +36,6 @@ from promptq.producer.calls.completion import (
 )
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import free_logprobs
-from promptq.producer.calls.payloads import Prepared, payloads_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import Hold

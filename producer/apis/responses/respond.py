@@ -17,10 +17,10 @@ from promptq.producer.apis.responses.response_call import NewResponse, ResponseC
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
 from promptq.producer.apis.responses.write import ResponseWriter, error_frame, finished_writer
+from promptq.producer.calls.call_to_payloads import Prepared
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.payloads import Prepared
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished

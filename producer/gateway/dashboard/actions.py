@@ -9,9 +9,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
 from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_to_payloads import prepare
 from promptq.producer.calls.caller import check_model, check_scope
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.payloads import prepare
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.gateway.dashboard.pages import ThisQueue
 from promptq.producer.http.auth import ThisAdmin, is_of_own_page

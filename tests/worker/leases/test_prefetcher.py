@@ -21,8 +21,8 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exit_log import Departures
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
 from promptq.worker.leases.prepare_or_resume import Preparation

@@ -17,8 +17,8 @@ from promptq.worker.engine.api.messages import (
     EngineStats,
     StepOutput,
 )
+from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.lease_transitions import Leases
 from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 

@@ -24,7 +24,7 @@ from promptq.worker.engine.attention.packed_step import Lists, PackedStep
 from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.types import StepLayout
 from promptq.worker.engine.device.memory import bytes_held
-from promptq.worker.engine.sampling.sampling_kernels import DRAWS, Chosen
+from promptq.worker.engine.sampling.temperature_and_choice import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
 """Larger batches of decodes keep the device busy for longer than their launches take."""

@@ -21,7 +21,7 @@ from promptq.worker.engine.sampling.logprobs import RawLogprobs
 from promptq.worker.engine.sampling.mask_thread import PendingMasks
 from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
-from promptq.worker.engine.sampling.sampling_kernels import Chosen, Distributions, kernels_on
+from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
 """Number of prompt rows whose log-probabilities are computed at once. The work on a row takes a few

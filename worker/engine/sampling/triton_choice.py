@@ -20,8 +20,8 @@ _LOWEST = tl.constexpr(-60.0)
 def choose_tokens(logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids [R] from `logits` [R, vocab_size], and whether the largest ones are finite.
 
-    `draws` [len(DRAWS), R] are float64 (see sampling_kernels.py). A row's token does not depend on
-    the other rows.
+    `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). The token of a row does not
+    depend on the other rows.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()

@@ -22,7 +22,7 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner import model_runner
 from promptq.worker.engine.runner.cuda_graphs import GraphedModel, on_device
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from promptq.worker.engine.sampling.sampling_kernels import TritonKernels
+from promptq.worker.engine.sampling.temperature_and_choice import TritonKernels
 from promptq.worker.serve.build import _method
 from tests.worker.engine.core.stepping import make_sequence
 from tests.worker.engine.runner.fake_cuda import FakeCuda

@@ -26,7 +26,7 @@ from promptq.worker.engine.attention.types import DECODE_WORK, FULL, PREFILL_WOR
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
 from promptq.worker.engine.runner.cuda_graphs import GraphedModel
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from promptq.worker.engine.sampling.sampling_kernels import TritonKernels
+from promptq.worker.engine.sampling.temperature_and_choice import TritonKernels
 from promptq.worker.engine.sampling.triton_choice import choose_tokens
 from tests.worker.engine.core.stepping import make_sequence
 from tests.worker.engine.runner.fake_cuda import FakeCuda

@@ -22,11 +22,11 @@ from promptq.worker.engine.sampling import (
     mask_thread,
     penalties,
     sampler,
-    sampling_kernels,
+    temperature_and_choice,
     triton_choice,
 )
 from promptq.worker.engine.sampling.sampler import Sampler
-from promptq.worker.engine.sampling.sampling_kernels import TorchKernels
+from promptq.worker.engine.sampling.temperature_and_choice import TorchKernels
 
 META = torch.device("meta")
 VOCAB_SIZE = 1000
@@ -67,7 +67,7 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         constraints,
         filters,
-        sampling_kernels,
+        temperature_and_choice,
         logprobs,
         mask_thread,
         penalties,

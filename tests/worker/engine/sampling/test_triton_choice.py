@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.sampling.filters import FILTERS, FIRST_CANDIDATES
-from promptq.worker.engine.sampling.sampling_kernels import Distributions, TorchKernels
+from promptq.worker.engine.sampling.temperature_and_choice import Distributions, TorchKernels
 from promptq.worker.engine.sampling.triton_choice import TILE, choose_tokens
 
 TOP_P = [0.0001, 0.9, 0.999]

@@ -9,8 +9,8 @@ import pytest
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import RowStatus
+from promptq.worker.leases.held_and_lost_leases import Departure, Outcome
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.lease_transitions import Departure, Outcome
 from tests.worker.leases.world import (
     ENDING,
     GONE,
