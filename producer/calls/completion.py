@@ -50,7 +50,7 @@ class Completion:
     encoding_format: str | None = None
     """See CompletionCall."""
     prefill: str = ""
-    """The beginning of the output that the call gave, which the answer does not repeat."""
+    """The beginning of the output, which the caller supplied. The answer does not repeat it."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -63,7 +63,7 @@ class Completion:
 
     @property
     def url(self) -> str:
-        """The path of the stream. Its query has the options that no record of a request has."""
+        """The path of the stream. Its query has the options that are not stored with the requests."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}

@@ -63,8 +63,9 @@ class ServedQueues:
     The first of `names` is the gateway's own queue: its API keys, files and batches are there. `*`
     (ALL_QUEUES) stands for all other queues of the server.
 
-    All methods that ask the server raise redis.RedisError if it is away. Another queue than the
-    gateway's own that cannot be read is left out for a minute, or while its server does not answer.
+    Methods that call the server raise redis.RedisError if the server is away. A queue that cannot
+    be read, except the gateway's own, is skipped for a minute, or as long as its server does not
+    answer.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs a queue that cannot be read, as `on_unreadable` of processes with a log."""
+    """Logs that a queue cannot be read. Processes with a log pass this function as `on_unreadable`."""
     from promptq.shared.runtime.logs import get_logger  # local batches do without its package
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)

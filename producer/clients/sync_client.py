@@ -77,8 +77,8 @@ class Client:
     request gets a span, the parent of its worker's spans.
 
     Instead of a `queue` you may name a `model`: the client then uses the queue that serves it, or,
-    of several, the one with the fewest requests for each worker. A request is known in the queue
-    that it was sent to (`client.queue.keys.queue`).
+    of several, the one with the fewest requests for each worker. Only the queue that a request was
+    sent to knows the request (`client.queue.keys.queue`).
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
     ModelNotServedError. Every method raises the first three too when the server goes away.

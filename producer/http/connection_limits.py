@@ -179,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_dropping(self) -> bool:
-        """Whether a body is coming whose request has been answered."""
+        """Whether the client still sends the body of a request that was already answered."""
         in_body = self._in_request and not self._in_head
         return in_body and self.cycle is not None and self.cycle.response_complete
 

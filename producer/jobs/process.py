@@ -171,7 +171,9 @@ class _Processes:
 
 
 def _carry_out(work: Work, settings: JobsSettings) -> None:
-    """Do the work of a process, which ends without a traceback if the server does not serve it."""
+    """Run the work of this process. If the server is away or refuses a command, the process ends
+    with a warning and without a traceback.
+    """
     try:
         work(settings)
     except (redis.RedisError, RedisSideError) as error:

@@ -99,7 +99,7 @@ class JobJson:
         return json.dumps(value).encode()
 
     def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
-        """Returns a call of the table. Raises ValueError for any other.
+        """Decodes a call if its function is in the table. Raises ValueError for any other.
 
         The arguments in `data` are the job's queue, and the batch's id if the job runs a batch.
         """

@@ -12,8 +12,9 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """A tenant's part of a worker at one priority: the number of its preemptible running sequences,
-    and their KV tokens. Both are 0 if it only holds other sequences."""
+    """The running sequences of a tenant at a worker, of one priority, that may be preempted: their
+    number and their KV tokens. Both are 0 if all requests of the tenant there are of other kinds.
+    """
 
     priority: int
     num_running: int

@@ -61,7 +61,9 @@ class Advertisement:
 
     @classmethod
     def prepare(cls, port: int, url: str) -> Self | None:
-        """Returns None if the address cannot be written. Then no command will find the server."""
+        """Writes the server's address where commands see nothing yet. Returns None if that fails:
+        no command will find the server.
+        """
         folder = _folder()
         with suppress(OSError):
             if _made_private(folder):

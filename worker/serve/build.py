@@ -64,7 +64,7 @@ class Served:
 
     @property
     def computes_here(self) -> bool:
-        """Whether steps of this process compute, which they do without the interpreter's lock."""
+        """Whether the model runs in this process. Its steps do not hold the interpreter's lock."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 

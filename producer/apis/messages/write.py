@@ -165,7 +165,9 @@ class _Prefill:
         return text[:end], text[end:]
 
     def without(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces without the part of the prefill that the reader held back."""
+        """Returns the pieces without the end of the prefill, which the reader had held back and now
+        repeats.
+        """
         output = []
         for piece in pieces:
             held, self._held = self._held, None

@@ -99,9 +99,8 @@ class StoredResponses:
         return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
 
     async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
-        """Some responses without output at which no gateway looked for `not_since_ms`.
-
-        Those of the oldest look come first. All of them count as looked at now.
+        """Returns up to `limit` responses without output that no gateway has checked for
+        `not_since_ms`, the longest unchecked first, and marks them as checked now.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses

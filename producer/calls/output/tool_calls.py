@@ -44,7 +44,7 @@ class ToolDelta:
 class ToolText:
     """Separates calls from the text around them.
 
-    If a call is `forced`, the whole text is one, and the beginning of a call is never content.
+    If a call is `forced`, the whole text is one call, and even a part of it is never content.
     """
 
     def __init__(

@@ -116,7 +116,9 @@ class Autoscaler:
                 self._supervisor.remove(name)
 
     def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
-        """Start workers. Workers that still drain count too: they hold places, such as GPUs."""
+        """Start workers. Draining workers count towards the maximum: they still hold places, such
+        as GPUs.
+        """
         num_processes = len(self._supervisor.processes(self._command))
         num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:

@@ -234,7 +234,7 @@ def _live(
 
 
 async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
-    """A topic as events, which its second word names."""
+    """Yields a topic's samples as server-sent events, named by the topic's second word."""
     async with aclosing(poller.watch(topic)) as samples:
         async for sample in samples:
             yield message("unreachable", "null") if sample is None else message(topic[1], sample)

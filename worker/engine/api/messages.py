@@ -111,7 +111,7 @@ class SequenceOutput:
     """The output of one step for one sequence.
 
     `finish_reason` is set on the last output of a sequence, and `error` goes with
-    FinishReason.ERROR. Slot and blocks are free by the time it is returned.
+    FinishReason.ERROR. By the time this last output is returned, the slot and blocks are free.
     """
 
     sequence_id: int

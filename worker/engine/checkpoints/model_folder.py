@@ -90,7 +90,9 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config; None without quantized weights: the library reads it."""
+        """The folder's generation config if its weights are quantized. Else None: the library reads
+        it.
+        """
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)

@@ -21,7 +21,9 @@ FewBits = QuantizedWeight | FP8Weight
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer of a model in `dtype`. Its parameter `weight` is empty."""
+    """A linear layer with quantized weights, in a model of `dtype`. Its parameter `weight` is
+    empty.
+    """
 
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape

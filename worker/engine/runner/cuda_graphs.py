@@ -88,7 +88,8 @@ class GraphedModel:
     The model's backend must take padding. Steps that are larger than all kinds run without a graph.
     So does every step of a model that cannot be captured, for example because its forward waits for
     the device. The device is this thread's current one (see `on_device`). Without `choose` the
-    graphs end with the logits. Captures may share a `stream`, for which libraries keep memory.
+    graphs end with the logits. Several instances may capture on one `stream`, which saves memory,
+    because libraries keep some for each stream.
     """
 
     def __init__(

@@ -111,7 +111,9 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logit at which the sum of weights reaches `wanted`, and whether the sum does."""
+    """Adds weights from the likeliest token on. Returns the logit at which the sum reaches
+    `wanted`, and whether it does.
+    """
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

@@ -68,7 +68,7 @@ def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]],
 
 
 def path(keys: Keys) -> str:
-    """Returns the keys as a path that follows the name of a schema's field."""
+    """Returns the keys as a path such as `.properties.tags[0]`."""
     words = (
         f"[{key}]"
         if isinstance(key, int)

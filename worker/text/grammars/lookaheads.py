@@ -78,7 +78,7 @@ def _other_than(character: str) -> str:
 
 
 def _depths(tokens: list[str]) -> list[int]:
-    """Returns the depth of groups behind each token."""
+    """Returns the depth of groups after each token."""
     return [*accumulate(_DEPTHS.get(token, 0) for token in tokens)]
 
 

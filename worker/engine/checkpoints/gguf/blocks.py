@@ -84,7 +84,7 @@ READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
 
 
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
-    """Returns the weight of bytes [outputs, bytes of a row] of this type."""
+    """Returns the weight that `rows` [outputs, bytes of a row] hold in the GGUF type `kind`."""
     size, read = READERS[kind]
     return read(_split(rows, -1, size))
 

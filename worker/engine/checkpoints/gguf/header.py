@@ -60,8 +60,9 @@ class GGUFHeader:
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:
-        """Returns the rows of the embedding, or else the number of tokens: the first of several
-        parts may have no tensors."""
+        """Returns the number of rows of the embedding, or else of tokens: the first of several
+        parts may have no tensors.
+        """
         embedding = self.tensors.get("token_embd.weight")
         if embedding is not None:
             return int(embedding.shape[-1])

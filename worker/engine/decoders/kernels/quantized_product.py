@@ -295,8 +295,9 @@ def _groups(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [outputs, COUNT]: the groups of COUNT parts, beginning with that of input `first`.
-    Parts beyond the last input are in the last group."""
+    """Returns [outputs, COUNT]: where the scales of COUNT parts are. The first part begins at input
+    `first`. Parts beyond the last input take the scales of the last group.
+    """
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
