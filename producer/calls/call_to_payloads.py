@@ -62,7 +62,7 @@ def prepare(
 def composed(
     call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
 ) -> list[NewRequest]:
-    """Makes requests with payloads. Raises InvalidRequestError, which names fields as the API does."""
+    """Makes requests with payloads. Raises InvalidRequestError that names the API's fields."""
     try:
         return compose(requests, account)
     except InvalidRequestError as error:

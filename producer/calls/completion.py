@@ -63,7 +63,7 @@ class Completion:
 
     @property
     def url(self) -> str:
-        """The path of the stream. Its query has the options that are not stored with the requests."""
+        """The path of the stream. Its query has the options that no request stores."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}

@@ -259,7 +259,7 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. Processes with a log pass this function as `on_unreadable`."""
+    """Logs that a queue cannot be read. Processes with a log use it as `on_unreadable`."""
     from promptq.shared.runtime.logs import get_logger  # local batches do without its package
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)

@@ -52,7 +52,7 @@ class Turn(Protocol):
         ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Return when the model may be loaded, with the result of an earlier check of it, if any."""
+        """Return when the model may be loaded, with the result of its earlier check, if any."""
         ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:

@@ -49,7 +49,7 @@ async def create_embeddings(request: Request, gateway: ThisGateway, caller: This
 
 
 async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
-    """Returns the results of all requests. Raises ApiError if one has no vector, and PromptqError."""
+    """Returns the results of all. Raises ApiError if one has no vector, and PromptqError."""
     turns = asyncio.Semaphore(_READ_AT_ONCE)
 
     async def read(request_id: str) -> Result:
