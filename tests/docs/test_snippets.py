@@ -8,7 +8,7 @@ from shutil import which
 
 import pytest
 
-from tests.docs.snippets import NOT_RUN, STAYS_OPEN, snippets_of
+from tests.docs.snippets import BESIDE, NOT_RUN, STAYS_OPEN, snippets_of
 from tests.docs.test_links import PAGES
 from tests.support.paths import ROOT
 
@@ -27,9 +27,11 @@ def run_page(page: str) -> None:
     """Each program on a page is a process, and each page has a network of its own."""
     if subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this system permits nobody a network of its own")
-    programs = [name for name in ("redis-cli", "redis-server") if which(name) is None]
-    if any(name in each.code for each in RUN[page] for name in programs):
-        pytest.skip(f"{programs[0]} is not installed")
+    beside = BESIDE.search((ROOT / page).read_text())
+    commands = [each.code for each in RUN[page]] + ([beside[1]] if beside else [])
+    for name in ("redis-cli", "redis-server"):
+        if which(name) is None and any(name in command for command in commands):
+            pytest.skip(f"{name} is not installed")
     ran = subprocess.run(
         [sys.executable, "-m", "tests.docs.snippets", page],
         cwd=ROOT,
