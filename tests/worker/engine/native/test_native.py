@@ -310,15 +310,21 @@ def test_each_size_of_groups_is_multiplied_or_refused(bits: int) -> None:
             product(torch.ones(1, 2048), native_weight(quantized), 5, None, in_tiles=False)
 
 
-def test_without_a_compiler_the_reason_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No library came with a wheel, and none was compiled here before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_BUILT", tmp_path / "built")
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeCodeError, match="no compiler"):
         library_path()
 
 
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("missing", ["sources", "a folder to write to"])
 def test_without_sources_or_a_folder_the_reason_is_told(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -334,12 +340,12 @@ def test_without_sources_or_a_folder_the_reason_is_told(
         library_path()
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_another_version_of_the_compiler_compiles_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And where none is left, what one of them made is used."""
     compiler = tmp_path / "c++"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
 
     def libraries() -> int:
@@ -356,6 +362,7 @@ def test_another_version_of_the_compiler_compiles_anew(
     assert libraries() == 2
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_code_of_the_wheel_serves_the_processors_that_it_fits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -363,9 +370,7 @@ def test_code_of_the_wheel_serves_the_processors_that_it_fits(
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor last; do :; done; touch "$last"\n')
     compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(build, "_BUILT", tmp_path / "built")
     made = dict(zip(build.KINDS, build.build_for(build.KINDS, tmp_path / "built"), strict=True))
     compiler.unlink()
     for name, kind in build.KINDS.items():
@@ -376,7 +381,7 @@ def test_code_of_the_wheel_serves_the_processors_that_it_fits(
         library_path()
 
 
-@pytest.mark.usefixtures("logs_in_json")
+@pytest.mark.usefixtures("empty_cache", "logs_in_json")
 def test_a_compiler_that_fails_is_quoted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,7 +391,6 @@ def test_a_compiler_that_fails_is_quoted(
         "#!/bin/sh\necho 'decoder.cpp:1: fatal error: no such header' >&2\nexit 1\n"
     )
     compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(NativeCodeError, match="fatal error: no such header"):
         library_path()
