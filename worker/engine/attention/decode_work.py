@@ -34,12 +34,12 @@ _Numbers = npt.NDArray[np.int64]
 def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
     """Returns [1 + num_spans, FIELDS]: the work list of decodes with contexts of these lengths.
 
-    The first row begins with the number of spans. Each further row is a span: its sequence, its
-    first token and the one after its last, the place of its first part in the memory for results,
-    that of its sequence's first part, the number of its sequence's parts, and the tokens of each
-    part but the last. The parts of a sequence have their places in order. In the list the longest
-    spans come first. A context of 0, which pads a batch, has one span without tokens. A context of
-    -1, which stands for a row of a chunk, has none.
+    The first row begins with the number of spans. Each further row is a span, with these fields:
+    sequence; first token; end token (exclusive); place of the span's first part in the memory for
+    results; place of the sequence's first part; number of the sequence's parts; tokens of a part
+    (the last part may have fewer). The parts of a sequence have successive places. In the list the
+    longest spans come first. A context of 0, which pads a batch, has one span without tokens. A
+    context of -1, which stands for a row of a chunk, has none.
     """
     last = np.array(contexts, dtype=np.int64)
     starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]
