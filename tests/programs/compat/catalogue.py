@@ -124,7 +124,8 @@ PROGRAMS = {
             "conformance tests",
             {
                 "Image Input": "images are not served",
-                "Error Handling": "a call without a model gets that of the gateway's own queue",
+                "Error Handling": "a call that names no model is served by the model of the"
+                " gateway's own queue",
             },
         ),
         Program(

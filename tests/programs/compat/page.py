@@ -20,10 +20,11 @@ _HEAD = f"""# Other people's programs
 
 `python -m tests compat` runs each program for real against a gateway with the shipped model, and
 writes this page. A program has a separate environment and home, no network but loopback, an API
-key, and the alias `gpt-4o` for the model. An attempt passes if the program gets the right text,
-usage and finish reason of a plain call, a stream in several chunks, arguments that follow the
-schema, or an error that says what would be right. `{RESULTS.relative_to(ROOT)}` names each attempt,
-and the fields that each program sends.
+key, and the alias `gpt-4o` for the model. Each program makes several attempts, each with one
+feature. An attempt passes if its result is right: for a plain call text, usage and finish reason;
+for a stream several chunks; for a tool or schema arguments that follow it; for a wrong call an
+error that says how to correct it. `{RESULTS.relative_to(ROOT)}` names each attempt, and the fields
+that each program sends.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|
