@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
+from promptq.shared.errors import InvalidRequestError, ModelNotFoundError, PromptqError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
 from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.safe_files import check_files, check_tokenizer_config
@@ -130,8 +129,6 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
         from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-        from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS
-
         place, arguments = library_arguments(name_or_dir)
         if Path(place).is_dir():
             check_files(Path(place))
@@ -157,7 +154,9 @@ class HuggingFaceTokenizer:
                 check_tokenizer_config(place, get_tokenizer_config(place))
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
-        except (*LOADING_ERRORS, struct.error) as error:
+        except BaseException as error:  # the library raises plain Exceptions, and panics
+            if isinstance(error, PromptqError | KeyboardInterrupt | SystemExit):
+                raise
             reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
             raise ModelNotFoundError(f"{name_or_dir} has no usable tokenizer: {reason}") from error
 

@@ -195,6 +195,26 @@ def test_deep_nesting_is_named(name: str, folder: Path) -> None:
     assert str(folder) in refusal(load)
 
 
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"version": "9"}, "Unknown tokenizer version '9'"),
+        ({"model": {"type": "X"}}, "did not match any variant"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "Precompiled"),
+    ],
+    ids=["version", "model", "panic"],
+)
+def test_a_tokenizer_that_the_library_cannot_read_is_refused(
+    part: dict[str, Any], expected: str, folder: Path
+) -> None:
+    """The library raises plain Exceptions, and panics."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    said = refusal(loads(folder)[1])
+    assert said.startswith(f"{folder} has no usable tokenizer: ")
+    assert expected in said
+
+
 def test_tables_of_positions_are_no_longer_than_the_cache(folder: Path) -> None:
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), "max_position_embeddings": 10**12}
