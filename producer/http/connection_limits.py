@@ -8,6 +8,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from promptq.producer.calls.errors import ApiError
@@ -49,6 +50,7 @@ _UNREAD_SECONDS = 600.0
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
 """The least mean size of further pieces of a body. Each costs a call, even if it is one byte."""
+_LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
 """Requests that may wait behind one. Uvicorn would keep all that a client sends ahead."""
 _LOOK_SECONDS = 2.0
@@ -63,6 +65,32 @@ _FULL = ApiError(
 )
 
 
+class _StayingParser(httptools.HttpRequestParser):
+    """Ignores offers to change to another protocol, such as Java's client makes for HTTP/2.
+
+    httptools stops behind the head of such a request, and uvicorn would drop the body. So this
+    parser gets a second head, which says only how long the body is, and `continues` meanwhile.
+    """
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        super().__init__(protocol)
+        self.continues = False
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                return super().feed_data(data)
+            except httptools.HttpParserUpgrade as stop:
+                data = data[stop.args[0] :]
+            lengths = [
+                b"%b: %b\r\n" % header for header in self._protocol.headers if header[0] in _LENGTHS
+            ]
+            self.continues = True
+            super().feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lengths))
+            self.continues = False
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection that sends a head without an end, or a request too slowly.
 
@@ -72,8 +100,11 @@ class BoundedProtocol(HttpToolsProtocol):
     request is answered before all of its body has come, the rest is dropped, for a while.
     """
 
+    parser: _StayingParser
+
     def __init__(self, *args: Any, max_connections: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.parser = _StayingParser(self)
         self._max_connections = max_connections
         self._num_pending = 0
         self._in_head = True
@@ -122,6 +153,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(len(data) / _DROPPED_BYTES_A_SECOND, self._go_on)
 
     def on_message_begin(self) -> None:
+        if self.parser.continues:
+            return
         super().on_message_begin()
         self._in_head = self._in_request = True
         self._num_pieces = self._num_bytes = 0
@@ -132,6 +165,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.continues:
+            return
         self._in_head = False
         self._progressed()
         super().on_headers_complete()
@@ -164,6 +199,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the parser continues with the body
         self._in_request = False
         self._progressed()
         super().on_message_complete()

@@ -202,3 +202,22 @@ def test_a_client_that_does_not_read(gateway: LiveGateway, own_worker: HandWorke
         texts = [it["text"] for chunk in chunks for it in chunk["choices"] if it["index"] == place]
         assert "".join(texts) == text * num
     assert b"data: [DONE]" in answer
+
+
+@pytest.mark.parametrize("name", ["h2c", "websocket"])
+def test_an_offer_to_change_the_protocol_is_ignored(gateway: LiveGateway, name: str) -> None:
+    """Java's client makes one with each request. The body and later requests count as without."""
+    body, offer = b'{"prompt": 1}', b"Connection: Upgrade\r\nUpgrade: %s\r\n" % name.encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + offer
+    whole = post + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    chunked = post + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    sent = LINE + offer + b"\r\n" + (whole + chunked) * 3 + LINE + b"Connection: close\r\n\r\n"
+    answers = []
+    for pieces in ([sent], [sent[place : place + 1] for place in range(len(sent))]):
+        with connected(gateway) as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+            answers.append(all_of(connection))
+    for answer in answers:
+        assert answer.count(b"HTTP/1.1 200 OK") == 2
+        assert answer.count(b"prompt: ") == answer.count(b"HTTP/1.1 400 ") == 6
