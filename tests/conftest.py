@@ -23,6 +23,7 @@ import redis
 import redis.asyncio
 
 from promptq.shared.queue import spoilt
+from promptq.shared.server import retry
 from tests.support.processes import hear_signals
 from tests.support.roles import (
     AsyncQueueClient,
@@ -84,8 +85,9 @@ def beside() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def fresh_log() -> None:
-    """No spoilt record was logged before, so none is left out of the log for that."""
+    """Nothing was logged before, so nothing is left out of the log for that."""
     spoilt._logged_in.cache_clear()
+    retry._said.clear()
 
 
 @pytest.fixture(params=SERVERS)

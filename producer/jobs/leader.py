@@ -23,13 +23,12 @@ from promptq.producer.jobs.rq_jobs import (
 from promptq.producer.jobs.upkeep import REAP_SECONDS
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import Deliveries
-from promptq.shared.errors import RedisSideError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.maxmemory_policy import MaxmemoryLog, maxmemory_warning
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, note
-from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_redis
+from promptq.shared.server.retry import note_failure
 
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
@@ -71,7 +70,8 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
             try:
                 leads, is_well = dispatcher.leads(), True
             except redis.RedisError as error:
-                leads = is_well = _log_error(error)
+                note_failure(error)
+                leads = is_well = False
             is_well &= _do_each(steps if leads else [deliveries.pause])
             deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
         with suppress(redis.RedisError):
@@ -87,17 +87,9 @@ def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
         try:
             step()
         except redis.RedisError as error:
-            is_well = _log_error(error)
+            note_failure(error)
+            is_well = False
         except Exception as error:  # the other steps serve other records
             note(error, "a step of the jobs failed")
             is_well = False
     return is_well
-
-
-def _log_error(error: redis.RedisError) -> bool:
-    """Log an error of the server in one sentence. Returns False."""
-    if isinstance(error, redis.ResponseError):
-        note(RedisSideError(f"the server refused a step of the jobs: {error}"))
-    else:
-        get_logger().warning("the server is away", reason=str(error))
-    return False

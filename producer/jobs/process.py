@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -36,10 +37,14 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.acl import user_name
 from promptq.shared.server.connection import explain, open_redis, without_password
+from promptq.shared.server.retry import note_failure
 
 _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 40.0
+_NOT_SERVED = os.EX_TEMPFAIL
+"""The exit code of a process that the server does not serve."""
+_SAID_AGAIN_SECONDS = 60.0
 
 Work = Callable[[JobsSettings], None]
 
@@ -128,6 +133,8 @@ class _Processes:
 
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
+        self._said_at = -math.inf
+        """When a process said why the server does not serve it. New processes inherit it."""
         self._reading, self._writing = os.pipe()
         """Nothing is ever written. Only this process has the writing end. When that end closes, all
         other processes stop, also those that RQ starts for batches."""
@@ -145,11 +152,18 @@ class _Processes:
                 is_new = time.monotonic() - place.started <= _BACKOFF_SECONDS
                 if is_new or place.process.is_alive():
                     continue
-                get_logger().warning("a process died", process=place.name)
+                if place.process.exitcode != _NOT_SERVED:
+                    get_logger().warning("a process died", process=place.name)
+                elif self._is_to_be_said:
+                    self._said_at = time.monotonic()
             place.started = time.monotonic()
             context = multiprocessing.get_context("fork")
             place.process = context.Process(target=self._work, args=(place.work,))
             place.process.start()
+
+    @property
+    def _is_to_be_said(self) -> bool:
+        return time.monotonic() >= self._said_at + _SAID_AGAIN_SECONDS
 
     def stop(self) -> None:
         """End all processes. A batch stops where it is, a webhook gets the time that it needs."""
@@ -167,18 +181,19 @@ class _Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_stop_with_parent, args=(self._reading,), daemon=True).start()
-        _carry_out(work, self._settings)
+        _carry_out(work, self._settings, says_why=self._is_to_be_said)
 
 
-def _carry_out(work: Work, settings: JobsSettings) -> None:
+def _carry_out(work: Work, settings: JobsSettings, says_why: bool) -> None:
     """Run the work of this process. If the server is away or refuses a command, the process ends
-    with a warning and without a traceback.
+    without a traceback, and with a warning if it `says_why`.
     """
     try:
         work(settings)
     except (redis.RedisError, RedisSideError) as error:
-        get_logger().warning("the server does not serve a process", reason=str(error))
-        sys.exit(1)
+        if says_why:
+            note_failure(error)
+        sys.exit(_NOT_SERVED)
     except StopRequested:  # a stop signal came while the worker ended by itself
         sys.exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 2.0
+
+_SAID_AGAIN_SECONDS = 60.0
+_said: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
 """The most seconds that a try counts. No try takes longer, not even in a cluster, where a call is
@@ -63,6 +67,21 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
 
 
+def note_failure(error: Exception) -> None:
+    """Log why the server does not accept a call that is repeated: each reason once a minute.
+
+    Several parts of a process notice the same outage, each again and again.
+    """
+    from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
+
+    # Around the reason may stand the command of a transaction and the place in a script.
+    reason = str(error).partition(" script: ")[0].rpartition(" of pipeline caused error: ")[2]
+    now = time.monotonic()
+    if now >= _said.get(reason, -math.inf) + _SAID_AGAIN_SECONDS:
+        _said[reason] = now
+        get_logger().warning("Redis does not accept a call, trying again", error=reason)
+
+
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeat `call` until the server accepts it, and return its value.
 
@@ -71,7 +90,7 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     nothing twice, so a call may be repeated after any error: a lost connection or reply, a server
     that loads, is a replica, or is out of memory or disk. Refused credentials are raised at once.
     """
-    from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
+    from promptq.shared.runtime.logs import get_logger
 
     tried_seconds = 0.0
     failures = 0
@@ -87,9 +106,10 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
             if tried_seconds >= seconds:
                 raise
             if failures == 1:
-                get_logger().warning("Redis does not accept a call, trying again", error=str(error))
+                note_failure(error)
         else:
             if failures:
+                _said.clear()
                 get_logger().info("Redis accepts calls again", failures=failures)
             return value
         longest = min(_FIRST_BACKOFF_SECONDS * 2.0**failures, _MAX_BACKOFF_SECONDS)

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
+from promptq.shared.server.retry import note_failure
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.held_and_lost_leases import Leases
@@ -78,7 +79,7 @@ async def renew_leases(
             elif held := list(leases):
                 await exchange.renew(held)
         except (RedisError, OSError) as error:
-            log.warning("leases not renewed", error=str(error))
+            note_failure(error)
 
 
 @asynccontextmanager

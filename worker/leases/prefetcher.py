@@ -17,9 +17,11 @@ from promptq.shared.errors import InvalidRequestError, SpoiltRecordError
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
+from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
+from promptq.shared.server.retry import note_failure
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.held_and_lost_leases import Leases
@@ -141,8 +143,11 @@ class Prefetcher:
         while True:
             try:
                 claimed = await self._fill()
-            except (RedisError, OSError, SpoiltRecordError) as error:
-                self._log.warning("claim failed, trying again", error=str(error))
+            except (RedisError, OSError) as error:
+                note_failure(error)
+                claimed = 0
+            except SpoiltRecordError as error:
+                note(error)
                 claimed = 0
             if claimed == 0:
                 await self._wait()

@@ -16,6 +16,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.retry import note_failure
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.ready import WakeUp
 
@@ -52,7 +53,6 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
     every publish reports cancels. Only a drain has to be sent again. Raises NoPermissionError.
     """
     client, keys = queue.redis, queue.keys
-    log = get_logger(worker_id=queue.worker_id, queue=keys.queue)
     heeded = {keys.drain.encode()}
     if client.connection_pool.connection_kwargs.get("username") in (None, "", "default"):
         heeded.add(keys.control.encode())  # the worker has no role
@@ -72,7 +72,7 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
         except NoPermissionError:
             raise
         except (RedisError, OSError) as error:
-            log.warning("control channel lost, subscribing again", error=str(error))
+            note_failure(error)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
 

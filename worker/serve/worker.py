@@ -24,7 +24,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.cluster import try_once
-from promptq.shared.server.retry import keep_trying
+from promptq.shared.server.retry import keep_trying, note_failure
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.health.heartbeat import INTERVAL_SECONDS, Heartbeat
@@ -290,7 +290,7 @@ class Worker:
         try:
             await action()
         except (RedisError, OSError) as error:
-            self._log.warning("Redis does not answer", error=str(error))
+            note_failure(error)
         except SpoiltRecordError as error:
             note(error)
 

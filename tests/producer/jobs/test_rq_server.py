@@ -19,7 +19,8 @@ from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
-from promptq.producer.jobs.process import _carry_out, _working
+from promptq.producer.jobs import process
+from promptq.producer.jobs.process import _carry_out, _Place, _Processes, _working
 from promptq.producer.jobs.rq_jobs import (
     REAP,
     SWEEP,
@@ -146,16 +147,39 @@ def test_a_cluster_is_refused(cluster_url: str, redis_url: str) -> None:
             open_jobs_redis(settings)
 
 
-def test_a_process_that_the_server_refuses_ends_with_one_sentence(tmp_path: Path) -> None:
+def test_a_process_that_the_server_refuses_ends_with_one_sentence(
+    tmp_path: Path, fresh_log: None
+) -> None:
     """Its parent starts it again."""
     with OwnServer(tmp_path) as server, server.client() as admin:
         settings = JobsSettings(redis_url=as_role("jobs", server.url))
         for option, said in (("maxmemory", "maxmemory"), ("min-replicas-to-write", "NOREPLICAS")):
             admin.config_set(option, 1)
             with capture_logs() as logs, pytest.raises(SystemExit):
-                _carry_out(_working(upkeep_queue), settings)
+                _carry_out(_working(upkeep_queue), settings, says_why=True)
             admin.config_set(option, 0)
-            assert [said in line["reason"] for line in logs] == [True]
+            assert [said in line["error"] for line in logs] == [True]
+
+
+def test_processes_that_the_server_refuses_say_why_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    starts = tmp_path / "starts"
+
+    def refused(_: JobsSettings) -> None:
+        with starts.open("a") as file:
+            file.write("x")
+        raise redis.ReadOnlyError("a replica")
+
+    monkeypatch.setattr(process, "_BACKOFF_SECONDS", 0)
+    processes = _Processes(JobsSettings())
+    processes._places = [_Place("upkeep", refused)]
+    while not starts.exists() or len(starts.read_text()) < 4:
+        processes.look_after()
+    processes.stop()
+    said = "".join(capfd.readouterr())
+    assert said.count("a replica") == 1
+    assert "died" not in said
 
 
 def test_a_job_that_the_queues_server_refuses_fails_with_one_sentence(

@@ -185,7 +185,7 @@ def test_jobs_stop_in_order_while_the_server_is_away(tmp_path: Path, start: Star
         assert process.stderr is not None
         assert process.stdout.readline().startswith("ready")
     said = ""
-    while "the server is away" not in said:
+    while "Redis does not accept a call" not in said:
         line = process.stderr.readline()
         assert line, said
         said += line

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from structlog.testing import capture_logs
 
-from promptq.shared.server.retry import keep_trying
+from promptq.shared.server.retry import keep_trying, note_failure
 
 
 class Clock:
@@ -56,3 +58,25 @@ async def test_a_standstill_of_the_process_is_not_held_against_the_server(clock:
     durations = iter([300.0])
     call = away(clock, 310.0, lambda: next(durations, 0.1))
     assert await keep_trying(call, 60.0) == "answer"
+
+
+async def test_the_parts_of_a_process_say_once_a_minute_why_the_server_refuses_them(
+    clock: Clock, fresh_log: None
+) -> None:
+    """However the call was sent, and anew in the next outage."""
+    parts = (
+        "%s",
+        "%s script: 1a2b, on @user_script:7.",
+        "Command # 1 (DEL a) of pipeline caused error: %s",
+    )
+    with capture_logs() as logs:
+        for reason in ("MISCONF no disk", "NOREPLICAS"):
+            for part in parts * 3:
+                note_failure(ResponseError(part % reason))
+        clock.now += 61
+        note_failure(ResponseError("NOREPLICAS"))
+        note_failure(ResponseError("NOREPLICAS"))
+        await keep_trying(away(clock, clock.now + 1, lambda: 0.1), 60)
+        note_failure(ResponseError("NOREPLICAS"))
+    said = [line["error"] for line in logs if "error" in line]
+    assert said == ["MISCONF no disk", "NOREPLICAS", "NOREPLICAS", "away", "NOREPLICAS"]
