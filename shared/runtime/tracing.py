@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from promptq.shared.errors import ConfigurationError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _STANDARD_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TRACES_PATH = "/v1/traces"
-_FLUSH_MS = 5000
+_CLOSE_SECONDS = 5.0
 
 
 class Tracing:
@@ -50,11 +51,11 @@ class Tracing:
 
     def close(self) -> None:
         """Send the remaining spans; waits for some seconds at most."""
-        flush = getattr(self._provider, "force_flush", None)
         shut_down = getattr(self._provider, "shutdown", None)
-        if flush is not None and shut_down is not None:
-            flush(_FLUSH_MS)
-            shut_down()
+        if shut_down is not None:  # it waits as long as the collector lets it
+            closing = Thread(target=shut_down, daemon=True)
+            closing.start()
+            closing.join(_CLOSE_SECONDS)
 
 
 def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:

@@ -27,6 +27,7 @@ from promptq.producer.admin.timeline import Happened
 from promptq.producer.http.meter import trace_http
 from promptq.shared.errors import RequestExistsError
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime import tracing as tracing_module
 from promptq.shared.runtime.tracing import Tracing, start_tracing
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.worker import Worker
@@ -313,6 +314,28 @@ def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: 
         for it in others
     }
     assert reasons == {True: ["cancelled"], False: ["length"]}
+
+
+def test_a_collector_that_does_not_answer_keeps_no_process_from_its_end(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was not sent in time is lost, and the exporter still waits."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "5")
+    monkeypatch.setattr(tracing_module, "_CLOSE_SECONDS", 0.05)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def hang(_: object) -> None:
+        asked.set()
+        may_answer.wait()
+
+    monkeypatch.setattr(collector, "take", hang)
+    tracing = tracing_to(collector, "worker")
+    tracing.tracer.start_span("a").end()
+    tracing.close()
+    asked.wait()
+    failures = caplog.messages
+    may_answer.set()
+    assert failures == []
 
 
 def test_a_context_that_a_request_brings_is_the_parent_of_its_enqueueing(
