@@ -20,7 +20,7 @@ from typing import Any
 
 import redis
 from rq import Queue, Worker
-from rq.exceptions import DeserializationError, NoSuchJobError, StopRequested
+from rq.exceptions import AbandonedJobError, DeserializationError, NoSuchJobError, StopRequested
 from rq.job import Job, JobStatus
 from rq.timeouts import JobTimeoutException
 from rq.utils import now
@@ -258,7 +258,9 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **m
 
 def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
     log = get_logger(job_id=job.id)
-    if isinstance(error, PromptqError | JobTimeoutException | redis.RedisError):
+    if isinstance(error, AbandonedJobError):
+        log.warning("job failed", reason="its process ended before it, or was cut off for long")
+    elif isinstance(error, PromptqError | JobTimeoutException | redis.RedisError):
         log.warning("job failed", reason=str(error))
     else:
         log.error("job failed", exc_info=error)

@@ -197,3 +197,19 @@ def test_a_job_that_the_queues_server_refuses_fails_with_one_sentence(
     assert "job failed" in logged
     assert "NOREPLICAS" in logged
     assert "Traceback" not in logged
+
+
+def test_a_job_whose_process_ended_fails_with_one_sentence(redis_url: str) -> None:
+    settings = JobsSettings(redis_url=as_role("jobs", redis_url))
+    with closing(open_jobs_redis(settings)) as jobs:
+        queue = upkeep_queue("default", jobs)
+        enqueue_upkeep(queue, SWEEP, "default")
+        [job_id] = queue.get_job_ids()
+        jobs.delete(queue.key)
+        jobs.hset(f"rq:job:{job_id}", "status", "started")
+        jobs.zadd(queue.started_job_registry.key, {f"{job_id}:{'0' * 32}": 1})
+        with capture_logs() as logs:
+            run_worker(queue, settings, burst=True)
+    [line] = [line for line in logs if line["event"] == "job failed"]
+    assert line["reason"].startswith("its process ended")
+    assert "exc_info" not in line
