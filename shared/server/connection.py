@@ -126,16 +126,19 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
     """
     client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
     pool: Any = client.connection_pool
-    pool.connection_class = _packing_in_c(pool.connection_class)
+    pool.connection_class = _adapted(pool.connection_class)
     return client
 
 
 @cache
-def _packing_in_c(kind: Any) -> Any:
+def _adapted(kind: Any) -> Any:
     """Returns a connection class that packs commands in C, like the sync client's.
 
     A publish has seven arguments a token, and packing them costs more than the rest of a call. A
     `memoryview` is large, so it is not copied: copying 8 MB takes milliseconds.
+
+    A connection that the server has just closed counts as lost. Otherwise uvloop would raise a
+    RuntimeError, after which redis-py does not connect again.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -144,7 +147,14 @@ def _packing_in_c(kind: Any) -> Any:
         packed: list[bytes] = kind.pack_command(connection, *args)
         return packed
 
-    return type("PackingConnection", (kind,), {"pack_command": pack_command})
+    async def send_packed_command(connection: Any, *args: Any, **options: Any) -> None:
+        if connection.is_connected and connection._writer.is_closing():
+            await connection.disconnect(nowait=True)
+            raise redis.ConnectionError("Connection closed by server.")
+        await kind.send_packed_command(connection, *args, **options)
+
+    methods = {"pack_command": pack_command, "send_packed_command": send_packed_command}
+    return type("AdaptedConnection", (kind,), methods)
 
 
 def _make(kind: Any, url: str) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+import uvloop
 
 from promptq import AsyncClient, Client
 from promptq.shared.errors import (
@@ -228,6 +231,23 @@ async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> 
         other.client_kill_filter(_type="normal", skipme=True)
     assert await client.ping()
     await client.aclose()
+
+
+def test_a_connection_that_the_server_has_just_closed_is_opened_again(redis_url: str) -> None:
+    """Before the event loop could report that. uvloop is the gateway's."""
+
+    async def call_twice() -> None:
+        client = await open_async_redis(redis_url)
+        assert await client.exists("promptq:{a}:request:nothing") == 0
+        pool: Any = client.connection_pool
+        [connection] = pool._available_connections
+        connection._writer.transport.abort()
+        assert await client.exists("promptq:{a}:request:nothing") == 0
+        await client.aclose()
+
+    for loop in (uvloop.new_event_loop, asyncio.new_event_loop):
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(call_twice())
 
 
 async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> None:
