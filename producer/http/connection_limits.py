@@ -68,8 +68,9 @@ _FULL = ApiError(
 class _StayingParser(httptools.HttpRequestParser):
     """Ignores offers to change to another protocol, such as Java's client makes for HTTP/2.
 
-    httptools stops behind the head of such a request, and uvicorn would drop the body. So this
-    parser gets a second head, which says only how long the body is, and `continues` meanwhile.
+    httptools stops behind the head of such a request, and uvicorn would drop the body. So another
+    parser takes its place. It gets a second head, which says only how long the body is, and
+    `continues` meanwhile.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -78,17 +79,18 @@ class _StayingParser(httptools.HttpRequestParser):
         self._protocol = protocol
 
     def feed_data(self, data: Any) -> None:
+        parser, feed = self, httptools.HttpRequestParser.feed_data
         while True:
             try:
-                return super().feed_data(data)
+                return feed(parser, data)
             except httptools.HttpParserUpgrade as stop:
                 data = data[stop.args[0] :]
-            lengths = [
-                b"%b: %b\r\n" % header for header in self._protocol.headers if header[0] in _LENGTHS
-            ]
-            self.continues = True
-            super().feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lengths))
-            self.continues = False
+            headers = self._protocol.headers
+            lengths = b"".join(b"%b: %b\r\n" % each for each in headers if each[0] in _LENGTHS)
+            parser = self._protocol.parser = _StayingParser(self._protocol)
+            parser.continues = True
+            feed(parser, b"POST / HTTP/1.1\r\n%b\r\n" % lengths)
+            parser.continues = False
 
 
 class BoundedProtocol(HttpToolsProtocol):
