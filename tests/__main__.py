@@ -17,7 +17,11 @@ PROGRAMS = {
         arguments=("--beside-last-release", "--seconds", "600"),
         sentence="Updates a fleet from the last release and back, under the faults of chaos.",
     ),
-    "swapping": Program("tests.worker.swapping.chaos"),
+    "swapping": Program(
+        "tests.programs.chaos",
+        arguments=("--scenario", "swapping"),
+        sentence="Kills processes while two models change places.",
+    ),
     "soak": Program("tests.programs.soak.soaking"),
     "engines": Program("tests.programs.engines"),
     "compat": Program("tests.programs.compat"),

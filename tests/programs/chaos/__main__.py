@@ -1,7 +1,9 @@
 """Kills, freezes and cuts off real processes, and audits all streams.
 
 `--mutant lost-fence` has all processes send scripts that are broken in one place, until that is
-caught; `--mutant all` takes everything in `states/mutants.py`, one after the other.
+caught; `--mutant all` takes everything in `states/mutants.py`, one after the other. Scenarios
+beside the fleet: in `swapping` two models of a worker change places, in `engines` workers forward
+to inference servers.
 """
 
 from __future__ import annotations
@@ -14,23 +16,29 @@ import tempfile
 from pathlib import Path
 
 from tests.programs.chaos.audit.outcome import Outcome, mutant_table, report
-from tests.programs.chaos.audit.records import Queue
-from tests.programs.chaos.driver import Run
+from tests.programs.chaos.audit.records import FLEET, Queue
+from tests.programs.chaos.driver import SCENARIOS, Run
 from tests.programs.chaos.processes.earlier import LAST_RELEASE, check_out
 from tests.programs.chaos.processes.server import ChaoticCluster
-from tests.programs.chaos.schedule import MEAN_SECONDS, MEAN_SECONDS_ON_A_CLUSTER, Fault
+from tests.programs.chaos.schedule import MEAN_SECONDS_ON_A_CLUSTER, Fault
 from tests.programs.states.mutants import CHAOS_MUTANTS
+
+ENGINES = ("stand-in", "vllm", "llama.cpp")
 
 
 def main() -> int:
     """Exit code 1 at any violation; of mutants, if there is none."""
     parser = argparse.ArgumentParser(prog="python -m tests chaos", description=__doc__)
+    parser.add_argument("--scenario", choices=SCENARIOS, default="fleet")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default=ENGINES[0], help="the servers of engines"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults come")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and the requests")
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
     parser.add_argument(
-        "--queues", nargs="+", type=Queue, default=list(Queue), help="which there are, of all"
+        "--queues", nargs="+", type=Queue, choices=FLEET, help="which there are, of the fleet's"
     )
     parser.add_argument(
         "--beside-last-release", action="store_true", help="share the queues with the last release"
@@ -45,6 +53,10 @@ def main() -> int:
         "--mutant", choices=[*CHAOS_MUTANTS, "all"], help="broken scripts, to be caught"
     )
     options = parser.parse_args()
+    if options.scenario != "fleet":
+        for name in ("queues", "beside_last_release", "cluster"):
+            if getattr(options, name):
+                parser.error(f"--{name.replace('_', '-')}: for the scenario fleet alone")
     names = [""] if options.mutant is None else [options.mutant]
     if options.mutant == "all":
         names = list(CHAOS_MUTANTS)
@@ -75,7 +87,13 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
             earlier = None
             if options.beside_last_release:
                 earlier = check_out(Path(checkout) / LAST_RELEASE, own_environment=True)
-            cluster, means = None, MEAN_SECONDS
+            queues, means = SCENARIOS[options.scenario]
+            cluster = None
+            engines = None
+            if Queue.UPSTREAM in queues:
+                from tests.programs.chaos.processes.engines import Engines  # with torch
+
+                engines = Engines(options.engine, folder)
             if options.cluster:
                 cluster = ChaoticCluster(options.cluster, may_lose=options.may_lose)
                 means = dict(MEAN_SECONDS_ON_A_CLUSTER)
@@ -83,11 +101,12 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
                     del means[Fault.SLOT_MOVE_AT_ONCE]
             chaos = Run(
                 *(seed, options.seconds, folder, options.load),
-                queues=options.queues,
+                queues=options.queues or queues,
                 means=means,
                 mutant=mutant,
                 earlier=earlier,
                 cluster=cluster,
+                engines=engines,
             )
             return asyncio.run(chaos.run())
 

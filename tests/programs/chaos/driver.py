@@ -8,11 +8,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 
@@ -22,6 +22,7 @@ from promptq.shared.server.cluster import client_of
 from tests.programs.chaos.audit.auditor import Violation, check_endings, check_refusals
 from tests.programs.chaos.audit.outcome import Outcome, hold_names, told_since
 from tests.programs.chaos.audit.records import (
+    FLEET,
     Expected,
     Journal,
     Kind,
@@ -35,14 +36,39 @@ from tests.programs.chaos.processes.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fle
 from tests.programs.chaos.processes.group import ProcessGroup
 from tests.programs.chaos.processes.server import ChaoticCluster, PersistentServer
 from tests.programs.chaos.requests import TEMPLATES
-from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
+from tests.programs.chaos.schedule import (
+    MEAN_SECONDS,
+    MEAN_SECONDS_WHILE_SWAPPING,
+    MEAN_SECONDS_WITH_ENGINES,
+    Fault,
+    carry_out,
+    schedule,
+)
 from tests.programs.states.mutants import CHAOS_VARIABLE
 from tests.support.network import Network
 from tests.support.roles import as_role
 
-WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
-RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
+if TYPE_CHECKING:
+    from tests.programs.chaos.processes.engines import Engines  # with torch and transformers
+
+WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2, Queue.FIRST: 1}
+NUM_UPSTREAM_WORKERS = 3
+RATES = {
+    Queue.VOLUME: 7.0,
+    Queue.REAL: 0.25,
+    Queue.POISON: 0.5,
+    Queue.FIRST: 5.0,
+    Queue.SECOND: 5.0,
+    Queue.UPSTREAM: 24.0,
+}
 """Requests a second."""
+
+SCENARIOS: dict[str, tuple[Sequence[Queue], Mapping[Fault, float]]] = {
+    "fleet": (FLEET, MEAN_SECONDS),
+    "swapping": ((Queue.FIRST, Queue.SECOND), MEAN_SECONDS_WHILE_SWAPPING),
+    "engines": ((Queue.UPSTREAM,), MEAN_SECONDS_WITH_ENGINES),
+}
+"""The queues that get requests, and the faults."""
 
 _NUM_CLIENTS = 2
 _PATIENCE_SECONDS = 60.0
@@ -89,7 +115,8 @@ class Run:
     `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
     that name of CHAOS_MUTANTS, and the run is over at the first violation. With an `earlier`
     release half of the clients are of that, and the fleet is updated and rolled back under way.
-    With a `cluster`, which the run stops, the queues are on that.
+    With a `cluster`, which the run stops, the queues are on that. `engines`, which it stops too,
+    are behind the workers of Queue.UPSTREAM.
     """
 
     def __init__(
@@ -99,11 +126,12 @@ class Run:
         folder: Path,
         scale: float = 1.0,
         *,
-        queues: Iterable[Queue] = Queue,
+        queues: Iterable[Queue] = FLEET,
         means: Mapping[Fault, float] = MEAN_SECONDS,
         mutant: str = "",
         earlier: Release | None = None,
         cluster: ChaoticCluster | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
@@ -116,12 +144,12 @@ class Run:
         self._group = ProcessGroup()
         self._server = PersistentServer(folder, self._group)
         self._cluster = cluster
+        self._engines = engines
         self._roads = {role: Network(self._server.port) for role in Role}
         self._clients: list[asyncio.subprocess.Process] = []
         self._refused: list[str] = []
-        self._hurting: set[asyncio.Task[None]] = set()
         self._server_is_ours = asyncio.Lock()
-        self._started = self._faults_end = time.monotonic()
+        self._started = time.monotonic()
 
     async def run(self) -> Outcome:
         await self._group.start()
@@ -134,18 +162,25 @@ class Run:
                     is_sharded = self._cluster is not None and queue is Queue.VOLUME
                     config = _CONFIG | {"pubsub": "sharded" if is_sharded else "plain"}
                     client_of(client, keys).hset(keys.config, mapping=config)
+            upstream: list[list[str]] = []
+            if self._engines is not None:
+                await self._engines.start()
+                upstream = [self._engines.options(it) for it in range(NUM_UPSTREAM_WORKERS)]
             self._fleet = Fleet(
-                {queue: WORKERS[queue] for queue in self._queues},
+                {queue: WORKERS.get(queue, 0) for queue in self._queues},
                 self._url("worker", Role.WORKERS),
                 self._folder,
                 self._group,
                 self._environment,
                 self._earlier,
+                upstream,
             )
             if self._earlier is not None:
                 self._fleet.share_with_earlier(SHARES[0])
             await self._fleet.start()
             references = {}
+            if self._engines is not None:
+                references = await asyncio.to_thread(self._engines.references)
             if Queue.REAL in self._queues:
                 self._say("asking the shipped model undisturbed")
                 references = await self._ask_references()
@@ -164,6 +199,8 @@ class Run:
                 road.close()
             if self._cluster is not None:
                 self._cluster.stop()
+            if self._engines is not None:
+                self._engines.kill()
         self.outcome.num_swallowed = sum(it.num_swallowed for it in self._roads.values())
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         return self.outcome
@@ -190,6 +227,8 @@ class Run:
             await self._server.stop()
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         self.outcome.violations += self._bad_ends()
+        if self._engines is not None:
+            self.outcome.violations += [it async for it in self._engines.busy()]
 
     def _say(self, what: str) -> None:
         print(f"{time.monotonic() - self._started:6.1f} s  {what}", flush=True)
@@ -249,19 +288,11 @@ class Run:
 
     async def _hurt(self) -> None:
         """Carry out the schedule."""
-        started = time.monotonic()
-        self._faults_end = started + self.outcome.seconds
-        if self._earlier is not None:
-            updating = asyncio.create_task(self._update())
-            self._hurting.add(updating)
-            updating.add_done_callback(self._hurting.discard)
-        for planned in schedule(self.outcome.seed, self.outcome.seconds, self._means):
-            await asyncio.sleep(max(0.0, started + planned.at - time.monotonic()))
-            task = asyncio.create_task(self._inflict(planned))
-            self._hurting.add(task)
-            task.add_done_callback(self._hurting.discard)
-        await asyncio.sleep(max(0.0, self._faults_end - time.monotonic()))
-        await asyncio.gather(*self._hurting)
+        planned = schedule(self.outcome.seed, self.outcome.seconds, self._means)
+        updating = [] if self._earlier is None else [self._update()]
+        await asyncio.gather(
+            carry_out(planned, self.outcome.seconds, self._action, self.outcome.faults), *updating
+        )
 
     async def _update(self) -> None:
         """From the earlier release to this one and back, a part of the fleet at a time."""
@@ -279,21 +310,10 @@ class Run:
                 await asyncio.to_thread(self._audit, references)
         if self.outcome.violations:
             self.outcome.caught_after = time.monotonic() - started
-        tasks = [hurting, *self._hurting]
-        for task in tasks:
-            task.cancel()
-        for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
+        hurting.cancel()
+        with suppress(asyncio.CancelledError):
+            await hurting
         return bool(self.outcome.violations)
-
-    async def _inflict(self, planned: Planned) -> None:
-        rng = random.Random(planned.chance)
-        while not await self._action(planned.fault, rng):
-            if time.monotonic() >= self._faults_end:
-                return
-            await asyncio.sleep(_LOOK_SECONDS)  # models take long to load; until then nobody is up
-        self.outcome.faults[planned.fault] += 1
 
     async def _action(self, fault: Fault, rng: random.Random) -> bool:
         """Whether there was anybody to hurt."""
@@ -308,6 +328,11 @@ class Run:
                 return bool(places) and await rng.choice(places).freeze(seconds)
             case "RELAY":
                 return await self._freeze_in_turn(rng)
+            case "MODEL":
+                places = self._fleet.of(Queue.FIRST)
+                return bool(places) and rng.choice(places).kill_model(rng)
+            case "ENGINE":
+                return self._engines is not None and await self._engines.hurt(fault, rng)
             case "SCALE":
                 self._fleet.scale(Queue.VOLUME, rng)
                 return True
@@ -417,7 +442,7 @@ class Run:
     async def _let_workers_tell(self) -> None:
         """Until every worker is up and has told how it fares, idle; who does not is a violation."""
         give_up_at = time.monotonic() + self._patience
-        silent = self._fleet.places
+        silent = self._fleet.telling
         with self._audited.opened() as client:
             seconds, microseconds = client.time()
             since = seconds * 1000 + microseconds // 1000 + _SETTLING_MS
@@ -443,4 +468,4 @@ class Run:
 
 
 def _queue_of(fault: Fault) -> Queue:
-    return Queue.REAL if fault.name.endswith("_REAL") else Queue.VOLUME
+    return Queue[fault.name.partition("_")[2] or "VOLUME"]

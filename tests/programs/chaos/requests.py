@@ -16,6 +16,9 @@ _KINDS = {
     Kind.DELAY: 5,
     Kind.TWICE: 5,
 }
+UPSTREAM_PROMPTS = [f"prompt {number}" for number in range(50)]
+MOST_UPSTREAM_TOKENS = 300
+_MOST_TOKENS = {Queue.VOLUME: 120, Queue.POISON: 40, Queue.FIRST: 6000, Queue.SECOND: 6000}
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 TEMPLATES: dict[str, dict[str, Any]] = {
@@ -77,6 +80,10 @@ def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -
     if queue is Queue.REAL:
         template = rng.choice(list(TEMPLATES))
         fields = dict(TEMPLATES[template])
+    elif queue is Queue.UPSTREAM:
+        prompt, count = rng.choice(UPSTREAM_PROMPTS), rng.randint(1, MOST_UPSTREAM_TOKENS)
+        template = f"{prompt}, {count} tokens"
+        fields = {"prompt": prompt, "max_tokens": count, "temperature": 0.0, "resume": "exact_only"}
     else:
         template = ""
         fields = _model_free_fields(queue, kind, rng)
@@ -92,11 +99,10 @@ def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -
 
 def _model_free_fields(queue: Queue, kind: Kind, rng: random.Random) -> dict[str, Any]:
     prompt = "".join(rng.choices(_LETTERS, k=rng.randint(1, 60)))
-    most = 40 if queue is Queue.POISON else 120
     fields: dict[str, Any] = {
         "prompt": prompt,
         "seed": rng.randrange(2**40),
-        "max_tokens": rng.randint(1, most),
+        "max_tokens": rng.randint(1, _MOST_TOKENS[queue]),
     }
     if kind is Kind.POISON:
         return {**fields, "prompt": chr(POISON) + prompt, "max_tokens": 700}

@@ -1,9 +1,12 @@
-"""Which fault comes when: a function of the seed and the length alone."""
+"""Which fault comes when: a function of the seed and the length alone. And the loop of all runs."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import merge
@@ -36,6 +39,13 @@ class Fault(StrEnum):
     PRIMARY_KILL = "SIGKILL of a queue's primary, whose replica takes over"
     SLOT_MOVE = "a queue's slot moved to another primary, key by key"
     SLOT_MOVE_AT_ONCE = "a queue's slot moved to another primary, at once"
+    KILL_FIRST = "SIGKILL of a worker with two models"
+    DRAIN_FIRST = "SIGTERM of a worker with two models"
+    MODEL_KILL = "SIGKILL of a process with one of its models"
+    KILL_UPSTREAM = "SIGKILL of a worker before an inference server"
+    DRAIN_UPSTREAM = "SIGTERM of a worker before an inference server"
+    ENGINE_KILL = "SIGKILL of an inference server"
+    ENGINE_FAULT = "an inference server that breaks streams, freezes or refuses requests"
 
 
 MEAN_SECONDS = {
@@ -75,6 +85,20 @@ MEAN_SECONDS_ON_A_CLUSTER = {
 }
 """The same on a cluster, which is reached without the proxy that spoils links."""
 
+MEAN_SECONDS_WHILE_SWAPPING = {
+    Fault.KILL_FIRST: 15.0,
+    Fault.DRAIN_FIRST: 15.0,
+    Fault.MODEL_KILL: 15.0,
+}
+MEAN_SECONDS_WITH_ENGINES = {
+    Fault.KILL_UPSTREAM: 6.0,
+    Fault.DRAIN_UPSTREAM: 25.0,
+    Fault.ENGINE_KILL: 5.0,
+    Fault.ENGINE_FAULT: 10.0,
+}
+
+_LOOK_SECONDS = 0.1
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class Planned:
@@ -104,3 +128,30 @@ def _of_kind(fault: Fault, seed: int, seconds: float, mean: float) -> Iterator[P
     while at < seconds:
         yield Planned(at, fault, rng.random())
         at += rng.expovariate(1 / mean)
+
+
+async def carry_out(
+    planned: Iterable[Planned],
+    seconds: float,
+    act: Callable[[Fault, random.Random], Awaitable[bool]],
+    counts: Counter[str],
+) -> None:
+    """Inflict each fault at its time, and count it. Returns after `seconds`, with all over.
+
+    `act` returns False while there is nobody to hurt, and is then called again until the end.
+    """
+    started = time.monotonic()
+
+    async def inflict(each: Planned) -> None:
+        rng = random.Random(each.chance)
+        while not await act(each.fault, rng):
+            if time.monotonic() >= started + seconds:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)  # models take long to load; until then nobody is up
+        counts[each.fault] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for each in planned:
+            await asyncio.sleep(max(0.0, started + each.at - time.monotonic()))
+            group.create_task(inflict(each))
+        await asyncio.sleep(max(0.0, started + seconds - time.monotonic()))

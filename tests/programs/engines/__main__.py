@@ -17,7 +17,8 @@ _TESTS = [
     "tests/programs/engines",
     "tests/worker/serve/test_engine_contract.py",
 ]
-_KILLS = {"stand-in": 200, "llama.cpp": 15, "vllm": 5}
+_RUNS = {"stand-in": (1200, 1.0), "llama.cpp": (100, 0.2), "vllm": (40, 0.2)}
+"""Seconds of faults, with a kill of a server and of a worker every 5 s on average, and the load."""
 
 
 def main() -> None:
@@ -26,9 +27,9 @@ def main() -> None:
     options = parser.parse_args()
     _run("benchmarks", "peers")
     _run(*_TESTS, *options.options)
-    for kind, kills in _KILLS.items():
-        count = str(kills)
-        _run("tests.programs.engines.chaos", kind, "--worker-kills", count, "--server-kills", count)
+    for kind, (seconds, load) in _RUNS.items():
+        how = ("--engine", kind, "--seconds", str(seconds), "--load", str(load))
+        _run("tests.programs.chaos", "--scenario", "engines", *how)
 
 
 def _run(*command: str) -> None:

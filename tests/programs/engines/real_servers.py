@@ -171,3 +171,9 @@ def undisturbed(prompt: str, num_tokens: int) -> list[int]:
         if token_id in ends:
             return tokens[:number]
     return tokens
+
+
+def text_of(tokens: list[int]) -> str:
+    """Returns the text of output tokens, without an end token."""
+    text: str = _loaded()[1].decode(tokens, skip_special_tokens=True)
+    return text

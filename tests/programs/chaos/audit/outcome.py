@@ -138,6 +138,8 @@ class Outcome:
     """Streams in which several attempts speak."""
     passed_on: Counter[str] = field(default_factory=Counter)
     """How often one went from a worker of one release to a worker of the other, by direction."""
+    num_changes: int = 0
+    """How often a worker loaded another model."""
     violations: list[Violation] = field(default_factory=list)
     caught_after: float | None = None
     """Seconds of faults until a mutant was caught; None if only the end told, or nothing did."""
@@ -177,6 +179,7 @@ class Outcome:
         told = zip(sent, states, strict=True)
         self.requests = Counter((it.queue, f"{it.kind} {state}") for it, state in told)
         logs = sorted(folder.glob("*.log"))
+        self.num_changes = sum(path.read_text().count('"another model') for path in logs)
         claimed = [(path, claim) for path in logs for claim in read_claimed(path)]
         of_earlier = {
             (claim.request_id, claim.attempt): path.name.endswith(EARLIER_LOG)
@@ -247,6 +250,8 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     )
     for way, count in sorted(outcome.passed_on.items()):
         yield f"{count:,} streams passed {way}"
+    if outcome.num_changes:
+        yield f"{outcome.num_changes:,} changes of model"
     yield f"{len(outcome.violations):,} violations"
     for violation in outcome.violations[:_MOST_SHOWN]:
         yield f"  {violation}"

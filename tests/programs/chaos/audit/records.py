@@ -24,6 +24,15 @@ class Queue(StrEnum):
     """The shipped model, under every fault but less often."""
     POISON = "poison"
     """Model-free workers that die of some requests and of nothing else."""
+    FIRST = "first"
+    SECOND = "second"
+    """These two share a worker, which has one of their model-free models loaded at a time."""
+    UPSTREAM = "upstream"
+    """Workers that forward to inference servers."""
+
+
+FLEET = (Queue.VOLUME, Queue.REAL, Queue.POISON)
+"""The queues of a run that names no other scenario."""
 
 
 Logprob = tuple[int, float, int]
@@ -49,6 +58,7 @@ class Expected:
     token_ids: list[int]
     text: str
     finish_reason: str
+    """Empty: any, as an end token comes just where the length ends."""
     logprobs: list[Logprob] | None = None
     """One for each token, if they were asked for."""
 

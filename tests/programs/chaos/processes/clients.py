@@ -30,7 +30,15 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import Request
 from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_async_redis
-from tests.programs.chaos.audit.records import Journal, Kind, Queue, Seen, SeenEvent, Sent
+from tests.programs.chaos.audit.records import (
+    FLEET,
+    Journal,
+    Kind,
+    Queue,
+    Seen,
+    SeenEvent,
+    Sent,
+)
 from tests.programs.chaos.requests import make_request
 from tests.programs.states.mutants import break_scripts
 
@@ -99,6 +107,8 @@ class Clients:
                 status = await _persist(lambda: producer.cancel(request.request_id))
                 request.cancel_status = CancelStatus(status).value
             await asyncio.gather(*listening)
+            if request.queue not in FLEET:  # what its log has, too
+                await self._subscribe(request, num_subscribers)
         finally:
             for task in listening:
                 task.cancel()

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.programs.chaos.audit.records import Ending, Queue
@@ -15,9 +16,10 @@ from tests.programs.chaos.processes.earlier import EARLIER_LOG, Release
 from tests.programs.chaos.processes.group import ForkedWorker, ProcessGroup, warm_up
 from tests.support.fork_server import ForkServer, fork_server
 from tests.support.paths import ROOT
+from tests.support.processes import family_of
 
 LEASE_MS = 1000
-MAX_CRASHES = {Queue.VOLUME: 1000, Queue.REAL: 1000, Queue.POISON: 4}
+MAX_CRASHES = dict.fromkeys(Queue, 1000) | {Queue.POISON: 4}
 """Where workers are killed at random, even crashes of one that ran alone tell nothing of it."""
 
 CRASH_BACKOFF_MS = 200
@@ -27,6 +29,12 @@ _OPTIONS = {
     Queue.VOLUME: ["--model", "model-free", "--max-num-seqs", "8"],
     Queue.REAL: ["--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory", "32M"],
     Queue.POISON: ["--model", "model-free", "--max-num-seqs", "4"],
+    Queue.FIRST: [
+        *["--model", "model-free", "--model", "model-free", "--queue", Queue.SECOND],
+        *["--swap-least-seconds", "1", "--swap-longest-wait", "3", "--max-num-seqs", "8"],
+        *["--drain-seconds", "0.3"],
+    ],
+    Queue.UPSTREAM: [],
 }
 _WORKER = "tests.programs.chaos.processes.chaotic_worker"
 _LIBRARIES = (
@@ -37,6 +45,7 @@ _LIBRARIES = (
 )
 _THREADS = {"OMP_NUM_THREADS": "1"}  # read when torch is imported
 _DRAIN_SECONDS = 2.0
+_FAMILY = 4
 _RESTART_SECONDS = 0.05
 
 
@@ -53,6 +62,7 @@ class Place:
         server: ForkServer,
         environment: Mapping[str, str],
         earlier: Release | None = None,
+        upstream: Sequence[str] = (),
     ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
@@ -63,6 +73,7 @@ class Place:
         self.is_to_be_earlier = False
         """Whether the next process is of the earlier release."""
         self.is_earlier = False
+        self._options = [*_OPTIONS[queue], *upstream]
         self._url = url
         self._folder = folder
         self._earlier = earlier
@@ -111,6 +122,16 @@ class Place:
         self.is_ready = self.is_ready and signal_number is not signal.SIGKILL
         return True
 
+    def kill_model(self, rng: random.Random) -> bool:
+        """Kill the process of one of its two models."""
+        # The worker, what forks, and the processes of the models, in this order.
+        family = family_of(self.pid) if self.pid is not None else []
+        if len(family) < _FAMILY:
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(family[-2:]), signal.SIGKILL)
+        return True
+
     async def freeze(self, seconds: float) -> bool:
         """Stop it for so long, and let it go on."""
         pid = self.pid
@@ -155,10 +176,10 @@ class Place:
             self._last_words = ""
             self._was_ready = False
             arguments = [
-                *_OPTIONS[self.queue],
                 *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
                 *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
                 *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
+                *self._options,
             ]
             earlier = self._earlier if self.is_to_be_earlier else None
             self.is_earlier = earlier is not None
@@ -195,7 +216,10 @@ class Place:
 
 
 class Fleet:
-    """All workers of a run. `environment` is added to that of the processes."""
+    """All workers of a run. `environment` is added to that of the processes.
+
+    `upstream` are the options of each worker that forwards.
+    """
 
     def __init__(
         self,
@@ -205,6 +229,7 @@ class Fleet:
         group: ProcessGroup,
         environment: Mapping[str, str],
         earlier: Release | None = None,
+        upstream: Sequence[Sequence[str]] = (),
     ) -> None:
         self._servers = [fork_server(_LIBRARIES, **_THREADS)]
         if earlier is not None:
@@ -213,6 +238,12 @@ class Fleet:
             Place(queue, number, url, folder, group, self._servers[0], environment, earlier)
             for queue, count in counts.items()
             for number in range(count)
+        ]
+        self.places += [
+            Place(
+                Queue.UPSTREAM, number, url, folder, group, self._servers[0], environment, None, it
+            )
+            for number, it in enumerate(upstream)
         ]
 
     async def start(self) -> None:
@@ -253,10 +284,15 @@ class Fleet:
     async def end(self) -> None:
         await asyncio.gather(*(place.end() for place in self.places))
 
+    @property
+    def telling(self) -> list[Place]:
+        """Those whose own process sends heartbeats, and not one for each model."""
+        return [place for place in self.places if place.queue is not Queue.FIRST]
+
     def pids(self) -> dict[Queue, dict[str, int | None]]:
-        """The process of each worker; None where none runs."""
+        """The process of each worker that tells; None where none runs."""
         found: dict[Queue, dict[str, int | None]] = {place.queue: {} for place in self.places}
-        for place in self.places:
+        for place in self.telling:
             found[place.queue][place.name] = place.pid
         return found
 

