@@ -1,4 +1,4 @@
-"""Servers that the tests run on; each test gets an empty one. And samples of matrices.
+"""Servers that the tests run on, empty for each, and commands. And samples of matrices.
 
 `@pytest.mark.matrix(3)` on a test with parameters: a run takes three of its cases, others each
 time, as all take long. A run tells its seed at its end, and `--sample-seed` gives the same sample
@@ -10,11 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import fakeredis
@@ -23,8 +25,10 @@ import redis
 import redis.asyncio
 
 from promptq.shared.queue import spoilt
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server import retry
-from tests.support.processes import hear_signals
+from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
+from tests.support import processes
 from tests.support.roles import (
     AsyncQueueClient,
     QueueClient,
@@ -44,7 +48,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-hear_signals()  # for what the product starts
+processes.hear_signals()  # for what the product starts
 gc.disable()  # until all is imported, as nothing of that is garbage
 
 # They run real servers, which `python -m tests engines` builds first.
@@ -74,6 +78,92 @@ def redis_url(embedded_url: str) -> Iterator[str]:
     """
     with _emptied(embedded_url):
         yield as_role("producer", embedded_url)
+
+
+@pytest.fixture
+def everything(redis_url: str) -> Iterator[redis.Redis]:
+    """The server's default user, who may do anything."""
+    with redis.Redis.from_url(as_role("", redis_url)) as client:
+        yield client
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
+    client = AsyncQueueClient.from_url(as_role("", redis_url))
+    yield AsyncRequestQueue(client)
+    await client.aclose()
+
+
+@pytest.fixture
+def own_worker(redis_url: str) -> Iterator[HandWorker]:
+    """A worker on the embedded server alone."""
+    with QueueClient.from_url(as_role("", redis_url)) as connection:
+        yield HandWorker(connection)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Without settings, and without anybody's running `promptq up`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")}
+    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+
+
+def _role_of(args: tuple[str, ...]) -> str:
+    """Who gives a command."""
+    roles = dict.fromkeys(("up", "supervise", "worker"), "worker")
+    roles |= {"jobs": "jobs", "gateway": "gateway"}
+    steering = dict.fromkeys(("keys", "pause", "resume", "drain", "webhooks", "models"), "operator")
+    return (roles | steering).get(args[0], "producer")
+
+
+@pytest.fixture
+def run(environment: dict[str, str], redis_url: str) -> Run:
+    """Runs the command to its end, on the embedded server unless told otherwise."""
+
+    def run(
+        *args: str, stdin: str = "", url: str | None = None, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        url = as_role(_role_of(args), redis_url) if url is None else url
+        process = processes.start(
+            *PROMPTQ,
+            *args,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
+        )
+        output, errors = process.communicate(stdin)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    return run
+
+
+@pytest.fixture
+def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
+    """Starts the command; what still runs after the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        *args: str, url: str | None = None, is_new: bool = False, **env: str
+    ) -> subprocess.Popen[str]:
+        url = as_role(_role_of(args), redis_url) if url is None else url
+        process = processes.start(
+            *[*PROMPTQ, *args],
+            is_new=is_new,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

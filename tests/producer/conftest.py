@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from promptq import Client
 from tests.producer.playing import (
-    PROMPTQ,
     BlockingAsyncClient,
     HandWorker,
     Reader,
-    Run,
-    Start,
     read_async,
     read_sync,
 )
 from tests.producer.webhooks.receiving import Receiver, receiver
-from tests.support import processes
-from tests.support.roles import QueueClient, as_role
+from tests.support.roles import as_role
 
 
 @pytest.fixture
@@ -73,13 +66,6 @@ def client(server: Any) -> Iterator[Client]:
 
 
 @pytest.fixture
-def own_worker(redis_url: str) -> Iterator[HandWorker]:
-    """A worker on the embedded server alone."""
-    with QueueClient.from_url(as_role("", redis_url)) as connection:
-        yield HandWorker(connection)
-
-
-@pytest.fixture
 def make_client(kind: str) -> Iterator[Callable[..., Any]]:
     """Makes clients of each kind; what it made is closed after the test."""
     with asyncio.Runner() as runner:
@@ -101,71 +87,6 @@ def make_client(kind: str) -> Iterator[Callable[..., Any]]:
 def any_client(make_client: Callable[..., Any], redis_url: str) -> Any:
     """A client of each kind on the embedded server."""
     return make_client(redis_url)
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Without settings, and without anybody's running `promptq up`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")}
-    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-
-
-def _role_of(args: tuple[str, ...]) -> str:
-    """Who gives a command."""
-    roles = dict.fromkeys(("up", "supervise", "worker"), "worker")
-    roles |= {"jobs": "jobs", "gateway": "gateway"}
-    steering = dict.fromkeys(("keys", "pause", "resume", "drain", "webhooks", "models"), "operator")
-    return (roles | steering).get(args[0], "producer")
-
-
-@pytest.fixture
-def run(environment: dict[str, str], redis_url: str) -> Run:
-    """Runs the command to its end, on the embedded server unless told otherwise."""
-
-    def run(
-        *args: str, stdin: str = "", url: str | None = None, **env: str
-    ) -> subprocess.CompletedProcess[str]:
-        url = as_role(_role_of(args), redis_url) if url is None else url
-        process = processes.start(
-            *PROMPTQ,
-            *args,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
-        )
-        output, errors = process.communicate(stdin)
-        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-    return run
-
-
-@pytest.fixture
-def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
-    """Starts the command; what still runs after the test is killed."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(
-        *args: str, url: str | None = None, is_new: bool = False, **env: str
-    ) -> subprocess.Popen[str]:
-        url = as_role(_role_of(args), redis_url) if url is None else url
-        process = processes.start(
-            *[*PROMPTQ, *args],
-            is_new=is_new,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture

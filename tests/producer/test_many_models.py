@@ -39,15 +39,9 @@ def workers(redis_url: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def connection(redis_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(as_role("", redis_url)) as client:
-        yield client
-
-
 @pytest.mark.usefixtures("workers")
-def test_a_client_finds_the_queue_of_a_model(redis_url: str, connection: redis.Redis) -> None:
-    connection.hset(ALIASES, "gpt-4o", "wren")
+def test_a_client_finds_the_queue_of_a_model(redis_url: str, everything: redis.Redis) -> None:
+    everything.hset(ALIASES, "gpt-4o", "wren")
     for name in ("wren", "gpt-4o"):
         with Client(redis_url, model=name) as client:
             assert client.queue.keys.queue == "b"
@@ -79,9 +73,9 @@ def test_an_async_client_finds_it_too(redis_url: str) -> None:
 
 @pytest.mark.usefixtures("workers")
 def test_queues_that_a_user_may_not_read_are_left_out(
-    redis_url: str, connection: redis.Redis
+    redis_url: str, everything: redis.Redis
 ) -> None:
-    connection.execute_command("ACL", "SETUSER", "one", *user_rules("producer", "b", "pw"))
+    everything.execute_command("ACL", "SETUSER", "one", *user_rules("producer", "b", "pw"))
     url = "redis://one:pw@" + redis_url.rpartition("@")[2]
     with Client(url, "b") as client:
         assert [model.name for model in client.models()] == ["wren"]
@@ -152,7 +146,7 @@ def test_a_request_is_found_in_its_queue(run: Run) -> None:
 
 
 def test_a_model_whose_workers_are_gone_can_be_forgotten(
-    run: Run, redis_url: str, connection: redis.Redis
+    run: Run, redis_url: str, everything: redis.Redis
 ) -> None:
     with live_worker(redis_url, served_model_free(name="wren"), queue="b"):
         pass
@@ -163,16 +157,16 @@ def test_a_model_whose_workers_are_gone_can_be_forgotten(
         client.cancel(request_id)
     assert run("models", "forget", "wren").stdout == "queue b no longer has a model\n"
     assert "no models" in run("models", "list").stdout
-    assert not connection.exists(Keys("b").model)
+    assert not everything.exists(Keys("b").model)
     with live_worker(redis_url, served_model_free(name="owl"), queue="b"):
         assert "owl" in run("models", "list").stdout
 
 
 @pytest.mark.usefixtures("workers")
 def test_lines_of_a_batch_go_to_the_queues_of_their_models(
-    tmp_path: Path, redis_url: str, connection: redis.Redis
+    tmp_path: Path, redis_url: str, everything: redis.Redis
 ) -> None:
-    connection.hset(ALIASES, "gpt-4o", "wren")
+    everything.hset(ALIASES, "gpt-4o", "wren")
     lines = [line(number) for number in range(12)]
     models = ["owl", "wren", "gpt-4o", "heron"]
     for number, item in enumerate(lines):
@@ -193,7 +187,7 @@ def test_lines_of_a_batch_go_to_the_queues_of_their_models(
 
 
 def test_a_queue_that_is_full_holds_up_no_other(
-    tmp_path: Path, redis_url: str, connection: redis.Redis
+    tmp_path: Path, redis_url: str, everything: redis.Redis
 ) -> None:
     lines = [line(number) for number in range(40)]
     for number, item in enumerate(lines):
@@ -202,14 +196,14 @@ def test_a_queue_that_is_full_holds_up_no_other(
 
     async def run() -> BatchOutcome:
         async with running_worker(redis_url, served_model_free(name="owl"), queue="default"):
-            connection.hset(Keys("default").config, mapping={"paused": 1, "max_pending": 2})
+            everything.hset(Keys("default").config, mapping={"paused": 1, "max_pending": 2})
             async with running_worker(redis_url, served_model_free(name="wren"), queue="b"):
                 running = asyncio.create_task(
                     asyncio.to_thread(run_batch, source, tmp_path / "out.jsonl", server=redis_url)
                 )
                 output = tmp_path / "out.jsonl"
                 await async_until(lambda: output.exists() and output.read_text().count("\n") == 20)
-                connection.hdel(Keys("default").config, "paused", "max_pending")
+                everything.hdel(Keys("default").config, "paused", "max_pending")
                 return await running
 
     outcome = asyncio.run(run())
@@ -238,23 +232,23 @@ def test_top_lists_the_queues_and_shows_the_next_one(run: Run, redis_url: str) -
 
 
 def test_a_model_that_is_loaded_in_its_turn_is_shown_as_such(
-    run: Run, connection: redis.Redis
+    run: Run, everything: redis.Redis
 ) -> None:
-    connection.hset(Keys("default").model, mapping={"model": "owl", "standby_until": 2**53})
+    everything.hset(Keys("default").model, mapping={"model": "owl", "standby_until": 2**53})
     *_, row = run("models", "list").stdout.strip().splitlines()
     assert row.split()[:4] == ["owl", "default", "on", "call"]
     for command in ("stats",), ("top", "--once"):
         assert "a worker loads it when its turn comes" in run(*command).stdout
     for over in ("1", "never"):  # long ago, and what a stranger wrote
-        connection.hset(Keys("default").model, "standby_until", over)
+        everything.hset(Keys("default").model, "standby_until", over)
         assert "No worker is alive" in run("stats").stdout
 
 
-def test_names_that_a_stranger_wrote_are_shown_as_text(run: Run, connection: redis.Redis) -> None:
-    connection.sadd("promptq:queues", "b")
-    connection.hset(Keys("b").model, "model", "[/no]\x1b]0;x\x07")
-    connection.hset(Keys("default").model, "model", "owl")
-    connection.hset(ALIASES, "[bold]\x1b[2J", "owl")
+def test_names_that_a_stranger_wrote_are_shown_as_text(run: Run, everything: redis.Redis) -> None:
+    everything.sadd("promptq:queues", "b")
+    everything.hset(Keys("b").model, "model", "[/no]\x1b]0;x\x07")
+    everything.hset(Keys("default").model, "model", "owl")
+    everything.hset(ALIASES, "[bold]\x1b[2J", "owl")
     for command in (("models", "list"), ("top", "--once")):
         shown = run(*command, COLUMNS="200")
         assert shown.returncode == 0, shown.stderr

@@ -268,13 +268,13 @@ async def batch_of(url: str, folder: Path, tenant: str, num_lines: int, **key: A
             stream, filename="in.jsonl", purpose="batch", tenant=tenant
         )
     batch = new_batch("/v1/completions", stored.id, caller)
-    async with redis.asyncio.Redis.from_url(url) as connection:
+    async with redis.asyncio.Redis.from_url(as_role("gateway", url)) as connection:
         await Batches(AsyncRequestQueue(connection)).add(batch)
     return batch
 
 
 async def statuses(url: str, *batches: BatchRecord) -> list[str]:
-    async with redis.asyncio.Redis.from_url(url) as connection:
+    async with redis.asyncio.Redis.from_url(as_role("gateway", url)) as connection:
         records = Batches(AsyncRequestQueue(connection))
         return [(await records.get(it.id)).status for it in batches]
 
@@ -425,7 +425,7 @@ def taken_over_between_two_commands(client: Any, server: Any, key: str) -> None:
 async def test_a_batch_is_not_kept_or_let_go_of_that_somebody_else_took(redis_url: str) -> None:
     """Where it happens between looking and writing, too."""
     key = KEYS.batch_runner("b")
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("operator", redis_url)) as server:
         for ttl_ms in (LEASE_MS, 0):
             async with AsyncSlow.from_url(as_role("jobs", redis_url)) as client:
                 server.delete(key)
@@ -445,7 +445,7 @@ def test_two_never_lead(redis_url: str) -> None:
     """Nor does one who steps down take the lead from the next."""
     key = KEYS.jobs_leader
     with (
-        redis.Redis.from_url(redis_url) as server,
+        redis.Redis.from_url(as_role("operator", redis_url)) as server,
         Slow.from_url(as_role("jobs", redis_url)) as client,
     ):
         dispatcher = Dispatcher(client, batch_queue("default", client), JobsSettings())

@@ -14,7 +14,7 @@ import redis
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.shared.errors import ConfigurationError
-from tests.producer.gateway.living import LiveGateway, bearer, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, live_gateway, make_key
 from tests.producer.playing import KEYS, Run
 from tests.support.model_free import running_worker
 from tests.support.roles import as_role
@@ -28,9 +28,7 @@ def gateway(redis_url: str, tmp_path: Path) -> Iterator[LiveGateway]:
 
 @pytest.fixture
 def admin(redis_url: str, gateway: LiveGateway) -> Iterator[httpx2.Client]:
-    with Client(redis_url) as client:
-        secret, _ = client.create_api_key(ApiKey(name="admin", is_admin=True))
-    headers = bearer(secret)
+    headers = bearer(make_key(redis_url, "admin", is_admin=True))
     with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
         yield http
 

@@ -20,6 +20,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, old_server
 from tests.support.processes import Terminal
+from tests.support.roles import as_role
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[666mc\x9b777md\u202ee\u2066f\rg\x7fh\x08i\x85j"
 """A title, two colours that nobody has, an order, an overwriting, and more that acts."""
@@ -45,7 +46,7 @@ def at_terminal(redis_url: str, tmp_path: os.PathLike[str]) -> At:
     """Runs a command at a terminal; gives what came there, and checks that nothing acted."""
 
     def run(*args: str) -> str:
-        environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url}
+        environment = {**os.environ, "PROMPTQ_REDIS_URL": as_role("operator", redis_url)}
         environment |= {"TERM": "xterm", "COLUMNS": "300", "LINES": "60"}
         with closing(Terminal(*PROMPTQ, *args, env=environment)) as terminal:
             terminal.read_rest()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 import structlog
 import torch
 
-from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
-from tests.support.roles import AsyncQueueClient, as_role
+from tests.support.roles import as_role
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,13 +27,6 @@ def seed() -> int:
     chosen = secrets.randbelow(1 << 31)
     print(f"seed {chosen}")
     return chosen
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
-    client = AsyncQueueClient.from_url(as_role("", redis_url))
-    yield AsyncRequestQueue(client)
-    await client.aclose()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import base64
 import json
 import struct
 import subprocess
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,13 @@ from tests.producer.playing import PROMPTQ
 from tests.support.model_free import finished, running_worker
 from tests.support.processes import started
 from tests.support.requests import async_log_of, async_put, put_plainly, until_active
-from tests.support.roles import AsyncQueueClient, as_role
+from tests.support.roles import as_role
 from tests.support.waiting import async_until
 from tests.worker.engine.tiny_models import make_model
 
 TEXTS = ["Once upon a time", "A fox.", "There was an old baker who loved the snow " * 9]
 POOLINGS: list[Any] = ["last", "mean"]
 LONG = [5 + place % 700 for place in range(600)]
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
-    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
-        yield AsyncRequestQueue(client)
 
 
 @pytest.fixture(scope="module")

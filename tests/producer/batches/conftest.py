@@ -21,6 +21,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.producer.gateway.living import live_gateway
 from tests.producer.playing import KEYS
 from tests.support.model_free import text_of
+from tests.support.roles import as_role
 
 NUM_TOKENS = 5
 
@@ -82,7 +83,7 @@ def give_up(connection: redis.Redis, batch_id: str) -> None:
 
 
 async def finished_batch(url: str, batch_id: str) -> Any:
-    async with redis.asyncio.Redis.from_url(url) as connection:
+    async with redis.asyncio.Redis.from_url(as_role("gateway", url)) as connection:
         while True:
             record = await Batches(AsyncRequestQueue(connection)).get(batch_id)
             if record.is_final:

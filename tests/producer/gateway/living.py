@@ -143,7 +143,7 @@ def live_worker(redis_url: str, served: Served | None = None, **settings: Any) -
 
 def make_key(url: str, name: str, weight: float | None = None, **fields: Any) -> str:
     """The secret of a new key."""
-    with Client(url) as client:
+    with Client(as_role("operator", url)) as client:
         return client.create_api_key(ApiKey.build(name=name, **fields), weight)[0]
 
 

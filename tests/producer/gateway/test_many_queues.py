@@ -46,12 +46,6 @@ def http(start_gateway: Callable[..., LiveGateway]) -> Iterator[httpx2.Client]:
         yield client
 
 
-@pytest.fixture
-def server(redis_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(as_role("", redis_url)) as client:
-        yield client
-
-
 def complete(http: httpx2.Client, model: str | None, **fields: Any) -> httpx2.Response:
     named = {} if model is None else {"model": model}
     body = {"prompt": "Hi", "seed": 3, "max_tokens": 6, **named, **fields}
@@ -65,13 +59,13 @@ def num_requests(server: redis.Redis, queue: str) -> int:
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_model_finds_its_queue(http: httpx2.Client, server: redis.Redis) -> None:
+def test_a_model_finds_its_queue(http: httpx2.Client, everything: redis.Redis) -> None:
     for model, queue in (("owl", "default"), ("wren", "b"), (None, "default")):
-        before = num_requests(server, queue)
+        before = num_requests(everything, queue)
         answer = complete(http, model)
         assert answer.json()["choices"][0]["text"] == text_of(3, 6)
         assert answer.json()["model"] == QUEUES[queue]
-        assert num_requests(server, queue) == before + 1
+        assert num_requests(everything, queue) == before + 1
     refused = complete(http, "heron")
     assert error_of(refused) == (404, "model_not_found")
     said = refused.json()["error"]["message"]
@@ -91,8 +85,10 @@ def test_a_model_that_nobody_serves_is_refused_while_the_own_queue_has_none(
 
 
 @pytest.mark.usefixtures("workers")
-def test_all_models_are_listed(http: httpx2.Client, redis_url: str, server: redis.Redis) -> None:
-    server.hset(ALIASES, mapping={"gpt-4o": "wren", "gone": "no such model"})
+def test_all_models_are_listed(
+    http: httpx2.Client, redis_url: str, everything: redis.Redis
+) -> None:
+    everything.hset(ALIASES, mapping={"gpt-4o": "wren", "gone": "no such model"})
     listed = http.get("/v1/models").json()
     assert http.get("/v1/models/").json() == listed
     assert http.head("/v1/models").status_code == 200
@@ -105,12 +101,12 @@ def test_all_models_are_listed(http: httpx2.Client, redis_url: str, server: redi
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_further_name_of_a_model(http: httpx2.Client, server: redis.Redis) -> None:
-    server.hset(ALIASES, "gpt-4o", "wren")
+def test_a_further_name_of_a_model(http: httpx2.Client, everything: redis.Redis) -> None:
+    everything.hset(ALIASES, "gpt-4o", "wren")
     assert complete(http, "gpt-4o").json()["model"] == "wren"
     large = complete(http, "gpt-4o", metadata={"of": "x" * 100_000}, prompt="Hi" * 50)
     assert large.status_code == 200, large.text
-    assert num_requests(server, "b") == 2
+    assert num_requests(everything, "b") == 2
 
 
 @pytest.mark.usefixtures("workers")
@@ -130,7 +126,7 @@ def _data_of(stream: str) -> list[str]:
     return [line for line in stream.splitlines() if line.startswith("data:")]
 
 
-def test_queues_of_one_model_share_its_load(redis_url: str, server: redis.Redis) -> None:
+def test_queues_of_one_model_share_its_load(redis_url: str, everything: redis.Redis) -> None:
     with ExitStack() as stack:
         for queue in ("b", "c"):
             stack.enter_context(
@@ -142,7 +138,7 @@ def test_queues_of_one_model_share_its_load(redis_url: str, server: redis.Redis)
         calls = [{"prompt": "Hi", "model": "wren", "max_tokens": 10} for _ in range(12)]
         statuses = asyncio.run(_post_at_once(gateway, calls))
         assert statuses == [200] * 12
-        counts = [num_requests(server, queue) for queue in ("b", "c")]
+        counts = [num_requests(everything, queue) for queue in ("b", "c")]
         assert sum(counts) == 12
         assert min(counts) >= 4
 
@@ -153,7 +149,7 @@ async def _post_at_once(gateway: LiveGateway, bodies: list[dict[str, Any]]) -> l
         return [it.status_code for it in await asyncio.gather(*answers)]
 
 
-def test_a_call_that_is_sent_again_runs_once(redis_url: str, server: redis.Redis) -> None:
+def test_a_call_that_is_sent_again_runs_once(redis_url: str, everything: redis.Redis) -> None:
     """Also if its model has come to a further queue meanwhile, which has less to do."""
     with ExitStack() as stack:
         gateway = stack.enter_context(live_gateway(as_role("gateway", redis_url)))
@@ -162,21 +158,21 @@ def test_a_call_that_is_sent_again_runs_once(redis_url: str, server: redis.Redis
         keys = [f"key-{number}" for number in range(8)]
         first = [complete(http, "wren", headers={"Idempotency-Key": it}).json() for it in keys]
         stack.enter_context(live_worker(redis_url, served_model_free(name="wren"), queue="c"))
-        while num_requests(server, "c") == 0:  # until the gateway has found it
+        while num_requests(everything, "c") == 0:  # until the gateway has found it
             complete(http, "wren")
-        before = num_requests(server, "b") + num_requests(server, "c")
+        before = num_requests(everything, "b") + num_requests(everything, "c")
         again = [complete(http, "wren", headers={"Idempotency-Key": it}).json() for it in keys]
         assert [it["id"] for it in again] == [it["id"] for it in first]
-        assert num_requests(server, "b") + num_requests(server, "c") == before
+        assert num_requests(everything, "b") + num_requests(everything, "c") == before
         new = [complete(http, "wren", headers={"Idempotency-Key": f"new-{it}"}) for it in range(16)]
         assert {it.status_code for it in new} == {200}
 
 
 @pytest.mark.usefixtures("workers")
 def test_a_key_may_be_for_some_models(
-    http: httpx2.Client, redis_url: str, server: redis.Redis
+    http: httpx2.Client, redis_url: str, everything: redis.Redis
 ) -> None:
-    server.hset(ALIASES, "gpt-4o", "wren")
+    everything.hset(ALIASES, "gpt-4o", "wren")
     secret = make_key(redis_url, "birds", models=("wren",))
     http.headers.update(bearer(secret))
     assert complete(http, "wren").status_code == 200
@@ -203,11 +199,11 @@ def test_a_key_for_some_models_learns_no_others(http: httpx2.Client, redis_url: 
 
 @pytest.mark.usefixtures("workers")
 def test_a_queue_that_somebody_spoilt_harms_no_other(
-    http: httpx2.Client, redis_url: str, server: redis.Redis
+    http: httpx2.Client, redis_url: str, everything: redis.Redis
 ) -> None:
     for name in ("leases", "config", "pending", "tenants:waiting", "workers"):
-        server.set(f"promptq:{{spoilt}}:{name}", "x")
-    server.sadd(QUEUE_NAMES, "spoilt", "not a name!", *(f"many-{it}" for it in range(2000)))
+        everything.set(f"promptq:{{spoilt}}:{name}", "x")
+    everything.sadd(QUEUE_NAMES, "spoilt", "not a name!", *(f"many-{it}" for it in range(2000)))
     assert complete(http, "wren").status_code == 200
     assert complete(http, "owl").status_code == 200
     assert http.get("/readyz").status_code == 200
@@ -217,7 +213,7 @@ def test_a_queue_that_somebody_spoilt_harms_no_other(
         assert client.queue.keys.queue == "b"
 
 
-def test_a_keyed_call_goes_where_somebody_works(redis_url: str, server: redis.Redis) -> None:
+def test_a_keyed_call_goes_where_somebody_works(redis_url: str, everything: redis.Redis) -> None:
     with ExitStack() as stack:
         with live_worker(redis_url, served_model_free(name="wren"), queue="c"):
             pass  # the queue keeps its model
@@ -227,7 +223,7 @@ def test_a_keyed_call_goes_where_somebody_works(redis_url: str, server: redis.Re
         for number in range(12):
             headers = {"Idempotency-Key": f"key-{number}"}
             assert complete(http, "wren", headers=headers).status_code == 200
-        assert num_requests(server, "c") == 0
+        assert num_requests(everything, "c") == 0
 
 
 def test_a_model_whose_queue_was_named_may_still_load(
@@ -261,9 +257,9 @@ def test_a_gateway_may_serve_the_queues_that_are_named(
 
 @pytest.mark.usefixtures("workers")
 def test_a_gateway_whose_user_may_read_one_queue(
-    server: redis.Redis, redis_url: str, capfd: pytest.CaptureFixture[str]
+    everything: redis.Redis, redis_url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server.execute_command("ACL", "SETUSER", "one", *user_rules("gateway", "default", "pw"))
+    everything.execute_command("ACL", "SETUSER", "one", *user_rules("gateway", "default", "pw"))
     address = as_role("", redis_url).partition("://")[2]
     with (
         live_gateway(f"redis://one:pw@{address}") as gateway,
@@ -292,7 +288,7 @@ def test_metrics_and_the_dashboard_know_all_queues(http: httpx2.Client) -> None:
 
 @pytest.mark.usefixtures("workers")
 def test_tokens_are_counted_where_they_are_made(
-    http: httpx2.Client, redis_url: str, server: redis.Redis
+    http: httpx2.Client, redis_url: str, everything: redis.Redis
 ) -> None:
     secret = make_key(redis_url, "few", requests_per_minute=3, tokens_per_minute=1000)
     http.headers.update(bearer(secret))
@@ -307,10 +303,10 @@ def test_tokens_are_counted_where_they_are_made(
         bearer(make_key(redis_url, "dearer", requests_per_minute=60, tokens_per_minute=60))
     )
     assert complete(http, "wren", max_tokens=40).status_code == 200
-    before = float(server.hget(f"{Keys('default').prefix}rate:dearer", "requests") or 0)
+    before = float(everything.hget(f"{Keys('default').prefix}rate:dearer", "requests") or 0)
     refused = complete(http, "wren", prompt="Hi " * 60)
     assert error_of(refused) == (429, "rate_limit_exceeded")
-    after = float(server.hget(f"{Keys('default').prefix}rate:dearer", "requests") or 0)
+    after = float(everything.hget(f"{Keys('default').prefix}rate:dearer", "requests") or 0)
     assert after - before < 1500, "one request, which takes a second of the rate, and no second one"
     for queue, rates in (("default", {b"requests", b"tokens"}), ("b", {b"tokens"})):
-        assert {*server.hkeys(f"{Keys(queue).prefix}rate:few")} == rates
+        assert {*everything.hkeys(f"{Keys(queue).prefix}rate:few")} == rates

@@ -8,12 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import redis
-import redis.asyncio
 
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.gateway.living import make_key as make_api_key
-from tests.support.roles import as_role
 
 
 @pytest.fixture
@@ -29,10 +26,3 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., LiveGateway]
 def make_key(redis_url: str) -> Callable[..., str]:
     """Makes keys, and gives their secrets."""
     return partial(make_api_key, redis_url)
-
-
-@pytest.fixture
-def everything(redis_url: str) -> Iterator[redis.Redis]:
-    """The server's default user, who may do anything."""
-    with redis.Redis.from_url(as_role("", redis_url)) as client:
-        yield client

@@ -18,6 +18,7 @@ from promptq.producer.admin.api_keys import SCOPES, hash_of
 from promptq.producer.http import state
 from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS, PROMPTQ
+from tests.support.roles import as_role
 
 CALLS = {
     "completions": [
@@ -99,7 +100,7 @@ def test_when_a_key_was_last_used(
 
     def use() -> int:
         assert httpx2.get(f"{gateway.base_url}/models", headers=bearer(secret)).status_code == 200
-        with Client(redis_url) as client:
+        with Client(as_role("operator", redis_url)) as client:
             used = {key.name: key.last_used_at for key in client.api_keys()}
         assert used["idle"] == 0
         return used["web"]
@@ -112,14 +113,14 @@ def test_when_a_key_was_last_used(
     monkeypatch.setattr(state, "_EVERY_SECONDS", 0.0)
     assert use() > first
     assert set(everything.hkeys(KEYS.api_keys_used)) == {hash_of(secret).encode()}
-    with Client(redis_url) as client:
+    with Client(as_role("operator", redis_url)) as client:
         client.revoke_api_key("web")
     assert not everything.exists(KEYS.api_keys_used)
 
 
 def test_the_commands(redis_url: str) -> None:
     def run(*args: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PROMPTQ_REDIS_URL": redis_url, "COLUMNS": "80"}
+        env = {**os.environ, "PROMPTQ_REDIS_URL": as_role("operator", redis_url), "COLUMNS": "80"}
         return subprocess.run([*PROMPTQ, "keys", *args], capture_output=True, text=True, env=env)
 
     made = run("create", "nightly", "--scope", "files", "--scope", "batches", "--expires-in", "30d")
@@ -127,7 +128,7 @@ def test_the_commands(redis_url: str) -> None:
     shown = run("list").stdout
     assert re.search("tenant .*may call .*expires .*last used", shown)
     assert re.search(r"nightly .*nightly \(its own\) .*files batches .*never", shown)
-    with Client(redis_url) as client:
+    with Client(as_role("operator", redis_url)) as client:
         (key,) = client.api_keys()
     assert key.scopes == ("files", "batches")
     month_ms = 30 * 86_400_000

@@ -19,6 +19,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.shared.errors import ConfigurationError
 from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS
+from tests.support.roles import as_role
 
 
 def test_keys_without_a_tenant_do_not_see_each_other(
@@ -61,7 +62,7 @@ def test_keys_without_a_tenant_do_not_see_each_other(
 def old_key(redis_url: str, name: str, **fields: Any) -> str:
     """As release 0.2 made them."""
     secret = f"pq-{name}"
-    with redis.Redis.from_url(redis_url) as connection:
+    with redis.Redis.from_url(as_role("operator", redis_url)) as connection:
         value = {"name": name, "tenant": None, "created_at": 1, "hint": "x", **fields}
         connection.hset(KEYS.api_keys, hash_of(secret), json.dumps(value))
     return secret

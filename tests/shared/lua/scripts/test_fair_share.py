@@ -181,11 +181,6 @@ def taken(queue: RequestQueue, count: int = 1000) -> list[str]:
     return [claim.request_id for claim in queue.take_batch(Room(count, 10**9))]
 
 
-@pytest.fixture
-def queue(client: Any) -> RequestQueue:
-    return RequestQueue(client)
-
-
 def test_a_burst_in_one_claim_is_spread_over_tenants(queue: RequestQueue) -> None:
     for n in range(6):
         put_for(queue, f"a{n}", "a")
