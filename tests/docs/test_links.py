@@ -40,7 +40,7 @@ def headings(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them: of two headings with one name, the second has a number."""
+    """Makes anchors like GitHub: the second of two equal headings gets a number."""
     seen: Counter[str] = Counter()
     found = set()
     for heading in headings(page):

@@ -92,7 +92,7 @@ def url() -> Iterator[str]:
 
 @dataclass
 class Quiet:
-    """What each request gives in a quiet run."""
+    """Returns the output of each request in a quiet run."""
 
     requests: dict[str, dict[str, Any]]
     expected: dict[str, list[Any]]

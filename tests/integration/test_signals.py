@@ -34,7 +34,7 @@ sys.exit(asyncio.run(main()))
 def test_a_child_hears_what_its_parent_was_started_to_ignore(
     program: str, name: str, number: int
 ) -> None:
-    """As where a shell starts the tests in the background."""
+    """A shell has the tests ignore signals if it starts them in the background."""
     ignoring = ["sh", "-c", f'trap "" {name}; exec "$@"', "sh"]
     to_itself = f"kill -{name} $$; exit 0"
     with running(*ignoring, sys.executable, "-c", program, to_itself) as process:

@@ -1,4 +1,4 @@
-"""What a program gets that only enqueues."""
+"""A program that only enqueues imports little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people look at: an overview, a worker's batch, a request's life, the last hour."""
+"""Views for people: an overview, a worker's batch, a request's life, the last hour."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def forge_everything(forger: Forger, command: str, url: str) -> None:
 
 
 def spoil_lists(server: Any) -> None:
-    """What RQ keeps beside the jobs, for each of our queues and for all."""
+    """Spoil RQ's lists beside the jobs, for each of our queues and for all."""
     for queue in QUEUES:
         for end in ("", ":intermediate"):
             server.rpush(f"rq:queue:{queue}{end}", b"\xff\xfe", "a b", "no-such-job", "x" * 100_000)
@@ -411,7 +411,7 @@ class AsyncSlow(redis.asyncio.Redis):
 
 
 def taken_over_between_two_commands(client: Any, server: Any, key: str) -> None:
-    """As soon as one command was sent, the lease is over and somebody else takes it."""
+    """The lease ends once one command was sent, and somebody else takes it."""
     sent: list[None] = []
 
     def between() -> None:

@@ -21,7 +21,7 @@ FOUND = 48
 
 
 async def cached(queue: AsyncRequestQueue, tenant: str | None = None, **fields: Any) -> int:
-    """What a request of the tenant is told of the cache."""
+    """Returns how many cached tokens the usage of the tenant's request reports."""
     given = {"prompt": PROMPT, "max_tokens": 2, "tenant": tenant, **fields}
     (request_id,) = await queue.enqueue([NewRequest(new_request_id(), Request.build(given))])
     told: int = (await finished(queue, request_id))["usage"]["cached_tokens"]

@@ -87,7 +87,7 @@ def shipped(shipped_url: str) -> Iterator[RequestQueue]:
 
 
 def put_raw(queue: RequestQueue, **fields: Any) -> str:
-    """As a client does that checks nothing."""
+    """Enqueues like a client that checks nothing."""
     request_id, client = new_request_id(), queue.redis
     client.hset(queue.keys.request(request_id), "payload", json.dumps(fields))
     client.zadd(queue.keys.pending, {request_id: 0})

@@ -1,4 +1,4 @@
-"""What somebody wrote into a record of the queue, or sends as JSON, disturbs nobody else."""
+"""Spoilt records of the queue and spoilt JSON disturb nobody else."""
 
 from __future__ import annotations
 

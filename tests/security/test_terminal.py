@@ -1,4 +1,4 @@
-"""What strangers wrote is shown at a terminal, and moves nothing there."""
+"""Strangers' text is shown at a terminal, and moves nothing there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ At = Callable[..., str]
 
 
 def check_that_nothing_acts(shown: str) -> None:
-    """What rich itself writes to a terminal does not count."""
+    """Control codes that rich itself writes do not count."""
     assert "\x1b]" not in shown
     assert "\x1b[666m" not in shown
     assert not set("\x07\x08\r\x7f\x85\x9b\u202e\u2066") & set(shown)

@@ -163,7 +163,7 @@ def test_what_plain_commands_enqueue_stays_on_no_node_that_the_queue_has_left(
 
 
 def test_queues_on_several_nodes_have_one_front_door(cluster: Cluster, owner: redis.Redis) -> None:
-    """What all queues of a cluster share is on other nodes than they are."""
+    """The keys that all queues of a cluster share are on other nodes than the queues."""
     names = [f"queue-{n}" for n in range(12)]
     assert len({cluster.primary_of(Keys(name).pending).port for name in names}) == 3
     for name in names:

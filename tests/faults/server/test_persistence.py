@@ -1,4 +1,4 @@
-"""What a killed server or a failover costs under each setting: docs/operations.md has the table."""
+"""A killed server or a failover costs what the table in docs/operations.md says."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_master_whose_replica_is_silent_takes_in_nothing_after_a_while(tmp_pat
 
 
 def refusal_of(client: Client) -> str:
-    """What the server says to a request; nothing if it takes it."""
+    """Returns the server's error for a request; nothing if it takes the request."""
     try:
         client.enqueue("a")
     except RedisSideError as error:

@@ -120,7 +120,7 @@ async def test_streams_of_one_client_hear_again(hand: HandWorker, network: Netwo
 async def test_enqueueing_into_silence_fails_and_may_be_repeated(
     network: Network, redis_url: str, how: str
 ) -> None:
-    """What was held arrives after all, perhaps later: with a key it is the same request."""
+    """A held call arrives after all, perhaps later: with a key it is the same request."""
     with (
         Client(network.url) as client,
         redis.Redis.from_url(as_role("", redis_url)) as own,

@@ -83,7 +83,7 @@ def test_a_worker_that_was_frozen_for_longer_than_that_exits_when_it_wakes(
 def test_a_step_that_takes_longer_than_a_lease_loses_nothing(
     queue: RequestQueue, redis_url: str, tmp_path: Path
 ) -> None:
-    """As a long prefill or a compilation may."""
+    """A long prefill or a compilation may take longer than a lease."""
     environment = {"FAULT": "hang", "FAULT_FOR": "0.7"}
     with started(tmp_path, redis_url, "--lease-ms", "300", module=FAULTY, **environment):
         slow, other = put(queue, prompt="!", seed=1, max_tokens=4), put(queue, max_tokens=4)

@@ -49,7 +49,7 @@ def served() -> Served:
 def expected(
     directory: Path, prompt: str | list[int], pooling: str = "last", size: int | None = None
 ) -> list[float]:
-    """As sentence-transformers makes it: pooled, cut, then of length 1."""
+    """Returns the vector that sentence-transformers makes: pooled, cut, then of length 1."""
     model: Any = AutoModel.from_pretrained(directory, dtype=torch.float32)
     if isinstance(prompt, str):
         prompt = AutoTokenizer.from_pretrained(directory)(prompt)["input_ids"]
@@ -93,7 +93,7 @@ def embedded_beside(url: str) -> list[list[float]]:
 async def test_the_last_event_and_the_result_have_the_vector(
     redis_url: str, queue: AsyncRequestQueue, served: Served
 ) -> None:
-    """As a client reads it that has nothing but the protocol."""
+    """A client that has nothing but the protocol reads the vector."""
     payload = json.dumps({"prompt": TEXTS[0], "embed": {"pooling": "mean"}})
     async with running_worker(redis_url, served):
         with redis.Redis.from_url(as_role("", redis_url)) as plain:

@@ -156,7 +156,7 @@ def test_a_text_is_added(story: Story) -> None:
 
 
 def test_penalties_count_what_is_given(story: Story) -> None:
-    """As the output that it is."""
+    """The prefix counts as output."""
     client, given = story.client, {"text": " zebra" * 20}
     before = story.told.token_ids
     [often] = client.result(

@@ -1,4 +1,4 @@
-"""What the lines of a batch may ask for, and how one is ended: the job, as RQ calls it."""
+"""Fields of a batch's lines, and ends of a batch. The tests call the job like RQ."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Batch:
 
 
 async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> None:
-    """What the gateway would refuse is in the error file, with the gateway's answer."""
+    """A line that the gateway would refuse is in the error file, with the gateway's answer."""
     caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=10_000)
 
     def asking(number: int, **fields: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ async def test_what_lines_make_is_charged_to_their_keys_rate(
 async def test_a_batch_is_cancelled_in_its_midst(
     redis_url: str, files: FileStore, own_worker: HandWorker
 ) -> None:
-    """What was answered until then is kept, also what ends while it is cancelled."""
+    """Answers until then are kept, also those that end during the cancel."""
     batch = Batch(redis_url, files, PLAIN, [line(n) for n in range(12)])
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         running = asyncio.create_task(batch.run())
@@ -175,7 +175,7 @@ async def test_a_batch_is_cancelled_in_its_midst(
 async def test_a_batchs_window_ends_in_its_midst(
     redis_url: str, files: FileStore, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was answered until then is kept; what waits and what runs is not finished."""
+    """Answers until then are kept; waiting and running lines are not finished."""
     now, passed = time.time, [0]
     monkeypatch.setattr(time, "time", lambda: now() + passed[0])
     batch = Batch(redis_url, files, PLAIN, [line(n) for n in range(12)])

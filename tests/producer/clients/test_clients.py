@@ -474,7 +474,7 @@ def test_the_url_of_the_settings(
 
 
 def test_the_advertised_server(make_client: Make, no_server: None) -> None:
-    """What `promptq up` started is found without an address."""
+    """A server of `promptq up` is found without an address."""
     with EmbeddedServer(is_advertised=True) as server:
         request_id = make_client().enqueue("Hi")
         assert make_client(server.url).state(request_id) is RequestState.WAITING

@@ -98,7 +98,7 @@ def test_an_end_without_tokens(client: Client, worker: Any, read: Read) -> None:
 
 
 def test_repeats_are_dropped(client: Client, worker: Any, read: Read) -> None:
-    """What the channel repeats was delivered before and is not delivered again."""
+    """An event that the channel repeats is not delivered again."""
     request_id = client.enqueue("Hi")
     reader = read(request_id)
     claim = worker.take()

@@ -182,7 +182,7 @@ def test_the_demo_fits_the_terminal(columns: int, lines: int, fits: bool) -> Non
 
 @pytest.mark.parametrize(("columns", "has_tokens"), [(80, True), (50, False), (30, False)])
 def test_the_demos_last_table_breaks_no_word(columns: int, has_tokens: bool) -> None:
-    """What has no room in the terminal is left out."""
+    """Lines without room in the terminal are left out."""
     ended = Shown("urgent chat", -10, "", num_tokens=60, queue_ms=1234.0)
     ended.finish_reason = FinishReason.CANCELLED
     out = StringIO()

@@ -422,7 +422,7 @@ async def test_a_handler_that_fails(
 
 
 async def test_a_mailbox_is_bounded() -> None:
-    """What is dropped is told of, and what came after it is kept."""
+    """A dropped event is reported, and later events are kept."""
     mailbox = Mailbox(Subscriptions(None))
     for n in range(10 * MAX_UNREAD):
         mailbox.put(b"%d" % n)

@@ -45,7 +45,7 @@ def test_demo_in_a_terminal(environment: dict[str, str], columns: int, lines: in
 
 
 def url_of_worker(parent: int) -> str:
-    """What the demo tells its worker and nobody else."""
+    """Returns the server's URL that the demo passes to its worker alone."""
     while True:
         for pid in family_of(parent):
             with suppress(OSError):  # it has just ended

@@ -27,7 +27,7 @@ def test_ctrl_c_in_submit_cancels(start: Start, own_worker: HandWorker) -> None:
 
 
 def test_ctrl_c_while_waiting(start: Start, own_worker: HandWorker) -> None:
-    """What no worker has yet is over at once."""
+    """A request that no worker holds ends at once."""
     process = start("submit", "Hi", "--id", "mine")
     channel = KEYS.events("mine")
     until(lambda: dict(own_worker.redis.pubsub_numsub(channel))[channel.encode()])

@@ -21,7 +21,7 @@ TOKENS = 30
 
 
 def forget_the_load(worker: HandWorker) -> None:
-    """As if the last minute had passed."""
+    """Pretend that the last minute has passed."""
     worker.redis.delete(KEYS.statistics, KEYS.prefix + "statistics:open")
 
 

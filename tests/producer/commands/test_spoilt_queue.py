@@ -1,4 +1,4 @@
-"""What commands print of a queue whose records strangers spoilt."""
+"""Commands print a queue whose records strangers spoilt."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_up_on_a_port_that_is_taken(run: Run, redis_url: str) -> None:
 
 
 def test_up_keeps_data(run: Run, start: Start, tmp_path: Path) -> None:
-    """What waited in a server with a folder is there after a restart."""
+    """Requests that waited in a server with a folder are there after a restart."""
     data = tmp_path / "data"
     for is_second in (False, True):
         process = start("up", "--data", str(data), "--workers", "0", url="")

@@ -1,4 +1,4 @@
-"""What is wrong is said in one sentence; help."""
+"""Commands name an error in one sentence, and print help."""
 
 from __future__ import annotations
 

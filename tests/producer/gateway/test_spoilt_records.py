@@ -1,4 +1,4 @@
-"""What strangers wrote into records, seen over HTTP: an error with a sentence, never a 500."""
+"""Records that strangers wrote give an error with a sentence over HTTP, never a 500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deploy/redis.acl lets the jobs do is enough, and no more than their part."""
+"""The jobs' role in deploy/redis.acl suffices, and allows no more than their part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the leader hands to RQ, a step at a time."""
+"""The leader hands batches to RQ, a step at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leader:
         self.have_workers(3)
 
     def have_workers(self, count: int) -> None:
-        """As if so many of RQ's workers were alive."""
+        """Pretend that this many of RQ's workers are alive."""
         key = "rq:workers:promptq-default-batches"
         self.server.delete(key)
         for number in range(count):
@@ -61,7 +61,7 @@ class Leader:
         return found
 
     def give_way(self, batch_id: str) -> None:
-        """As a batch does that stops where it is."""
+        """Stop like a batch that is interrupted."""
         self.server.delete(KEYS.batch_runner(batch_id))
         self.server.hset(f"rq:job:promptq-{batch_id}", "status", "finished")
 
@@ -74,7 +74,7 @@ class Leader:
         return batch_id
 
     def take_off(self, batch_id: str, status: str | None) -> None:
-        """As one of RQ's workers does before it runs a batch."""
+        """Start like one of RQ's workers before it runs a batch."""
         job = f"rq:job:promptq-{batch_id}"
         self.server.delete(self._batches.key)
         if status is None:

@@ -58,7 +58,7 @@ def standalone_url() -> Iterator[str]:
 
 
 def names_on(url: str) -> set[str]:
-    """What the names of all keys begin with."""
+    """Returns the beginnings of all keys' names."""
     with redis.Redis.from_url(as_role("", url)) as server:
         return {key.decode().partition(":")[0] for key in server.scan_iter()}
 

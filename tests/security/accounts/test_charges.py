@@ -83,7 +83,7 @@ def test_a_debt_outlives_what_else_is_taken(connection: Any) -> None:
 
 
 def test_each_pays_for_its_own_in_one_step(connection: Any) -> None:
-    """What is cancelled is not charged, what has no account costs nobody."""
+    """A cancelled request is not charged, and one without an account costs nobody."""
     queue, began = RequestQueue(connection), server_ms(connection)
     for name, holder in (("a", "web"), ("b", "web"), ("c", "web:batches"), ("d", None), ("e", "e")):
         put(queue, name, account=TokenAccount(holder, 1) if holder else None)

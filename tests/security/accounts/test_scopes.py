@@ -1,4 +1,4 @@
-"""What a key may call, until when, and when it was last used."""
+"""A key has scopes, an end, and a time of its last use."""
 
 from __future__ import annotations
 

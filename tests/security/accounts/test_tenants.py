@@ -60,7 +60,7 @@ def test_keys_without_a_tenant_do_not_see_each_other(
 
 
 def old_key(redis_url: str, name: str, **fields: Any) -> str:
-    """As release 0.2 made them."""
+    """Makes a key like release 0.2."""
     secret = f"pq-{name}"
     with redis.Redis.from_url(as_role("operator", redis_url)) as connection:
         value = {"name": name, "tenant": None, "created_at": 1, "hint": "x", **fields}
@@ -96,7 +96,7 @@ def test_requests_of_a_key_without_a_tenant_are_its_own_tenants(
 def test_an_administrator_of_no_tenant_reaches_what_is_nobodys(
     start: Callable[..., LiveGateway], make_key: Callable[..., str], tmp_path: Path
 ) -> None:
-    """What was made before there were keys is not lost; and nobody else reaches it."""
+    """Files from before there were keys are not lost, and nobody else reaches them."""
     gateway = start()
     options: dict[str, Any] = {"base_url": gateway.base_url, "max_retries": 0}
     whole: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}

@@ -1,4 +1,4 @@
-"""What requests may ask their outputs to be."""
+"""Requests may ask for a format of their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives is never trimmed, and what nothing refers to goes away."""
+"""Live records are never trimmed, and unreferenced ones go away."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def heard(client: Any, channel: Any) -> list[tuple[str, bytes]]:
 def test_channels_of_another_database_carry_its_number(
     server: Server, queue_in: Callable[[int], RequestQueue]
 ) -> None:
-    """What is published in database 0 stays as it was."""
+    """Messages of database 0 keep their channels' names."""
     told: dict[int, list[tuple[str, bytes]]] = {}
     with closing(server.connect()) as client, client.pubsub() as channel:
         channel.psubscribe("promptq:*")

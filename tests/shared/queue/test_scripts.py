@@ -24,7 +24,7 @@ def used_by(text: str) -> list[str]:
 
 
 def put_together(text: str) -> str:
-    """As a client of another language does it, from the description alone."""
+    """Builds a script like a client of another language, from the description alone."""
     made = ""
     there: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What strangers and bad luck leave behind hinders nobody for long."""
+"""Leftovers of strangers and bad luck hinder nobody for long."""
 
 from __future__ import annotations
 

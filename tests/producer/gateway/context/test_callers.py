@@ -1,4 +1,4 @@
-"""What a caller's tenant and highest priority mean for its requests, whatever says who calls."""
+"""A caller's tenant and highest priority hold for its requests, whatever says who calls."""
 
 from __future__ import annotations
 

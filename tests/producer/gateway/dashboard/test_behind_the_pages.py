@@ -1,4 +1,4 @@
-"""What pages ask of the gateway, without a browser."""
+"""Requests of the pages to the gateway, without a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each page shows is what is there, and it changes by itself."""
+"""Each page shows the current state, and changes by itself."""
 
 from __future__ import annotations
 

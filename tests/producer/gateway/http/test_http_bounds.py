@@ -1,4 +1,4 @@
-"""What a client that sends or reads as it pleases can make a gateway keep; on raw sockets."""
+"""Bounds on the memory that a client can make a gateway keep, on raw sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNKED = b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: ch
 
 
 def all_of(connection: socket.socket) -> bytes:
-    """What comes until the gateway closes."""
+    """Returns all bytes until the gateway closes."""
     pieces = []
     try:
         while piece := connection.recv(65536):

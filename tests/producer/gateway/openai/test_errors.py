@@ -1,4 +1,4 @@
-"""What bad input and bad times get: OpenAI's error objects, and the classes of its client."""
+"""Bad input and bad times get OpenAI's error objects, and its client raises its classes."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_what_workers_could_not_read(http: httpx2.Client, value: str, param: str
 def test_a_needed_field_that_is_misspelt(
     http: httpx2.Client, path: str, given: str, meant: str
 ) -> None:
-    """What was given is named, and what may be meant."""
+    """The error names the wrong value, and a likely right one."""
     error = http.post(f"/v1/{path}", json={given: "Hi"}).json()["error"]
     assert error["param"] == given
     assert error["message"] == f"{given}: is not a field of a request; do you mean {meant}?"

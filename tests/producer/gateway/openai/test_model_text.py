@@ -41,7 +41,7 @@ def pieces_of(
 def read(
     text: str, style: OutputStyle | None = None, asked: ExpectedOutput = ASKED
 ) -> tuple[Any, ...]:
-    """What a whole text gives. Letter by letter gives the same."""
+    """Returns reasoning, content and calls; they are equal if the text comes letter by letter."""
     whole = pieces_of(text, style, asked, [])
     assert pieces_of(text, style, asked, list(range(len(text)))) == whole
     calls = [(it.name, it.arguments) for it in whole.calls]

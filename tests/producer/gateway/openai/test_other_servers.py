@@ -1,4 +1,4 @@
-"""What programs send that were written for other servers."""
+"""Programs that were written for other servers send these calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream sends besides text: signs of life, errors, and its end."""
+"""A stream sends more than text: signs of life, errors, and its end."""
 
 from __future__ import annotations
 

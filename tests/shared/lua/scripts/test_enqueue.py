@@ -1,4 +1,4 @@
-"""What a queue takes in, once, and what it refuses."""
+"""A queue takes a request in once, and refuses some."""
 
 from __future__ import annotations
 

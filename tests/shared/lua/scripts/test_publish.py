@@ -1,4 +1,4 @@
-"""What a holder sends: written once, refused row by row, or given back."""
+"""Rows of a holder are written once, refused one by one, or given back."""
 
 from __future__ import annotations
 

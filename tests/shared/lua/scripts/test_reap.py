@@ -1,4 +1,4 @@
-"""What a reaper ends, brings back and buries, and what is run again."""
+"""A reaper ends, brings back and buries requests; some are run again."""
 
 from __future__ import annotations
 
