@@ -7,25 +7,37 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 OBJECT, NAMED, TAGGED = "object", "named", "tagged"
+ELEMENTS, LITERALS, CHANNELS = "elements", "literals", "channels"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
     """The marks in a model's text. White space in and around marks does not count when reading.
 
-    A text has calls of one of three forms. NAME is the name of the tool, {...} its arguments:
+    A text has calls of one of these forms. NAME is the name of the tool, {...} its arguments:
 
     - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
       there may be several objects.
     - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, the name may end there
       already, and the text from there to `middle` does not count.
-    - `tagged`: `opening`, NAME, `middle`, then for each argument `key_before`, its name,
-      `key_after`, its value and `value_after`, and at the end `closing`.
+    - `elements`: `before`, NAME, `middle`, then for each argument `key_before`, its name,
+      `key_after`, its value and `value_after`, and at the end `after`. With `key_after_json`, the
+      value is JSON behind that mark and text behind `key_after`. A blank `middle` is no mark.
+    - `tagged`: as `elements`, but with `opening` for `before` and `closing` for `after`.
+    - `literals`: `before`, NAME, `middle`, then for each argument its name, `key_after` and a
+      literal, with commas between, and at the end `after`. Strings are between two `quote` marks,
+      without escapes; without `quote`, they are those of Python. Without `before`, calls are at the
+      beginning of the text alone, with `between` between them.
+    - `channels`: the text is messages: `opening`, a role, `before`, a channel, `middle`, a text,
+      `closing`. The first one begins behind the role. A message with `prelude` and NAME in front of
+      `middle` is a call, with {...} as text and `after` at its end.
 
-    In the first two forms `opening` is before the first call and `closing` after the last. A
-    `prelude` may be before a call that the model makes by itself.
+    In most forms `opening` is before the first call and `closing` after the last. A `prelude` may
+    be before a call that the model makes by itself.
 
-    A reader that does not know the form finds no calls. Gateways of earlier releases know
+    A reader that does not know the form finds no calls. In `tagged`, `elements` and `literals`, a
+    forced call that begins with `{` is an object: earlier releases force `tagged` calls as objects,
+    and so are calls written whose schema the form cannot hold. Gateways of earlier releases know
     `arguments_key`, `before` and `after` alone, so a forced call in the form `object` is written
     with these.
     """
@@ -42,7 +54,9 @@ class OutputStyle:
     name_end: str = ""
     key_before: str = ""
     key_after: str = ""
+    key_after_json: str = ""
     value_after: str = ""
+    quote: str = ""
     reasoning_before: str = ""
     """Stands before the reasoning, which comes first; empty if the model never reasons."""
     reasoning_after: str = ""
@@ -58,18 +72,28 @@ class OutputStyle:
     @property
     def has_calls(self) -> bool:
         """Whether this release knows the form."""
-        return self.form in (OBJECT, NAMED, TAGGED)
+        return self.form in (OBJECT, NAMED, TAGGED, ELEMENTS, LITERALS, CHANNELS)
 
     @property
-    def forced(self) -> OutputStyle:
-        """The style of a call that a grammar forces, which is never tagged."""
-        return replace(self, form=OBJECT, opening="", closing="") if self.form == TAGGED else self
+    def has_pairs(self) -> bool:
+        """Whether arguments are names and values that are written one by one."""
+        return self.form in (TAGGED, ELEMENTS, LITERALS)
+
+    @property
+    def as_elements(self) -> OutputStyle:
+        """The style with the form `elements` in place of `tagged`."""
+        if self.form != TAGGED:
+            return self
+        return replace(
+            self, form=ELEMENTS, before=self.opening, after=self.closing, opening="", closing=""
+        )
 
     @property
     def call_marks(self) -> tuple[str, ...]:
         """All marks of calls."""
         ours = (self.before, self.after, self.opening, self.closing, self.between, self.prelude)
-        rest = (self.middle, self.name_end, self.key_before, self.key_after, self.value_after)
+        keys = (self.key_before, self.key_after, self.key_after_json)
+        rest = (self.middle, self.name_end, *keys, self.value_after, self.quote)
         return tuple(mark for mark in (*ours, *rest) if mark)
 
     @property

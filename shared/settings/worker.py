@@ -134,6 +134,11 @@ class WorkerSettings(ReaperSettings):
         " that of the last token, or the mean of all; default: as the model's 1_Pooling/config.json"
         " says, or else last",
     )
+    output_style: str = Field(
+        "auto",
+        description="how the model writes tool calls: a family such as gpt-oss, glm-4.7, gemma-4 or"
+        " pythonic; auto: as its chat template shows",
+    )
     seed: int | None = Field(
         None, description="requests without a seed get a fixed one, made of this and their id"
     )

@@ -127,7 +127,7 @@ def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mode
     return ModelIdentity(
         shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
-        style_of(tokenizer),
+        style_of(tokenizer, settings.output_style),
     )
 
 
@@ -237,7 +237,13 @@ def _build_model(
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         method=_method(runner, settings),
-        grammars=Grammars(tokenizer, runner.vocab_size, ends, vets=True),
+        grammars=Grammars(
+            tokenizer,
+            runner.vocab_size,
+            ends,
+            vets=True,
+            style=style_of(tokenizer, settings.output_style),
+        ),
         verdict=runner.verdict,
         pooling=settings.pooling or pooling_of(_folder(name)),
     )

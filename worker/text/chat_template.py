@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.output_style import (
+    CHANNELS,
+    ELEMENTS,
+    LITERALS,
+    NAMED,
+    TAGGED,
+    OutputStyle,
+)
 
 if TYPE_CHECKING:
     from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
+AUTO = "auto"
 _DEEPSEEK = OutputStyle(
     form=NAMED,
     opening="<｜tool▁calls▁begin｜>",
@@ -20,10 +29,50 @@ _DEEPSEEK = OutputStyle(
     after="<｜tool▁call▁end｜>",
     closing="<｜tool▁calls▁end｜>",
 )
+_DSML = OutputStyle(
+    form=ELEMENTS,
+    opening="<｜DSML｜function_calls>\n",
+    before='<｜DSML｜invoke name="',
+    middle='">\n',
+    key_before='<｜DSML｜parameter name="',
+    key_after='" string="true">',
+    key_after_json='" string="false">',
+    value_after="</｜DSML｜parameter>\n",
+    after="</｜DSML｜invoke>\n",
+    closing="</｜DSML｜function_calls>",
+)
+_GLM = OutputStyle(
+    form=ELEMENTS,
+    before="<tool_call>",
+    middle="\n",
+    key_before="<arg_key>",
+    key_after="</arg_key>\n<arg_value>",
+    value_after="</arg_value>\n",
+    after="</tool_call>",
+)
+_HERMES = OutputStyle(before="<tool_call>\n", after="\n</tool_call>")
+_LLAMA = OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>")
 _STYLES = (
-    # All of these are in the template of the family, and of the families the first one counts.
+    # For each family: its name, what its template has, and its style. All of these texts are in the
+    # template of the family, and of the families the first one counts.
     (
-        ("<｜tool▁calls▁begin｜>", "```json"),  # DeepSeek V3 and R1
+        "gpt-oss",
+        ("<|channel|>analysis<|message|>", "<|start|>assistant"),
+        OutputStyle(
+            form=CHANNELS,
+            opening="<|start|>",
+            before="<|channel|>",
+            middle="<|message|>",
+            closing="<|end|>",
+            prelude=" to=functions.",
+            after="<|call|>",
+            reasoning_before="<|channel|>analysis<|message|>",
+            reasoning_after="<|end|>",
+        ),
+    ),
+    (
+        "deepseek-v3",  # and R1
+        ("<｜tool▁calls▁begin｜>", "```json"),
         replace(
             _DEEPSEEK,
             before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -31,9 +80,16 @@ _STYLES = (
             after="\n```<｜tool▁call▁end｜>",
         ),
     ),
-    (("<｜tool▁calls▁begin｜>",), _DEEPSEEK),  # DeepSeek V3.1
+    ("deepseek-v3.1", ("<｜tool▁calls▁begin｜>",), _DEEPSEEK),
+    ("deepseek-v3.2", ("｜DSML｜", "function_calls>"), _DSML),
     (
-        ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),  # Kimi K2
+        "deepseek-v4",
+        ("｜DSML｜", "tool_calls>"),
+        replace(_DSML, opening="<｜DSML｜tool_calls>\n", closing="</｜DSML｜tool_calls>"),
+    ),
+    (
+        "kimi-k2",
+        ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
         OutputStyle(
             form=NAMED,
             opening="<|tool_calls_section_begin|>",
@@ -45,31 +101,95 @@ _STYLES = (
         ),
     ),
     (
-        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),  # Mistral, which may number a call
+        "gemma-4",
+        ("<|tool_call>call:", "<tool_call|>"),
+        OutputStyle(
+            form=LITERALS,
+            before="<|tool_call>call:",
+            middle="{",
+            key_after=":",
+            after="}<tool_call|>",
+            quote='<|"|>',
+        ),
+    ),
+    (
+        "minimax-m2",
+        ("<minimax:tool_call>", "<invoke name="),
+        OutputStyle(
+            form=ELEMENTS,
+            opening="<minimax:tool_call>\n",
+            before='<invoke name="',
+            middle='">\n',
+            key_before='<parameter name="',
+            key_after='">',
+            value_after="</parameter>\n",
+            after="</invoke>\n",
+            closing="</minimax:tool_call>",
+        ),
+    ),
+    (
+        "mistral-numbered",  # a call may have an id
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         OutputStyle(form=NAMED, before="[TOOL_CALLS]", name_end="[CALL_ID]", middle="[ARGS]"),
     ),
-    (("[TOOL_CALLS]", "[ARGS]"), OutputStyle(form=NAMED, before="[TOOL_CALLS]", middle="[ARGS]")),
-    (("[TOOL_CALLS] [",), OutputStyle(before="[TOOL_CALLS] [", between=", ", after="]")),
-    (("[TOOL_CALLS]",), OutputStyle(before="[TOOL_CALLS][", between=", ", after="]")),
     (
-        ("<tool_call>", "<function=", "<parameter="),  # Qwen's coders, and Qwen 3.5
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        OutputStyle(form=NAMED, before="[TOOL_CALLS]", middle="[ARGS]"),
+    ),
+    (
+        "mistral-v3",
+        ("[TOOL_CALLS] [",),
+        OutputStyle(before="[TOOL_CALLS] [", between=", ", after="]"),
+    ),
+    (
+        "mistral-v7",
+        ("[TOOL_CALLS]",),
+        OutputStyle(before="[TOOL_CALLS][", between=", ", after="]"),
+    ),
+    (
+        "qwen3-coder",  # and Qwen 3.5
+        ("<tool_call>", "<function=", "<parameter="),
         OutputStyle(
             form=TAGGED,
             opening="<tool_call>\n<function=",
-            middle=">",
+            middle=">\n",
             key_before="<parameter=",
-            key_after=">",
-            value_after="</parameter>",
+            key_after=">\n",
+            value_after="\n</parameter>\n",
             closing="</function>\n</tool_call>",
         ),
     ),
-    (("<tool_call>", '"name"'), OutputStyle(before="<tool_call>\n", after="\n</tool_call>")),
+    ("glm-4.5", ("<tool_call>", "</arg_key>\n<arg_value>"), _GLM),
     (
-        ('"parameters": dictionary of argument',),  # Llama 3
-        OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>"),
+        "glm-4.7",
+        ("<tool_call>", "</arg_key><arg_value>"),
+        replace(_GLM, middle="", key_after="</arg_key><arg_value>", value_after="</arg_value>"),
+    ),
+    ("hermes", ("<tool_call>", '"name"'), _HERMES),
+    (
+        "pythonic",  # Llama 3.2 and 4 with a template that teaches calls in Python
+        ("[func_name1(",),
+        OutputStyle(
+            form=LITERALS,
+            opening="[",
+            middle="(",
+            key_after="=",
+            after=")",
+            between=", ",
+            closing="]",
+            prelude="<|python_start|>",
+        ),
     ),
     (
-        ('"tool_name": title of the tool', "Action:", "```json"),  # Command R
+        "llama-4",
+        ('"parameters": dictionary of argument', "<|python_end|>"),
+        replace(_LLAMA, prelude="<|python_end|>"),
+    ),
+    ("llama-3", ('"parameters": dictionary of argument',), _LLAMA),
+    (
+        "command-r",
+        ('"tool_name": title of the tool', "Action:", "```json"),
         OutputStyle(
             name_key="tool_name",
             arguments_key="parameters",
@@ -79,13 +199,20 @@ _STYLES = (
         ),
     ),
 )
-_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_REASONING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought\n", "<channel|>"),
+)
 
 
-def style_of(tokenizer: HuggingFaceTokenizer) -> OutputStyle:
-    """Returns the style of a model's chats, from the templates that render them."""
+def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
+    """Returns the style of a model's chats, from the templates that render them.
+
+    A `name` of a family replaces what the templates show of calls.
+    """
     with_tools, without = (
-        output_style(tokenizer.chat_template(with_tools=shown), tokenizer.response_template)
+        output_style(tokenizer.chat_template(with_tools=shown), tokenizer.response_template, name)
         for shown in (True, False)
     )
     if without.reasoning_marks == with_tools.reasoning_marks:
@@ -93,21 +220,37 @@ def style_of(tokenizer: HuggingFaceTokenizer) -> OutputStyle:
     return replace(with_tools, without_tools=without)
 
 
-def output_style(chat_template: str, response_template: Any = None) -> OutputStyle:
+def output_style(
+    chat_template: str, response_template: Any = None, name: str = AUTO
+) -> OutputStyle:
     """Returns the style of a model's texts, with calls in bare JSON by default.
 
     A `response_template` of `transformers` has precedence for marks that it states literally. Marks
     that it states as patterns come from the chat template.
     """
-    shown = chat_template.replace('\\"', '"')  # a mark may be in a text of the template
-    style = next(
-        (style for marks, style in _STYLES if all(mark in shown for mark in marks)),
+    shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # in a text of the template
+    style = _named(name) or next(
+        (style for _, marks, style in _STYLES if all(mark in shown for mark in marks)),
         OutputStyle(),
     )
     for before, after in _REASONING:
-        if after in chat_template:
+        if after in chat_template and style.form != CHANNELS:
             style = replace(style, reasoning_before=before, reasoning_after=after)
+    if name != AUTO or style.form == CHANNELS:
+        return style
     return _with_response_template(style, response_template)
+
+
+def _named(name: str) -> OutputStyle | None:
+    """Raises ConfigurationError for a name that is not known."""
+    if name == AUTO:
+        return None
+    styles = {known: style for known, _, style in _STYLES}
+    if name not in styles:
+        raise ConfigurationError(
+            f"--output-style: {name!r} is not known; known are {AUTO}, {', '.join(styles)}"
+        )
+    return styles[name]
 
 
 def _with_response_template(style: OutputStyle, response_template: Any) -> OutputStyle:

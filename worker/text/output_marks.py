@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.output_style import CHANNELS, OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.tokenizer import Tokenizer
@@ -34,7 +34,8 @@ class OutputMarks:
         is_chat, is_bound = request.messages is not None, request.wanted_output is not None
         self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
         marks = style.reasoning_marks if self._may_reason else ()
-        if is_chat and is_shown_tools:
+        # In channels all of a text is between marks, also without calls.
+        if is_chat and (is_shown_tools or (style.form == CHANNELS and not is_bound)):
             marks += style.call_marks
         self._marks = marks
         self._decode = tokenizer.decoder(marks)
@@ -96,20 +97,30 @@ class ReasoningTokens:
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
         """Returns the count of reasoning tokens in an output; None if its marks are no tokens."""
-        before, after = (mark.strip() for mark in self.style.reasoning_marks)
-        first, last = map(self.tokenizer.added_token, (before, after))
+        before, after = self.style.reasoning_marks
+        first, last = map(self._tokens_of, (before, after))
         begin = 0
         if not self.is_open:
-            if not text.lstrip().startswith(before):
+            if not text.lstrip().startswith(before.strip()):
                 return 0
-            if first is None or first not in token_ids:
+            places = range(len(token_ids) - len(first) + 1)
+            found = (at for at in places if [*token_ids[at : at + len(first)]] == first)
+            at = next(found, None) if first else None
+            if at is None or (len(first) > 1 and text.count(before) > 1):
                 return None
-            begin = token_ids.index(first) + 1
-        if last is None or token_ids.count(last) != text.count(after):
+            begin = at + len(first)
+        if len(last) != 1 or token_ids.count(last[0]) != text.count(after.strip()):
             return None
-        if last in token_ids[begin:]:
-            end = token_ids.index(last, begin)
+        if last[0] in token_ids[begin:]:
+            end = token_ids.index(last[0], begin)
         else:
             is_ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
             end = len(token_ids) - is_ended
         return end - begin
+
+    def _tokens_of(self, mark: str) -> list[int]:
+        """Returns the tokens of a mark; none if no token makes it certain."""
+        single = self.tokenizer.added_token(mark.strip())
+        if single is not None:
+            return [single]
+        return self.tokenizer.encode_output(mark) if self.tokenizer.special_within(mark) else []

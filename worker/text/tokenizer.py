@@ -15,6 +15,7 @@ from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.safe_files import check_files, check_tokenizer_config
 from promptq.worker.text.content_form import Message, Tools, in_form, reads_parts
 from promptq.worker.text.detokenizer import Decode
+from promptq.worker.text.template_fields import with_fields_of
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 RENDER_SECONDS = 1.0
@@ -217,7 +218,8 @@ class HuggingFaceTokenizer:
                 key = template, tools is not None
                 if key not in self._reads_parts:
                     self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
-                messages = in_form(request.messages or (), self._reads_parts[key])
+                messages = with_fields_of(template, request.messages or ())
+                messages = in_form(messages, self._reads_parts[key])
                 text = write(messages, tools, **arguments)
         except CpuTimeLimitError as error:
             raise InvalidRequestError(

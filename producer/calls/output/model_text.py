@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from promptq.producer.calls.output.channels import ChannelText
 from promptq.producer.calls.output.reasoning import ReasoningText
 from promptq.producer.calls.output.tool_calls import (
     ParameterTypes,
@@ -17,7 +18,8 @@ from promptq.producer.calls.output.tool_calls import (
     ToolText,
     merged,
 )
-from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.output_style import CHANNELS, OutputStyle
+from promptq.shared.protocol.schema_types import types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,14 @@ class ModelText:
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reasoning: ReasoningText | None = None
         self._tools: ToolText | None = None
+        self._channels: ChannelText | None = None
         style = style and style.of_chat(with_tools=expected.with_tools)
+        if style is not None and style.form == CHANNELS:
+            if expected.with_tools or expected.with_reasoning:
+                self._channels = ChannelText(
+                    style, with_tools=expected.with_tools, forced=expected.is_forced
+                )
+            return
         if style is not None and expected.with_reasoning and style.reasoning_marks:
             self._reasoning = ReasoningText(style.reasoning_before, style.reasoning_after)
         if style is not None and expected.with_tools and style.has_calls:
@@ -83,15 +92,18 @@ class ModelText:
     @property
     def is_plain(self) -> bool:
         """Whether all of the text is content."""
-        return self._reasoning is None and self._tools is None
+        return self._reasoning is None and self._tools is None and self._channels is None
 
     @property
     def num_calls(self) -> int:
         """How many calls there are so far."""
-        return self._tools.num_calls if self._tools is not None else 0
+        calls = self._channels or self._tools
+        return calls.num_calls if calls is not None else 0
 
     def feed(self, text: str) -> Piece:
         """Read more text."""
+        if self._channels is not None:
+            return Piece(*self._channels.feed(text))
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text)
@@ -99,6 +111,8 @@ class ModelText:
 
     def finish(self) -> Piece:
         """Ends the text. Returns the part that was held back."""
+        if self._channels is not None:
+            return Piece(*self._channels.finish())
         reasoning, text = "", ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
@@ -147,24 +161,5 @@ def _types(tools: Sequence[Any]) -> dict[str, dict[str, frozenset[str]]]:
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         of_one = by_tool.setdefault(function["name"], {})
         for name, schema in (properties if isinstance(properties, Mapping) else {}).items():
-            of_one[name] = _types_of(schema)
+            of_one[name] = types_of(schema, parameters)
     return by_tool
-
-
-def _types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema names; none if it names none in a known way."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset({kind})
-    if isinstance(kind, list):
-        return frozenset(name for name in kind if isinstance(name, str))
-    for either in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(either), list) and branches:
-            of_each = [_types_of(branch) for branch in branches]
-            return frozenset[str]().union(*of_each) if all(of_each) else frozenset()
-    values = schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return frozenset({"string"})
-    return frozenset()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from promptq.producer.calls.output.marks import overlap
+
 
 class ReasoningText:
     """Reads the text up to the end of its reasoning, and passes on the rest.
@@ -61,9 +63,3 @@ class ReasoningText:
 
     def _in_rest(self, text: str) -> tuple[str, str]:
         return "", text
-
-
-def overlap(text: str, mark: str) -> int:
-    """The number of letters at the end of a text that may begin a mark."""
-    most = min(len(text), len(mark) - 1)
-    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from promptq.producer.calls.output.reasoning import overlap
+from promptq.producer.calls.output.marks import overlap, squeezed, without
+from promptq.shared.protocol.output_style import OutputStyle
 
-_TYPES: dict[type, frozenset[str]] = {
+JSON_TYPES: dict[type, frozenset[str]] = {
     str: frozenset({"string"}),
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),
@@ -17,7 +18,7 @@ _TYPES: dict[type, frozenset[str]] = {
     list: frozenset({"array"}),
     type(None): frozenset({"null"}),
 }
-_PYTHON = {"True": True, "False": False, "None": None}
+_WORDS = {"True": True, "False": False, "None": None}
 """Templates write earlier calls with these words, so models write them too."""
 _LONGEST_KEY = 256
 
@@ -25,20 +26,23 @@ _LONGEST_KEY = 256
 class TaggedArguments:
     """Reads arguments letter by letter.
 
-    A value is text if its schema has the type `string` alone. Another value is JSON if its JSON has
-    a type that the schema allows, and text otherwise.
+    A value is text if its tag says so, or if its schema has the type `string` alone. Another value
+    is JSON if its JSON has a type that the schema allows, and text otherwise.
     """
 
     def __init__(
-        self, tags: tuple[str, str, str, str], types: Mapping[str, frozenset[str]]
+        self, style: OutputStyle, types: Mapping[str, frozenset[str]], *, in_lines: bool
     ) -> None:
-        self._key_before, self._key_after, self._value_after, self._closing = (
-            tag.strip() for tag in tags
-        )
+        self._key_before, self._after = style.key_before.strip(), squeezed(style.after)
+        self._key_ends = [mark for mark in (style.key_after, style.key_after_json) if mark]
+        self._value_after = style.value_after.strip()
+        self._is_typed = bool(style.key_after_json)
+        self._in_lines = in_lines
+        """Whether a value may have a line to itself."""
         self.are_over = False
         self._types = types
         self._held = ""
-        self._key = ""
+        self._key, self._allowed = "", frozenset[str]()
         self._is_text = False
         self._num_values = 0
         self._state: Callable[[], str] = self._between
@@ -51,59 +55,67 @@ class TaggedArguments:
     def _between(self) -> str:
         if self._held.endswith(self._key_before):
             self._held, self._state = "", self._in_key
-        elif "".join(self._held.split()).endswith("".join(self._closing.split())):
+        elif squeezed(self._held).endswith(self._after):
             self.are_over = True
             return "}" if self._num_values else "{}"
         self._held = self._held[-_LONGEST_KEY:]
         return ""
 
     def _in_key(self) -> str:
-        if not self._held.endswith(self._key_after):
+        dense = squeezed(self._held)
+        end = next((mark for mark in self._key_ends if dense.endswith(squeezed(mark))), None)
+        if end is None:
             if len(self._held) > _LONGEST_KEY:
                 self._held, self._state = "", self._between
             return ""
-        self._key = self._held.removesuffix(self._key_after).strip()
-        self._is_text = self._types.get(self._key) == _TYPES[str]
+        self._key = without(self._held, end)
+        self._allowed = self._types.get(self._key, frozenset())
+        if self._is_typed:
+            self._is_text = end == self._key_ends[0]
+            self._allowed = frozenset()
+        else:
+            self._is_text = self._allowed == JSON_TYPES[str]
         self._held, self._state = "", self._in_value
         before = ", " if self._num_values else "{"
         self._num_values += 1
         return f"{before}{json.dumps(self._key)}: " + ('"' if self._is_text else "")
 
     def _in_value(self) -> str:
-        """A value may have a line to itself."""
-        if self._held == "\n":
-            self._held, self._state = "", self._in_line
-            return ""
         self._state = self._in_line
+        if self._in_lines and self._held == "\n":
+            self._held = ""
+            return ""
         return self._in_line()
 
     def _in_line(self) -> str:
         is_over = self._held.endswith(self._value_after)
         if is_over:
-            text = self._held.removesuffix(self._value_after).removesuffix("\n")
+            text = self._held.removesuffix(self._value_after)
+            text = text.removesuffix("\n") if self._in_lines else text
             self._held, self._state = "", self._between
-            return _inside(text) + '"' if self._is_text else self._value(text)
+            return inside(text) + '"' if self._is_text else as_json(text, self._allowed)
         if not self._is_text:
             return ""
-        num_held = overlap(self._held, "\n" + self._value_after)
+        num_held = overlap(self._held, "\n" + self._value_after) if self._in_lines else 0
         num_held = num_held or overlap(self._held, self._value_after)
         text = self._held[: len(self._held) - num_held]
         self._held = self._held[len(text) :]
-        return _inside(text)
-
-    def _value(self, text: str) -> str:
-        allowed = self._types.get(self._key, frozenset())
-        try:
-            value: Any = _PYTHON[text] if text in _PYTHON else json.loads(text, parse_constant=_no)
-        except (ValueError, RecursionError):
-            value = text
-        if allowed and not _TYPES[type(value)] & allowed:
-            value = text
-        return json.dumps(value, ensure_ascii=False)
+        return inside(text)
 
 
-def _inside(text: str) -> str:
-    """The text as the inside of a JSON string."""
+def as_json(text: str, allowed: frozenset[str]) -> str:
+    """Returns the value in a text as JSON: of a type that is allowed, otherwise the text."""
+    try:
+        value: Any = _WORDS[text] if text in _WORDS else json.loads(text, parse_constant=_no)
+        if not allowed or JSON_TYPES[type(value)] & allowed:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)  # 1e999 is no number
+    except (ValueError, RecursionError):
+        pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def inside(text: str) -> str:
+    """Returns the text as the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

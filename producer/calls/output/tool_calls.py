@@ -16,11 +16,15 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from promptq.producer.calls.output.json_depth import JsonDepth
+from promptq.producer.calls.output.literal_arguments import LiteralArguments
+from promptq.producer.calls.output.marks import squeezed, without
 from promptq.producer.calls.output.tagged_arguments import TaggedArguments
-from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
+from promptq.shared.protocol.output_style import ELEMENTS, LITERALS, NAMED, TAGGED, OutputStyle
 
-_STRING, _NAME = "", "\0"
-"""Stand for the tool's name in a head, among literals: as a JSON string, and up to a mark."""
+_STRING, _NAME, _FIRST_KEY = "", "\0", "\1"
+"""Stand in a head, among literals, for the tool's name as a JSON string, the name up to a mark, and
+the first argument's name or the end of the call."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
@@ -50,43 +54,60 @@ class ToolText:
     def __init__(
         self, style: OutputStyle, *, forced: bool = False, types: ParameterTypes | None = None
     ) -> None:
-        style = style.forced if forced else style
         self.num_calls = 0
         self._forced, self._types = forced, types or {}
-        self._is_object, self._is_tagged = style.form not in (NAMED, TAGGED), style.form == TAGGED
-        self._before, self._after = _squeezed(style.before), _squeezed(style.after)
-        self._between, self._closing = _squeezed(style.between), _squeezed(style.closing)
-        self._name_key, self._arguments_key = style.name_key, style.arguments_key
-        self._middle, self._name_end = _squeezed(style.middle), _squeezed(style.name_end)
-        opening, prelude = _squeezed(style.opening), _squeezed(style.prelude)
-        if self._is_tagged:
-            self._head, starts = (_NAME,), {opening: 0}
-            self._tags = (style.key_before, style.key_after, style.value_after, style.closing)
-        else:
-            key = json.dumps(self._arguments_key)
-            of_object = ("{", json.dumps(self._name_key), ":", _STRING, ",", key, ":", "{")
-            self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
-            starts = {self._before: 1, opening: 0, prelude: 0}
-        self._starts = {mark: element for mark, element in starts.items() if mark}
-        """The marks that begin a call, and which element of the head comes next."""
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._held = ""  # text that may still turn out to be a call
         self._object: list[str] = []  # a call whose members come in another order
         self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
         self._dense = ""  # what is matched, without white space
-        self._depth, self._in_string, self._escaped = 0, False, False
-        self._arguments: TaggedArguments | None = None
+        self._json = JsonDepth()
+        self._arguments: TaggedArguments | LiteralArguments | None = None
         self._state: Callable[[str], None] = self._in_content
+        self._take_style(style)
+        if forced and style.has_pairs:
+            self._state = self._at_forced
+
+    def _take_style(self, style: OutputStyle) -> None:
+        self._in_lines = style.form == TAGGED or style.key_after.endswith("\n")
+        self._style = style = style.as_elements
+        self._is_object = style.form not in (NAMED, ELEMENTS, LITERALS)
+        self._before, self._after = squeezed(style.before), squeezed(style.after)
+        self._between, self._closing = squeezed(style.between), squeezed(style.closing)
+        self._name_key, self._arguments_key = style.name_key, style.arguments_key
+        self._name_ends, self._name_end = [squeezed(style.middle)], squeezed(style.name_end)
+        opening, self._prelude = squeezed(style.opening), squeezed(style.prelude)
+        starts = {self._before: 1, opening: 0, self._prelude: 0}
+        if style.form == LITERALS and not self._before:
+            # Nothing but the first argument distinguishes a call from a text.
+            self._head: tuple[str, ...] = (opening, _NAME, _FIRST_KEY)
+            del starts[opening]
+        elif style.has_pairs:
+            self._head = (self._before, _NAME)
+        else:
+            key = json.dumps(self._arguments_key)
+            of_object = ("{", json.dumps(self._name_key), ":", _STRING, ",", key, ":", "{")
+            self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
+        if style.has_pairs:  # the reader of the arguments takes the mark at their end
+            if not self._name_ends[0]:
+                self._name_ends = [squeezed(style.key_before), self._after]
+            self._after = self._after[1:] if style.form == LITERALS else ""
+        self._starts = {mark: element for mark, element in starts.items() if mark}
+        """The marks that begin a call, and which element of the head comes next."""
         # Without marks, a text that begins with a call has one.
-        self._is_at_start = self._is_object and not self._before and not opening
+        self._is_bare = not self._before and (
+            style.form == LITERALS or (self._is_object and not opening)
+        )
+        self._is_at_start = self._is_bare
         if self._is_at_start:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Reads more text. Returns the content and the pieces of calls that are certain now."""
         for letter in text:
-            if letter == _HALF_CHARACTER and self._forced and self._state != self._in_arguments:
+            is_value = self._state in (self._in_arguments, self._in_pairs)
+            if letter == _HALF_CHARACTER and self._forced and not is_value:
                 continue  # a mark was cut
             self._state(letter)
         return self._take()
@@ -97,7 +118,8 @@ class ToolText:
             if self._state == self._in_head and self._name and not self.num_calls:
                 self._begin_call("")
         elif self._state in (self._in_content, self._in_head):
-            self._content.append(self._held if self._held.strip() or not self.num_calls else "")
+            is_text = not self.num_calls or squeezed(self._held) not in ("", self._prelude)
+            self._content.append(self._held if is_text else "")
         elif self._state == self._in_whole_object:
             self._content += [self._held, *self._object]
         self._held = ""
@@ -108,20 +130,36 @@ class ToolText:
         self._content, self._deltas = [], []
         return content, deltas
 
+    def _at_forced(self, letter: str) -> None:
+        """A forced call may be an object instead, if only that can hold what its schema allows."""
+        if letter.isspace():
+            return
+        self._read_again("")
+        if letter == "{":
+            self._take_style(OutputStyle())
+        elif self._is_at_start:
+            self._expect(0)
+        self._state(letter)
+
     def _in_content(self, letter: str) -> None:
         self._held += letter
+        if letter == "{" and self.num_calls and self._is_bare and self._held.strip() == letter:
+            self._held = self._held[:-1]  # an object that follows a call may be another one
+            self._expect(0)
+            self._state(letter)
+            return
         while self._held:
             if len(self._held) <= _LONGEST_MARK:
                 if self._held.isspace() and self.num_calls:
                     return  # between two calls
-                if (squeezed := self._mark_begun()) in self._starts:
-                    self._expect(self._starts[squeezed])
+                if (begun := self._mark_begun()) in self._starts:
+                    self._expect(self._starts[begun])
                     return
-                if squeezed and self.num_calls and squeezed == self._closing:
+                if begun and self.num_calls and begun == self._closing:
                     self._held = ""
                     return
                 marks = (*self._starts, self._closing if self.num_calls else "")
-                if squeezed and any(mark.startswith(squeezed) for mark in marks):
+                if begun and any(mark.startswith(begun) for mark in marks):
                     return
             self._content.append(self._held[0])
             self._held = self._held[1:]
@@ -131,7 +169,7 @@ class ToolText:
 
         White space before the mark counts only after a call.
         """
-        return "" if self._held[0].isspace() and not self.num_calls else _squeezed(self._held)
+        return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 
     def _in_plain(self, letter: str) -> None:
         self._content.append(letter)
@@ -151,6 +189,8 @@ class ToolText:
             self._in_name(letter)
         elif literal == _STRING:
             self._in_quoted_name(letter)
+        elif literal == _FIRST_KEY:
+            self._in_first_key(letter)
         elif not letter.isspace():
             self._matched += letter
             if not literal.startswith(self._matched):
@@ -173,22 +213,36 @@ class ToolText:
     def _in_name(self, letter: str) -> None:
         self._matched += letter
         self._dense += "" if letter.isspace() else letter
-        is_over = self._dense.endswith(self._middle)
-        mark = self._middle if is_over else self._name_end
+        end = next((mark for mark in self._name_ends if mark and self._dense.endswith(mark)), "")
+        mark = end or self._name_end
         if mark and not self._name and self._dense.endswith(mark):
-            self._name = _without(self._matched, mark)
-        if is_over and self._name:
-            self._next_element()
-        elif is_over or letter in '{"' or len(self._matched) > _LONGEST_NAME:
+            self._name = without(self._matched, mark)
+        of_mark = any(letter in mark for mark in self._name_ends)
+        is_word = letter.isalnum() or letter in "_-." or not (self._is_bare or letter in '{"')
+        if end and self._name:
+            self._next_element(end if end not in squeezed(self._style.middle) else "")
+        elif end or not (is_word or of_mark) or len(self._matched) > _LONGEST_NAME:
             self._no_call()
 
-    def _next_element(self) -> None:
+    def _in_first_key(self, letter: str) -> None:
+        self._matched += letter
+        word, key_after = self._matched.strip(), self._style.key_after.strip()
+        is_key = word.endswith(key_after) and word.removesuffix(key_after).rstrip().isidentifier()
+        if is_key or word == self._style.after.strip()[0]:
+            self._next_element(self._matched)
+        elif not word.isidentifier() or len(self._matched) > _LONGEST_NAME:
+            self._no_call()
+
+    def _next_element(self, argument: str = "") -> None:
+        """The head goes on. `argument` is text of the arguments, if they have begun already."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
             self._opened_at = len(self._held) - 1
         if self._element == len(self._head):
-            self._begin_call("" if self._is_tagged else "{")
+            self._begin_call("" if self._style.has_pairs else "{")
+            for letter in argument:
+                self._state(letter)
 
     def _no_call(self) -> None:
         """The text only looked like a call. Another one may begin behind its first letter.
@@ -198,7 +252,7 @@ class ToolText:
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:
             self._held, self._object = held[: self._opened_at], []
-            self._depth, self._in_string, self._escaped = 0, False, False
+            self._json = JsonDepth()
             self._state = self._in_whole_object
             for letter in held[self._opened_at :]:
                 self._state(letter)
@@ -218,36 +272,40 @@ class ToolText:
         self._held, self._is_at_start = "", False
         self._deltas.append(ToolDelta(self.num_calls, arguments, self._name))
         self.num_calls += 1
-        self._depth, self._in_string, self._escaped = 1, False, False
+        self._json = JsonDepth(1)
         self._state = self._in_arguments
-        if self._is_tagged:
-            self._arguments = TaggedArguments(self._tags, self._types.get(self._name, {}))
-            self._state = self._in_tags
+        if self._style.has_pairs:
+            types = self._types.get(self._name, {})
+            if self._style.form == LITERALS:
+                self._arguments = LiteralArguments(self._style, types)
+            else:
+                self._arguments = TaggedArguments(self._style, types, in_lines=self._in_lines)
+            self._state = self._in_pairs
 
-    def _in_tags(self, letter: str) -> None:
+    def _in_pairs(self, letter: str) -> None:
         assert self._arguments is not None
         if json_text := self._arguments.feed(letter):
             self._deltas.append(ToolDelta(self.num_calls - 1, json_text))
         if self._arguments.are_over:
-            self._state = self._in_content
+            self._state = self._in_tail
 
     def _in_arguments(self, letter: str) -> None:
         self._deltas.append(ToolDelta(self.num_calls - 1, letter))
-        self._read_json(letter)
-        if self._depth == 0:
-            self._depth = 1
+        self._json.feed(letter)
+        if self._json.depth == 0:
+            self._json.depth = 1
             self._state = self._in_object if self._is_object else self._in_tail
 
     def _in_object(self, letter: str) -> None:
         """Skip what follows the arguments inside of their object."""
-        self._read_json(letter)
-        if self._depth == 0:
+        self._json.feed(letter)
+        if self._json.depth == 0:
             self._state = self._in_tail
 
     def _in_whole_object(self, letter: str) -> None:
         self._object.append(letter)
-        self._read_json(letter)
-        if self._depth:
+        self._json.feed(letter)
+        if self._json.depth:
             return
         held, self._held = self._held, ""
         text, self._object = "".join(self._object), []
@@ -260,7 +318,7 @@ class ToolText:
             ToolDelta(self.num_calls, json.dumps(arguments, ensure_ascii=False), name)
         )
         self.num_calls += 1
-        self._depth = 1
+        self._json.depth = 1
         self._state = self._in_tail
 
     def _call_of(self, text: str) -> tuple[str | None, Any]:
@@ -277,28 +335,13 @@ class ToolText:
         is_call = isinstance(name, str) and isinstance(arguments, dict)
         return (name if is_call else None), arguments
 
-    def _read_json(self, letter: str) -> None:
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif letter == "\\":
-                self._escaped = True
-            elif letter == '"':
-                self._in_string = False
-        elif letter == '"':
-            self._in_string = True
-        elif letter in "{[":
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
-
     def _in_tail(self, letter: str) -> None:
         """A call is over. Another one follows, or the mark after it."""
         self._held += letter
-        squeezed = _squeezed(self._held)
-        if self._between and squeezed == self._between:
+        end = squeezed(self._held)
+        if self._between and end == self._between:
             self._expect(1)
-        elif len(self._held) <= _LONGEST_MARK and self._may_be_between(squeezed):
+        elif len(self._held) <= _LONGEST_MARK and self._may_be_between(end):
             return
         elif not self._after:
             held, self._held = self._held, ""
@@ -306,11 +349,11 @@ class ToolText:
         else:
             self._held, self._dense = "", ""
             self._state = self._up_to_after
-            for each in squeezed:
+            for each in end:
                 self._state(each)
 
-    def _may_be_between(self, squeezed: str) -> bool:
-        return bool(self._between) and self._between.startswith(squeezed)
+    def _may_be_between(self, end: str) -> bool:
+        return bool(self._between) and self._between.startswith(end)
 
     def _up_to_after(self, letter: str) -> None:
         """Skip everything up to the mark after the call, or to the next call."""
@@ -333,17 +376,6 @@ def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
     """A call that begins with this delta, as in a message of the OpenAI API."""
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": call_id(request_id, delta.index), "type": "function", "function": function}
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _without(text: str, mark: str) -> str:
-    """The text before the mark at its end, whose white space does not count."""
-    for letter in reversed(mark):
-        text = text.rstrip().removesuffix(letter)
-    return text.strip()
 
 
 def _escapes(text: str) -> bool:

@@ -106,7 +106,7 @@ FAMILIES = {
         "{% if tools %}[TOOL_CALLS]name[CALL_ID]id[ARGS]{% endif %}",
         f"[TOOL_CALLS]get_weather[CALL_ID]a1[ARGS]{FIRST}[TOOL_CALLS]stop-all[ARGS]{SECOND}",
         special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        forced="[TOOL_CALLS]stop-all[ARGS]{}",
+        forced="[TOOL_CALLS]stop-all[CALL_ID]a1b2c3d4e[ARGS]{}",
     ),
     "DeepSeek V3": Family(
         "{% if tools %}<｜tool▁calls▁begin｜>function<｜tool▁sep｜>```json```{% endif %}"
@@ -141,7 +141,7 @@ FAMILIES = {
             for n, (name, it) in enumerate(zip(NAMES, ARGUMENTS, strict=True))
         )
         + "<|tool_calls_section_end|>",
-        forced="<|tool_calls_section_begin|><|tool_call_begin|>functions.stop-all"
+        forced="<|tool_calls_section_begin|><|tool_call_begin|>functions.stop-all:0"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "Qwen3-Coder": Family(
@@ -150,7 +150,7 @@ FAMILIES = {
         '<tool_call>\n<function=get_weather>\n<parameter=city>\nSão "}]\\\n</parameter>\n'
         '<parameter=days>\n[1, {"a": "b"}]\n</parameter>\n</function>\n</tool_call>\n'
         "<tool_call>\n<function=stop-all>\n</function>\n</tool_call>",
-        forced='{"name": "stop-all", "arguments": {}}',
+        forced="<tool_call>\n<function=stop-all>\n</function>\n</tool_call>",
     ),
 }
 TOOLS: list[dict[str, Any]] = [

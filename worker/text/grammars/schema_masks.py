@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import sha256
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, cast
@@ -26,9 +26,10 @@ from promptq.shared.protocol.output_format import (
     RegexOutput,
     ToolCallOutput,
 )
-from promptq.shared.protocol.output_style import NAMED, OutputStyle
+from promptq.shared.protocol.output_style import OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import style_of
+from promptq.worker.text.grammars.call_grammar import CallGrammar
 from promptq.worker.text.grammars.closed_schemas import closed
 from promptq.worker.text.grammars.fault_place import path, place_of_fault
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
@@ -38,6 +39,7 @@ from promptq.worker.text.grammars.schema_patterns import (
     num_combined_patterns,
     num_patterns_of_lark,
 )
+from promptq.worker.text.grammars.terms import any_of, terms
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
@@ -66,7 +68,8 @@ class Grammars:
     """Makes the grammars of the outputs that requests want. Thread-safe.
 
     The last 256 schemas that were used stay compiled, or fewer if they are large. With `vets`, a
-    new schema is first tried out in a process that can be killed. Without it, all are trusted.
+    new schema is first tried out in a process that can be killed. Without it, all are trusted. The
+    `style` of a forced call is by default the one that the tokenizer's template shows.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class Grammars:
         end_token_ids: frozenset[int],
         *,
         vets: bool = False,
+        style: OutputStyle | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._style = style
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
         self._vets = vets
@@ -156,8 +161,9 @@ class Grammars:
         if isinstance(wanted, ChoiceOutput):
             grammar = _choice(wanted, ours.added_tokens, ours.special_tokens)
             return LLMatcher.grammar_from_lark(grammar)
-        style = style_of(ours).forced
-        return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
+        style = self._style or style_of(ours)
+        calls = CallGrammar(style, ours.added_tokens, self._end_token_ids)
+        return LLMatcher.grammar_from_lark(calls.text(wanted.tools, options_of))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
         key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()
@@ -278,23 +284,6 @@ class LLGrammar:
             bits[token_id // 8] = bits[token_id // 8] & (255 - bit) | (bit if may_end else 0)
 
 
-def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mapping[str, int]) -> str:
-    """Returns a Lark grammar, in which each tool's parameters stay one schema for references."""
-    calls, rules = [], []
-    for index, tool in enumerate(wanted.tools):
-        if style.form == NAMED:
-            head, tail = f"{tool.name}{style.middle}", ""
-        else:
-            name = f'"{style.name_key}": {json.dumps(tool.name)}'
-            head, tail = f'{{{name}, "{style.arguments_key}": ', "}"
-        before = _terms(style.opening + style.before + head, added_tokens)
-        after = _terms(tail + style.after + style.closing, added_tokens)
-        schema = {**tool.parameters, "x-guidance": _options(tool.strict)}
-        calls.append(f"call_{index}")
-        rules.append(f"call_{index}: {before} %json {json.dumps(schema)} {after}")
-    return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
-
-
 def _choice(
     wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
 ) -> str:
@@ -302,7 +291,7 @@ def _choice(
 
     Raises ValueError for a text with a special token, which is no text.
     """
-    added = _any_of(tuple(added_tokens))
+    added = any_of(tuple(added_tokens))
     letters: list[str] = []
     others: list[str] = []
     for text in dict.fromkeys(wanted.texts):
@@ -312,28 +301,11 @@ def _choice(
         for name in held:
             if name in special_tokens:
                 raise ValueError(f"{shown(text)} holds {name}, a special token and no text")
-        others.append(_terms(text, added_tokens))
+        others.append(terms(text, added_tokens))
     if not letters:
         return f"%llguidance {{}}\nstart: {' | '.join(others)}"
     start = " | ".join(["TEXT", *others])
     return f"%llguidance {{}}\nstart: {start}\nTEXT: {' | '.join(letters)}"
-
-
-@lru_cache(maxsize=4)
-def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Returns a pattern of the names, longest first, with a group that keeps them in a split."""
-    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.compile(f"({any_name})" if names else "((?!))")
-
-
-def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Returns the text in a Lark grammar, with added tokens by id: their letters are others."""
-    pieces = _any_of(tuple(added_tokens)).split(text)
-    return " ".join(
-        f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
-        for piece in pieces
-        if piece
-    )
 
 
 def _simplified(wanted: Output) -> Output:
@@ -423,11 +395,11 @@ def _reworded(reason: str) -> str:
 def _schema_grammar(schema: dict[str, Any], strict: bool) -> str:
     from llguidance import LLMatcher
 
-    options = cast("Any", _options(strict))
+    options = cast("Any", options_of(strict))
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
-def _options(strict: bool) -> dict[str, Any]:
+def options_of(strict: bool) -> dict[str, Any]:
     return {"lenient": not strict, "whitespace_pattern": WHITESPACE}
 
 

@@ -331,6 +331,8 @@ def test_a_forced_call_is_written_as_the_family_writes_it(name: str) -> None:
     wanted = ToolCallOutput((ToolSchema("stop-all", NO_ARGUMENTS, True),))
     tokens = walk(compiled.start(wanted, frozenset({END})), 0, size)
     text = tokenizer.decoder(family.style.call_marks)(tokens)
+    text = re.sub(r"(?<=stop-all:)[0-9]{1,3}(?=<)", "0", text)
+    text = re.sub(r"(?<=\[CALL_ID\])[a-zA-Z0-9]{9}", "a1b2c3d4e", text)
     assert text.replace("{ }", "{}") == family.forced
     for mark in family.special:
         assert (tokenizer.special_tokens[mark] in tokens) == (mark in family.forced)

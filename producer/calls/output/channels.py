@@ -1,0 +1,149 @@
+"""Separates the messages of a text that says for each its channel and who shall get it."""
+
+from __future__ import annotations
+
+from promptq.producer.calls.output.json_depth import JsonDepth
+from promptq.producer.calls.output.marks import overlap
+from promptq.producer.calls.output.tool_calls import ToolDelta, merged
+from promptq.shared.protocol.output_style import OutputStyle
+
+_LONGEST_HEADER = 256
+_BETWEEN_MESSAGES = "\n"
+_REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
+
+
+class ChannelText:
+    """Reads a text in the form `channels`. A text that begins with no header is content."""
+
+    def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:
+        self.num_calls = 0
+        self._with_tools, self._forced = with_tools, forced
+        self._before, self._middle = style.before, style.middle
+        self._tool = style.prelude.strip()
+        self._starts = (style.opening, style.before, self._tool)
+        self._ends = (style.closing, style.after, style.opening, style.before)
+        self._reasoning_channel = style.reasoning_before.removeprefix(style.before).removesuffix(
+            style.middle
+        )
+        self._held = ""
+        self._kind = ""  # of the message that is open
+        self._is_empty = True
+        """Whether nothing was read of the open message."""
+        self._texts = {_REASONING: "", _CONTENT: ""}
+        self._kinds_read = set[str]()
+        self._deltas: list[ToolDelta] = []
+        self._json: JsonDepth | None = None
+        """Reads the arguments of a call up to their end."""
+        self._in_header = False
+
+    def feed(self, text: str) -> tuple[str, str, list[ToolDelta]]:
+        """Reads more text. Returns the reasoning, the content and the pieces of calls."""
+        self._held += text
+        while self._read_part():
+            pass
+        return self._take()
+
+    def finish(self) -> tuple[str, str, list[ToolDelta]]:
+        """Ends the text. Returns the part that was held back."""
+        if self._kind:
+            self._write(self._held)
+        elif not (self._in_header or self._kinds_read or self._forced):
+            self._open(_CONTENT)
+            self._write(self._held)
+        self._held = ""
+        return self._take()
+
+    def _take(self) -> tuple[str, str, list[ToolDelta]]:
+        deltas, self._deltas = merged(self._deltas), []
+        texts, self._texts = self._texts, {_REASONING: "", _CONTENT: ""}
+        return texts[_REASONING], texts[_CONTENT], deltas
+
+    def _read_part(self) -> bool:
+        """Reads up to the end of a header or a message; False if that needs more text."""
+        if self._in_header:
+            return self._read_header()
+        return self._read_message() if self._kind else self._read_start()
+
+    def _read_start(self) -> bool:
+        """Reads what is in front of a header, or of a text without one."""
+        begun = self._held.lstrip()
+        if begun.startswith(self._starts):
+            self._in_header = True
+            return True
+        if any(mark.startswith(begun) for mark in self._starts):
+            return False
+        self._open(_CONTENT)
+        return True
+
+    def _read_header(self) -> bool:
+        header, middle, rest = self._held.partition(self._middle)
+        if not middle:
+            if len(header) <= _LONGEST_HEADER:
+                return False
+            rest, header = header, ""
+        self._in_header, self._held = False, rest
+        _, is_call, name = header.partition(self._tool)
+        channel = header.partition(self._before)[2].split()
+        if is_call and self._with_tools:
+            self._open(_CALL)
+            words = name.partition("<")[0].split()
+            self._deltas.append(ToolDelta(self.num_calls, "", words[0] if words else ""))
+            self._json = JsonDepth()
+            self.num_calls += 1
+        else:
+            self._open(_REASONING if channel[:1] == [self._reasoning_channel] else _CONTENT)
+        return True
+
+    def _read_arguments(self, json: JsonDepth) -> bool:
+        """Reads an object, in whose texts marks are letters. What follows it does not count."""
+        begun = self._held.lstrip() if self._is_empty else self._held
+        if self._is_empty and begun and not begun.startswith("{"):
+            self._json = None  # no object: all up to the next mark
+            return True
+        size = 0
+        while size < len(begun) and (json.depth or not size):
+            json.feed(begun[size])
+            size += 1
+        self._write(begun[:size])
+        self._held = begun[size:]
+        if self._is_empty or json.depth:
+            return False
+        self._json, self._kind = None, _REST
+        return True
+
+    def _read_message(self) -> bool:
+        if self._json is not None:
+            return self._read_arguments(self._json)
+        ends = [(at, mark) for mark in self._ends if (at := self._held.find(mark)) >= 0]
+        if not ends:
+            num_held = max(overlap(self._held, mark) for mark in self._ends)
+            certain = len(self._held) - num_held
+            text, self._held = self._held[:certain], self._held[certain:]
+            self._write(text)
+            return False
+        at, mark = min(ends)
+        text, self._held = self._held[:at], self._held[at:]
+        self._write(text)
+        if self._kind == _CALL and self._is_empty:
+            self._write("{}")
+        self._kind, self._json = "", None
+        if mark in self._ends[:2]:
+            self._held = self._held.removeprefix(mark)
+        return True
+
+    def _open(self, kind: str) -> None:
+        self._kind, self._is_empty = kind, True
+
+    def _write(self, text: str) -> None:
+        if self._kind == _CALL and self._is_empty:
+            text = text.lstrip()
+        if not text or self._kind == _REST:
+            return
+        if self._kind == _CALL:
+            self._deltas.append(ToolDelta(self.num_calls - 1, text))
+        elif not self._forced:
+            if self._is_empty and self._kind in self._kinds_read:
+                self._texts[self._kind] += _BETWEEN_MESSAGES
+            self._texts[self._kind] += text
+        self._is_empty = False
+        self._kinds_read.add(self._kind)

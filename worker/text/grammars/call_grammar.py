@@ -1,0 +1,415 @@
+"""The grammar of a tool's forced call, in the form in which the model's family writes calls.
+
+If that form cannot hold all that a schema demands, the call is an object, which can.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from promptq.shared.protocol.output_format import ToolSchema
+from promptq.shared.protocol.output_style import (
+    CHANNELS,
+    LITERALS,
+    NAMED,
+    OBJECT,
+    OutputStyle,
+)
+from promptq.shared.protocol.schema_types import types_of
+from promptq.worker.text.grammars.references import all_references, target_of
+from promptq.worker.text.grammars.terms import any_of, terms
+
+_IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
+"""What follows the name where calls have ids: a number in Kimi's, letters in Mistral's."""
+_NOTES = frozenset({
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "$comment", "$schema", "$id", "$defs", "definitions",
+})  # fmt: skip
+"""Keywords that demand nothing."""
+_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
+_TEXT = _NOTES | {"type", "minLength", "maxLength"}
+_NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
+_MOST_REFERENCES = 16
+_BARE_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+
+Options = Callable[[bool], dict[str, Any]]
+
+
+class _UnfitError(Exception):
+    """A form cannot hold what a schema demands."""
+
+
+class CallGrammar:
+    """Writes Lark grammars of calls in one style."""
+
+    def __init__(
+        self,
+        style: OutputStyle,
+        added_tokens: Mapping[str, int],
+        end_token_ids: frozenset[int],
+    ) -> None:
+        self._style = style.as_elements
+        self._has_lines = self._style.key_after.endswith("\n")
+        self._added = added_tokens
+        self._ends = {name for name, token_id in added_tokens.items() if token_id in end_token_ids}
+        self._rules: list[str] = []
+        self._tool = ToolSchema("", {}, True)
+        self._options: dict[str, Any] = {}
+        self._by_reference: dict[str, str] = {}
+
+    def text(self, tools: Sequence[ToolSchema], options_of: Options) -> str:
+        """Returns a grammar of one call of any of the tools."""
+        calls = []
+        for tool in tools:
+            self._tool, self._options, self._by_reference = tool, options_of(tool.strict), {}
+            num_rules = len(self._rules)
+            try:
+                call = self._call()
+            except _UnfitError:
+                del self._rules[num_rules:]
+                call = self._object(OutputStyle())
+            calls.append(self._rule(call))
+        return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *self._rules])
+
+    def _rule(self, body: str) -> str:
+        self._rules.append(f"r{len(self._rules)}: {body}")
+        return f"r{len(self._rules) - 1}"
+
+    def _terms(self, text: str) -> str:
+        return terms(text, self._added)
+
+    def _call(self) -> str:
+        style, name = self._style, self._tool.name
+        before = style.opening + style.before
+        if style.form == CHANNELS:
+            return self._channel_call()
+        if style.form == NAMED:
+            head = self._terms(before + name + style.name_end)
+            number, middle = _IDS.get(style.name_end, ""), self._terms(style.middle)
+            after = self._terms(style.after + style.closing)
+            return f"{head} {number} {middle} {self._json(self._tool.parameters)} {after}"
+        if not style.has_pairs:
+            return self._object(style)
+        arguments = self._literals() if style.form == LITERALS else self._elements()
+        head = self._terms(before + name + style.middle)
+        return f"{head} {arguments} {self._terms(style.after + style.closing)}"
+
+    def _object(self, style: OutputStyle) -> str:
+        marks = style if style.form == OBJECT else OutputStyle()
+        name = f'"{marks.name_key}": {json.dumps(self._tool.name)}'
+        head = f'{{{name}, "{marks.arguments_key}": '
+        before = self._terms(marks.opening + marks.before + head)
+        after = self._terms("}" + marks.after + marks.closing)
+        return f"{before} {self._json(self._tool.parameters)} {after}"
+
+    def _channel_call(self) -> str:
+        """The recipient stands behind the channel, or in front of it as templates write it."""
+        style = self._style
+        tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
+        heads = [self._terms(text) for text in (channel + tool, tool + channel)]
+        kinds = [self._terms(text) for text in (" <|constrain|>json", " json", "")]
+        after = "" if style.after in self._ends else self._terms(style.after)
+        kind = " | ".join(kind for kind in kinds if kind)
+        return (
+            f"({' | '.join(heads)}) ({kind})? {self._terms(style.middle)}"
+            f" {self._json(self._tool.parameters)} {after}"
+        )
+
+    def _json(self, schema: Any) -> str:
+        """Returns JSON that matches a schema, whose references point into the tool's parameters."""
+        schema = dict(schema) if isinstance(schema, Mapping) else schema
+        if schema is True:
+            schema = {}
+        root = self._tool.parameters
+        if schema != root and all_references(schema):
+            schema = {**_moved(schema), "$defs": {"root": _moved(root)}}
+        return f"%json {json.dumps({**schema, 'x-guidance': self._options})}"
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        """Returns a schema without a reference at its top."""
+        for _ in range(_MOST_REFERENCES):
+            if schema is True:
+                return {}
+            if not isinstance(schema, dict):
+                break
+            if "$ref" not in schema:
+                return schema
+            if schema.keys() - _NOTES != {"$ref"}:
+                break
+            schema = target_of(schema["$ref"], self._tool.parameters)
+        raise _UnfitError
+
+    def _pairs(self, schema: Any) -> tuple[dict[str, Any], list[str], Any]:
+        """Returns an object's properties, the required ones, and the schema of all others."""
+        schema = self._resolved(schema)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        others = schema.get("additionalProperties", True)
+        kinds = schema.get("type", "object")
+        if (
+            schema.keys() - _OBJECT
+            or "object" not in (kinds if isinstance(kinds, list) else [kinds])
+            or not (isinstance(properties, dict) and isinstance(required, list))
+            or not properties.keys() >= {*required}
+        ):
+            raise _UnfitError
+        return properties, required, others
+
+    # Elements: each value is a text as it is, or JSON, between two marks.
+
+    def _elements(self) -> str:
+        style = self._style
+        properties, required, others = self._pairs(self._tool.parameters)
+        written = []
+        for name, schema in properties.items():
+            if name != name.strip() or not name or style.key_after.strip()[0] in name:
+                raise _UnfitError
+            element = self._rule(f"{self._terms(style.key_before + name)} ({self._value(schema)})")
+            written.append(element if name in required else f"{element}?")
+        if others is not False:
+            key = f"{self._terms(style.key_before)} {_BARE_KEY}"
+            written.append(f"({key} ({self._value(others)}))*")
+        body = " ".join(written)
+        if style.key_after_json and not required:  # which has an empty line for no arguments
+            body = f'({body} | "\\n")' if body else '"\\n"?'
+        return body
+
+    def _value(self, schema: Any) -> str:
+        """Returns what follows an argument's name."""
+        style = self._style
+        texts, json_schemas = self._split(schema)
+        after = style.value_after
+        as_text = [f"{self._terms(style.key_after)} {text}" for text in texts]
+        if style.key_after_json:
+            before = self._terms(style.key_after_json)
+        else:
+            before = self._terms(style.key_after)
+            if texts and json_schemas:
+                # The reader takes text for JSON if the schema allows the JSON's type.
+                if not (self._is_plain_text(texts) and all(map(_is_type_alone, json_schemas))):
+                    raise _UnfitError
+                json_schemas = []
+        as_json = [f"{before} {self._json(each)} {self._terms(after)}" for each in json_schemas]
+        if self._has_lines:
+            for words in map(_python_words, json_schemas):
+                as_json += [f'{before} "{word}" {self._terms(after)}' for word in words]
+        if not (as_text or as_json):
+            raise _UnfitError
+        return " | ".join([*as_text, *as_json])
+
+    def _is_plain_text(self, texts: list[str]) -> bool:
+        return texts == [self._text({}, self._style.value_after)]
+
+    def _split(self, schema: Any) -> tuple[list[str], list[dict[str, Any]]]:
+        """Returns the texts, with the mark after them, and the schemas of other values."""
+        resolved, texts = self._resolved(schema), list[str]()
+        branches = resolved.get("anyOf")
+        if isinstance(branches, list) and not resolved.keys() - _NOTES - {"anyOf"}:
+            others: list[dict[str, Any]] = []
+            for branch in branches:
+                of_branch = self._split(branch)
+                texts += of_branch[0]
+                others += of_branch[1]
+            return list(dict.fromkeys(texts)), others
+        kinds = types_of(resolved, self._tool.parameters)
+        values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
+        if isinstance(values, list):
+            if resolved.keys() - _NOTES - {"type", "enum", "const"}:
+                raise _UnfitError
+            notes = {key: value for key, value in resolved.items() if key not in ("enum", "const")}
+            allowed = kinds if "type" in resolved else frozenset(_TYPES)
+            listed = [value for value in values if isinstance(value, str) and "string" in allowed]
+            rest = [value for value in values if not isinstance(value, str)]
+            texts = [self._literal_text(listed, self._style.value_after)] if listed else []
+            return texts, [{**notes, "enum": rest}] if rest else []
+        if not kinds:
+            if resolved.keys() - _NOTES:
+                raise _UnfitError
+            kinds = frozenset(_TYPES)
+        other_kinds = [kind for kind in _TYPES if kind in kinds and kind != "string"]
+        if "string" in kinds:
+            text = {key: value for key, value in resolved.items() if key in _TEXT}
+            if len(kinds) == 1 and resolved.keys() - _TEXT:
+                raise _UnfitError
+            texts = [self._text(text, self._style.value_after)]
+        return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
+
+    def _text(self, schema: Mapping[str, Any], mark: str) -> str:
+        """Returns a text of a schema, and the mark after it, which the text does not hold."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        length = f"{{{least},{most}}}" if "minLength" in schema or "maxLength" in schema else "*"
+        return self._up_to(f"/(?s:.{length})/", mark)
+
+    def _literal_text(self, texts: Sequence[str], mark: str) -> str:
+        if any(mark.strip() in text for text in texts):
+            raise _UnfitError
+        return self._up_to(f"({' | '.join(map(json.dumps, texts))})", mark)
+
+    def _up_to(self, content: str, mark: str) -> str:
+        """Returns the content, which does not hold the mark, and the mark.
+
+        The content and the letters of the mark are one terminal, so that no letter of the mark is
+        taken for content. No terminal holds an added token.
+        """
+        pieces = [piece for piece in any_of(tuple(self._added)).split(mark) if piece]
+        letters = json.dumps(pieces.pop(0)) if pieces[0] not in self._added else ""
+        number = len(self._rules)
+        self._rules.append(f"C{number}: {content} & ~/(?s:.*){_regex(mark.strip())}(?s:.*)/")
+        self._rules.append(f"T{number}: C{number} {letters}")
+        return f"T{number} {self._terms(''.join(pieces))}"
+
+    # Literals: a value may hold others.
+
+    def _literals(self) -> str:
+        key_after = self._style.key_after
+        if not self._style.quote:
+            properties, required, others = self._pairs(self._tool.parameters)
+            if not all(name.isidentifier() for name in properties):
+                raise _UnfitError
+            pairs = [
+                (f'"{name}{key_after}" ({self._python(schema)})', name in required)
+                for name, schema in properties.items()
+            ]
+            key = '/[A-Za-z_][A-Za-z0-9_]*/ "="'
+            return self._joined(pairs, others, key, self._python, '", "')
+        return self._bare_pairs(self._tool.parameters)
+
+    def _python(self, schema: Any) -> str:
+        words = _python_words(self._resolved(schema))
+        return " | ".join([self._json(schema), *(f'"{word}"' for word in words)])
+
+    def _bare_pairs(self, schema: Any) -> str:
+        """Returns the inside of an object, whose keys are sorted as templates sort them."""
+        properties, required, others = self._pairs(schema)
+        if not all(re.fullmatch(_BARE_KEY.strip("/"), name) for name in properties):
+            raise _UnfitError
+        pairs = [
+            (f'"{name}:" {self._bare(properties[name])}', name in required)
+            for name in sorted(properties, key=str.lower)
+        ]
+        return self._joined(pairs, others, f'{_BARE_KEY} ":"', self._bare, '","')
+
+    def _joined(
+        self,
+        pairs: list[tuple[str, bool]],
+        others: Any,
+        key: str,
+        value: Callable[[Any], str],
+        comma: str,
+    ) -> str:
+        """Returns pairs in their order, of which some may be missing, with commas between."""
+        more, first = "", ""
+        if others is not False:
+            pair = self._rule(f"{key} ({value(others)})")
+            more, first = f"({comma} {pair})*", f"({pair} ({comma} {pair})*)?"
+        for body, is_required in reversed(pairs):
+            pair = self._rule(body)
+            begun = f"{pair} {more}"
+            first = begun if is_required else f"({begun} | {first})" if first else f"({begun})?"
+            more = f"{comma} {begun}" if is_required else f"({comma} {pair})? {more}"
+            more, first = self._rule(more), self._rule(first)
+        return first
+
+    def _bare(self, schema: Any) -> str:
+        """Returns a rule of a value with the style's quotes."""
+        reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
+        if isinstance(reference, str) and reference in self._by_reference:
+            return self._by_reference[reference]
+        rule = self._rule("")  # which its own value may refer to
+        if isinstance(reference, str) and reference:
+            self._by_reference[reference] = rule
+        at = len(self._rules) - 1
+        self._rules[at] = f"{rule}: {self._bare_body(self._resolved(schema))}"
+        return rule
+
+    def _bare_body(self, schema: dict[str, Any]) -> str:
+        branches = schema.get("anyOf")
+        if isinstance(branches, list) and not schema.keys() - _NOTES - {"anyOf"}:
+            return " | ".join(map(self._bare, branches))
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            if schema.keys() - _NOTES - {"enum", "const", "type"}:
+                raise _UnfitError
+            return " | ".join(map(self._bare_constant, values))
+        kinds = types_of(schema, self._tool.parameters)
+        if not kinds:
+            if schema.keys() - _NOTES:
+                raise _UnfitError
+            kinds = frozenset(_TYPES)
+        if len(kinds) > 1 and schema.keys() - _NOTES - {"type"}:
+            raise _UnfitError
+        return " | ".join(self._bare_of(kind, schema) for kind in _TYPES if kind in kinds)
+
+    def _bare_of(self, kind: str, schema: dict[str, Any]) -> str:
+        match kind:
+            case "string":
+                self._check(schema, _TEXT)
+                return f"{self._terms(self._style.quote)} {self._text(schema, self._style.quote)}"
+            case "boolean":
+                self._check(schema, _NOTES | {"type"})
+                return '"true" | "false"'
+            case "null":
+                self._check(schema, _NOTES | {"type"})
+                return '"null" | "None"'  # the template writes the latter
+            case "object":
+                return f'"{{" {self._bare_pairs({**schema, "type": "object"})} "}}"'
+            case "array":
+                self._check(schema, _ARRAY)
+                return self._bare_list(schema)
+        self._check(schema, _NUMBER)
+        return self._json({**schema, "type": kind})
+
+    def _bare_list(self, schema: dict[str, Any]) -> str:
+        item = self._bare(schema.get("items", True))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        some = f"{item} {more}"
+        return f'"[" {some if least else f"({some})?"} "]"'
+
+    def _bare_constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            quote = self._style.quote
+            return f"{self._terms(quote)} {self._literal_text([value], quote)}"
+        if isinstance(value, dict | list):
+            raise _UnfitError
+        return '"null" | "None"' if value is None else f'"{json.dumps(value)}"'
+
+    def _check(self, schema: dict[str, Any], known: frozenset[str]) -> None:
+        if schema.keys() - known:
+            raise _UnfitError
+
+
+def _moved(schema: Any) -> Any:
+    """Returns the schema with references to a root that has become the definition `root`."""
+    if isinstance(schema, dict):
+        return {
+            key: value.replace("#", "#/$defs/root", 1)
+            if key == "$ref" and isinstance(value, str)
+            else _moved(value)
+            for key, value in schema.items()
+        }
+    return [_moved(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def _is_type_alone(schema: dict[str, Any]) -> bool:
+    return not schema.keys() - _NOTES - {"type"}
+
+
+def _python_words(schema: dict[str, Any]) -> list[str]:
+    """Returns the words for constants in Python that a schema allows."""
+    kinds = schema.get("type", [])
+    if not _is_type_alone(schema):
+        return []
+    booleans = ["True", "False"] if "boolean" in kinds else []
+    return booleans + (["None"] if "null" in kinds else [])
+
+
+def _regex(text: str) -> str:
+    """Returns a regular expression of a text, for a grammar."""
+    return re.sub(r"([][.+*?(){}|^$\\/])", r"\\\1", text).replace("\n", "\\n")

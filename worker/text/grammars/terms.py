@@ -1,0 +1,25 @@
+"""Texts as terms of a Lark grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+
+@lru_cache(maxsize=4)
+def any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Returns a pattern of the names, longest first, with a group that keeps them in a split."""
+    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(f"({any_name})" if names else "((?!))")
+
+
+def terms(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Returns the text in a Lark grammar, with added tokens by id: their letters are others."""
+    pieces = any_of(tuple(added_tokens)).split(text)
+    return " ".join(
+        f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
+        for piece in pieces
+        if piece
+    )

@@ -1,0 +1,72 @@
+"""Fills the fields of messages that the chat templates of some families read in a form of theirs.
+
+A client's ids of calls come from a gateway or from another model, and reasoning from APIs that have
+one name for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+_LONGEST_ID = 9
+
+
+def with_fields_of(template: str, messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with ids of calls and reasoning as the template reads them."""
+    filled = list(messages)
+    if "<|tool_call_argument_begin|>" in template:
+        filled = _renamed(filled, _name_and_number)
+    elif "[TOOL_CALLS]" in template:
+        filled = _renamed(filled, _nine_letters)
+    if "message.thinking" in template:
+        filled = [_with_thinking(message) for message in filled]
+    return filled
+
+
+def _renamed(
+    messages: Sequence[Message], new_id: Callable[[dict[str, Any], int], str]
+) -> list[Message]:
+    """Returns the messages with new ids of calls, also where results name them."""
+    ids: dict[Any, str] = {}
+    renamed = []
+    num_calls = 0
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            clean = []
+            for call in calls:
+                ids[call.get("id")] = new_id(call, num_calls)
+                clean.append({**call, "id": ids[call.get("id")]})
+                num_calls += 1
+            message = {**message, "tool_calls": clean}
+        elif message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        renamed.append(message)
+    return renamed
+
+
+def _name_and_number(call: dict[str, Any], number: int) -> str:
+    """Returns the id that Kimi writes: it counts all calls of a chat."""
+    return f"functions.{call['function']['name']}:{number}"
+
+
+def _nine_letters(call: dict[str, Any], number: int) -> str:
+    """Returns the id that Mistral's templates demand."""
+    own = call.get("id")
+    if isinstance(own, str) and len(own) == _LONGEST_ID and own.isalnum() and own.isascii():
+        return own
+    return hashlib.sha256(f"{own}\n{number}".encode()).hexdigest()[:_LONGEST_ID]
+
+
+def _with_thinking(message: Message) -> Message:
+    """Returns a message with its reasoning under gpt-oss' name.
+
+    The template takes the content of a message with calls for reasoning, and refuses both.
+    """
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    has_both = message.get("tool_calls") and message.get("content")
+    if not reasoning or has_both or "thinking" in message:
+        return message
+    return {**message, "thinking": reasoning}
