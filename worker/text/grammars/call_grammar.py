@@ -35,7 +35,8 @@ _TEXT = _NOTES | {"type", "minLength", "maxLength"}
 _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
-_BARE_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+_KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+"""A name that the schema does not know. Without a limit a weak model may write it for ever."""
 
 Options = Callable[[bool], dict[str, Any]]
 
@@ -61,12 +62,14 @@ class CallGrammar:
         self._tool = ToolSchema("", {}, True)
         self._options: dict[str, Any] = {}
         self._by_reference: dict[str, str] = {}
+        self._terminals: dict[tuple[str, str], str] = {}
 
     def text(self, tools: Sequence[ToolSchema], options_of: Options) -> str:
         """Returns a grammar of one call of any of the tools."""
         calls = []
         for tool in tools:
-            self._tool, self._options, self._by_reference = tool, options_of(tool.strict), {}
+            self._tool, self._options = tool, options_of(tool.strict)
+            self._by_reference, self._terminals = {}, {}
             num_rules = len(self._rules)
             try:
                 call = self._call()
@@ -171,7 +174,7 @@ class CallGrammar:
             element = self._rule(f"{self._terms(style.key_before + name)} ({self._value(schema)})")
             written.append(element if name in required else f"{element}?")
         if others is not False:
-            key = f"{self._terms(style.key_before)} {_BARE_KEY}"
+            key = f"{self._terms(style.key_before)} /{_KEY}/"
             written.append(f"({key} ({self._value(others)}))*")
         body = " ".join(written)
         if style.key_after_json and not required:  # which has an empty line for no arguments
@@ -190,7 +193,8 @@ class CallGrammar:
             before = self._terms(style.key_after)
             if texts and json_schemas:
                 # The reader takes text for JSON if the schema allows the JSON's type.
-                if not (self._is_plain_text(texts) and all(map(_is_type_alone, json_schemas))):
+                any_text = [self._text({}, style.value_after)]
+                if texts != any_text or not all(map(_is_type_alone, json_schemas)):
                     raise _UnfitError
                 json_schemas = []
         as_json = [f"{before} {self._json(each)} {self._terms(after)}" for each in json_schemas]
@@ -200,9 +204,6 @@ class CallGrammar:
         if not (as_text or as_json):
             raise _UnfitError
         return " | ".join([*as_text, *as_json])
-
-    def _is_plain_text(self, texts: list[str]) -> bool:
-        return texts == [self._text({}, self._style.value_after)]
 
     def _split(self, schema: Any) -> tuple[list[str], list[dict[str, Any]]]:
         """Returns the texts, with the mark after them, and the schemas of other values."""
@@ -255,12 +256,16 @@ class CallGrammar:
         The content and the letters of the mark are one terminal, so that no letter of the mark is
         taken for content. No terminal holds an added token.
         """
+        if known := self._terminals.get((content, mark)):
+            return known
         pieces = [piece for piece in any_of(tuple(self._added)).split(mark) if piece]
         letters = json.dumps(pieces.pop(0)) if pieces[0] not in self._added else ""
         number = len(self._rules)
         self._rules.append(f"C{number}: {content} & ~/(?s:.*){_regex(mark.strip())}(?s:.*)/")
         self._rules.append(f"T{number}: C{number} {letters}")
-        return f"T{number} {self._terms(''.join(pieces))}"
+        found = f"T{number} {self._terms(''.join(pieces))}"
+        self._terminals[content, mark] = found
+        return found
 
     # Literals: a value may hold others.
 
@@ -274,8 +279,7 @@ class CallGrammar:
                 (f'"{name}{key_after}" ({self._python(schema)})', name in required)
                 for name, schema in properties.items()
             ]
-            key = '/[A-Za-z_][A-Za-z0-9_]*/ "="'
-            return self._joined(pairs, others, key, self._python, '", "')
+            return self._joined(pairs, others, self._python, '", "')
         return self._bare_pairs(self._tool.parameters)
 
     def _python(self, schema: Any) -> str:
@@ -285,26 +289,25 @@ class CallGrammar:
     def _bare_pairs(self, schema: Any) -> str:
         """Returns the inside of an object, whose keys are sorted as templates sort them."""
         properties, required, others = self._pairs(schema)
-        if not all(re.fullmatch(_BARE_KEY.strip("/"), name) for name in properties):
+        if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in properties):
             raise _UnfitError
         pairs = [
             (f'"{name}:" {self._bare(properties[name])}', name in required)
             for name in sorted(properties, key=str.lower)
         ]
-        return self._joined(pairs, others, f'{_BARE_KEY} ":"', self._bare, '","')
+        return self._joined(pairs, others, self._bare, '","')
 
     def _joined(
         self,
         pairs: list[tuple[str, bool]],
         others: Any,
-        key: str,
         value: Callable[[Any], str],
         comma: str,
     ) -> str:
         """Returns pairs in their order, of which some may be missing, with commas between."""
         more, first = "", ""
         if others is not False:
-            pair = self._rule(f"{key} ({value(others)})")
+            pair = self._rule(f"/{_KEY}/ {json.dumps(self._style.key_after)} ({value(others)})")
             more, first = f"({comma} {pair})*", f"({pair} ({comma} {pair})*)?"
         for body, is_required in reversed(pairs):
             pair = self._rule(body)
