@@ -10,6 +10,7 @@ from promptq.producer.calls.output.tagged_arguments import JSON_TYPES, as_json, 
 from promptq.shared.protocol.output_style import OutputStyle
 
 _CLOSERS = {"{": "}", "[": "]"}
+_PUNCTUATION = "{}[](),:="
 _ESCAPES = {
     **{letter: f"\\{letter}" for letter in '"\\/bfnrt'},
     "'": "'",
@@ -37,7 +38,7 @@ class LiteralArguments:
         self.are_over = False
         self._closers = [style.after.strip()[0]]
         self._counts = [0]  # items in each of the open containers
-        self._wants_key = True
+        self._wants_key, self._lacks_value = True, False
         self._key: str | None = None  # a key that was a string
         self._allowed = frozenset[str]()
         self._held = ""
@@ -51,11 +52,11 @@ class LiteralArguments:
         return self._state(letter)
 
     def _outside(self, letter: str) -> str:
-        self._held += letter
-        word = self._held.strip()
+        self._held = (self._held + letter).lstrip()
+        word = self._held
         if (word == self._quote) if self._quote else word in ("'", '"'):
             return self._open_string(word)
-        if self._quote.startswith(word):
+        if self._quote.startswith(word) or letter not in _PUNCTUATION:
             return ""
         word = word[:-1].rstrip()
         if letter in _CLOSERS and not word and not self._wants_key:
@@ -71,6 +72,7 @@ class LiteralArguments:
         if not is_end and letter != ",":
             return ""
         self._held = ""
+        word = word or "null" * self._lacks_value
         value = self._item() + self._value(word) if word else ""
         if is_end:
             return value + self._close()
@@ -79,6 +81,7 @@ class LiteralArguments:
 
     def _item(self) -> str:
         """Returns what stands before a value: in a list, the comma."""
+        self._lacks_value = False
         if self._closers[-1] != "]":
             return ""
         self._counts[-1] += 1
@@ -90,6 +93,7 @@ class LiteralArguments:
         if len(self._closers) == 1:
             self._allowed = self._types.get(key, frozenset())
         self._wants_key, self._key, self._held = False, None, ""
+        self._lacks_value = True
         return f"{before}{json.dumps(key)}: "
 
     def _value(self, word: str) -> str:

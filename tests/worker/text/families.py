@@ -152,6 +152,45 @@ FAMILIES = {
         "<tool_call>\n<function=stop-all>\n</function>\n</tool_call>",
         forced="<tool_call>\n<function=stop-all>\n</function>\n</tool_call>",
     ),
+    "GLM 4.5": Family(
+        "{% if tools %}<tool_call>\n</arg_key>\n<arg_value>{% endif %}</think>",
+        '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>São "}]\\</arg_value>\n'
+        '<arg_key>days</arg_key>\n<arg_value>[1, {"a": "b"}]</arg_value>\n</tool_call>\n'
+        "<tool_call>stop-all\n</tool_call>",
+        forced="<tool_call>stop-all\n</tool_call>",
+    ),
+    "MiniMax M2": Family(
+        "{% if tools %}<minimax:tool_call><invoke name={% endif %}</think>",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">São "}]\\'
+        '</parameter>\n<parameter name="days">[1, {"a": "b"}]</parameter>\n</invoke>\n'
+        '<invoke name="stop-all">\n</invoke>\n</minimax:tool_call>',
+        special=("<minimax:tool_call>",),
+        forced='<minimax:tool_call>\n<invoke name="stop-all">\n</invoke>\n</minimax:tool_call>',
+    ),
+    "DeepSeek V3.2": Family(
+        "{% if tools %}<｜DSML｜function_calls>{% endif %}</think>",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">São "}]\\</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, {"a": "b"}]</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="stop-all">\n\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        forced='<｜DSML｜function_calls>\n<｜DSML｜invoke name="stop-all">\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+    ),
+    "Gemma 4": Family(
+        "{% if tools %}<|tool_call>call:<tool_call|>{% endif %}"
+        "{% set shown = '<|channel>thought\n<channel|>' %}",
+        '<|tool_call>call:get_weather{city:<|"|>São "}]\\<|"|>,days:[1,{a:<|"|>b<|"|>}]}'
+        "<tool_call|><|tool_call>call:stop-all{}<tool_call|>",
+        special=("<|tool_call>", "<tool_call|>"),
+        forced="<|tool_call>call:stop-all{}<tool_call|>",
+    ),
+    "Llama 4, pythonic": Family(
+        "{% if tools %}[func_name1(param1=value1){% endif %}",
+        '[get_weather(city="São \\"}]\\\\", days=[1, {\'a\': "b"}]), stop-all()]',
+        content="",
+        forced="[stop-all()]",
+    ),
 }
 TOOLS: list[dict[str, Any]] = [
     {

@@ -260,6 +260,7 @@ def test_a_text_in_brackets_is_content(text: str) -> None:
          {"a": [1, -2.5, 1.0, 1e5, True, None], "b": {"k": [], "l": {"m": "()"}}}),
         ("f(a=true, b=null, c=[], d={}, e='')", {"a": True, "b": None, "c": [], "d": {}, "e": ""}),
         ("f(a='x)], g(b=1)')", {"a": "x)], g(b=1)"}),
+        ("f(a=, b={'k': , 'l': [,]}, c=)", {"a": None, "b": {"k": None, "l": []}, "c": None}),
     ],
 )  # fmt: skip
 def test_literals_of_python(text: str, arguments: Any) -> None:

@@ -148,6 +148,11 @@ def test_the_styles_of_templates() -> None:
         "DeepSeek V3.1": "named",
         "Kimi K2": "named",
         "Qwen3-Coder": "tagged",
+        "GLM 4.5": "elements",
+        "MiniMax M2": "elements",
+        "DeepSeek V3.2": "elements",
+        "Gemma 4": "literals",
+        "Llama 4, pythonic": "literals",
     }
     assert styles["Mistral, named"].reasoning_marks == ("[THINK]", "[/THINK]")
     assert styles["DeepSeek V3"].reasoning_marks == ("<think>", "</think>")

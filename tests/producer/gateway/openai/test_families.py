@@ -36,7 +36,9 @@ from tests.producer.gateway.played import continued, read_frames
 from tests.support.model_free import ModelFreeRunner
 from tests.support.roles import as_role
 from tests.support.servers import embedded_server
+from tests.worker.text import formats
 from tests.worker.text.families import ARGUMENTS, FAMILIES, NAMES, TOOLS
+from tests.worker.text.formats import FORMATS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 END = 2
@@ -49,6 +51,8 @@ MODELS = {
     "DeepSeek V3.1": ("", "<think>I think.</think>"),
 }
 """How a model's prompt ends, and how it reasons."""
+RENDERED = ("gpt-oss", "minimax-m2", "deepseek-v4", "gemma-4")
+"""Formats whose outputs are what their templates render."""
 
 
 class ScriptedRunner(ModelFreeRunner):
@@ -74,8 +78,10 @@ class ScriptedRunner(ModelFreeRunner):
 
 
 def served(name: str) -> Served:
-    family, (prompt, _) = FAMILIES[name], MODELS[name]
-    tokenizer = family.tokenizer(prompt)
+    if name in FORMATS:
+        tokenizer = FORMATS[name].tokenizer()
+    else:
+        tokenizer = FAMILIES[name].tokenizer(MODELS[name][0])
     ends = frozenset({END})
     runner = ScriptedRunner(tokenizer)
     return Served(
@@ -94,8 +100,8 @@ def families_url() -> Iterator[str]:
     """A server with a queue and a worker for each model."""
     with embedded_server() as default, ExitStack() as stack:
         url = as_role("producer", default)
-        for name in MODELS:
-            queue = name[:4].lower()
+        for name in (*MODELS, *RENDERED):
+            queue = name if name in FORMATS else name[:4].lower()
             stack.enter_context(
                 live_worker(url, served(name), queue=queue, max_events_per_second=math.inf)
             )
@@ -191,6 +197,73 @@ def test_a_stream_read_again_from_anywhere_is_the_same(
                     assert again.rest() == frames[at + 1 :]
         with continued(http, url) as again:
             assert again.rest() == frames
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_all_apis_read_what_a_template_renders(families_gateway: LiveGateway, name: str) -> None:
+    """The chat, Anthropic's messages and the responses, whole and streamed."""
+    function = {"name": "get_weather", "arguments": formats.ARGUMENTS}
+    message = {
+        "content": "",
+        "reasoning_content": "I think.",
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    expected = ("I think.", "", "get_weather", formats.ARGUMENTS)
+    body = asking(name, FORMATS[name].written(message), tools=formats.TOOLS[:1])
+    of_anthropic = {
+        **body,
+        "max_tokens": 2000,
+        "tools": [{"name": "get_weather", "input_schema": formats.SCHEMA}],
+    }
+    of_responses = {
+        "model": name,
+        "input": "Hi",
+        "metadata": body["metadata"],
+        "tools": [{"type": "function", **formats.TOOLS[0]["function"], "strict": False}],
+    }
+    with httpx2.Client(base_url=families_gateway.url, timeout=30) as http:
+        whole = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert read_chat(whole) == expected
+        streamed = http.post("/v1/chat/completions", json={**body, "stream": True})
+        chunks = [chunk for _, chunk in read_frames(streamed) if chunk != "[DONE]"]
+        assert read_chat(put_together(chunks)) == expected
+
+        blocks = http.post("/v1/messages", json=of_anthropic).json()["content"]
+        by_type = {block["type"]: block for block in blocks}
+        call = by_type["tool_use"]
+        assert [by_type["thinking"]["thinking"], call["name"]] == ["I think.", "get_weather"]
+        assert call["input"] == formats.ARGUMENTS
+        assert not by_type.get("text", {}).get("text", "").strip()
+        streamed = http.post("/v1/messages", json={**of_anthropic, "stream": True})
+        deltas = [event["delta"] for _, event in read_frames(streamed) if "delta" in event]
+        texts = {
+            field: "".join(delta.get(field, "") for delta in deltas)
+            for field in ("thinking", "partial_json")
+        }
+        assert texts["thinking"] == "I think."
+        assert json.loads(texts["partial_json"]) == formats.ARGUMENTS
+
+        response = http.post("/v1/responses", json=of_responses).json()
+        items = {item["type"]: item for item in response["output"]}
+        assert items["reasoning"]["content"][0]["text"] == "I think."
+        assert items["function_call"]["name"] == "get_weather"
+        assert json.loads(items["function_call"]["arguments"]) == formats.ARGUMENTS
+        streamed = http.post("/v1/responses", json={**of_responses, "stream": True})
+        events = [event for _, event in read_frames(streamed)]
+        arguments = "".join(
+            event["delta"]
+            for event in events
+            if event["type"] == "response.function_call_arguments.delta"
+        )
+        assert json.loads(arguments) == formats.ARGUMENTS
+
+
+def read_chat(message: dict[str, Any]) -> tuple[Any, ...]:
+    """Reasoning, content, and name and arguments of the one call."""
+    [call] = message["tool_calls"]
+    function = call["function"]
+    content = (message.get("content") or "").strip()
+    return message["reasoning"], content, function["name"], json.loads(function["arguments"])
 
 
 def test_a_batch_gives_the_same_messages(
