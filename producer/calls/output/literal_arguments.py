@@ -56,7 +56,7 @@ class LiteralArguments:
         word = self._held
         if (word == self._quote) if self._quote else word in ("'", '"'):
             return self._open_string(word)
-        if self._quote.startswith(word) or letter not in _PUNCTUATION:
+        if letter not in _PUNCTUATION:
             return ""
         word = word[:-1].rstrip()
         if letter in _CLOSERS and not word and not self._wants_key:

@@ -23,7 +23,7 @@ from promptq.worker.text.grammars.references import all_references, target_of
 from promptq.worker.text.grammars.terms import any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
-"""What follows the name where calls have ids: a number in Kimi's, letters in Mistral's."""
+"""Patterns of ids behind a name: Kimi counts calls, Mistral writes nine letters."""
 _NOTES = frozenset({
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment", "$schema", "$id", "$defs", "definitions",
@@ -174,12 +174,19 @@ class CallGrammar:
             element = self._rule(f"{self._terms(style.key_before + name)} ({self._value(schema)})")
             written.append(element if name in required else f"{element}?")
         if others is not False:
-            key = f"{self._terms(style.key_before)} /{_KEY}/"
+            key = f"{self._terms(style.key_before)} {self._other_key(properties)}"
             written.append(f"({key} ({self._value(others)}))*")
         body = " ".join(written)
         if style.key_after_json and not required:  # which has an empty line for no arguments
             body = f'({body} | "\\n")' if body else '"\\n"?'
         return body
+
+    def _other_key(self, properties: Mapping[str, Any]) -> str:
+        """Returns a name that is no property's."""
+        number = len(self._rules)
+        names = "|".join(map(_regex, properties))
+        self._rules.append(f"K{number}: /{_KEY}/" + (f" & ~/({names})/" if names else ""))
+        return f"K{number}"
 
     def _value(self, schema: Any) -> str:
         """Returns what follows an argument's name."""
@@ -191,10 +198,10 @@ class CallGrammar:
             before = self._terms(style.key_after_json)
         else:
             before = self._terms(style.key_after)
-            if texts and json_schemas:
+            if json_schemas and not all(texts.values()):
                 # The reader takes text for JSON if the schema allows the JSON's type.
-                any_text = [self._text({}, style.value_after)]
-                if texts != any_text or not all(map(_is_type_alone, json_schemas)):
+                any_text = self._text({}, style.value_after)
+                if [*texts] != [any_text] or not all(map(_is_type_alone, json_schemas)):
                     raise _UnfitError
                 json_schemas = []
         as_json = [f"{before} {self._json(each)} {self._terms(after)}" for each in json_schemas]
@@ -205,17 +212,20 @@ class CallGrammar:
             raise _UnfitError
         return " | ".join([*as_text, *as_json])
 
-    def _split(self, schema: Any) -> tuple[list[str], list[dict[str, Any]]]:
-        """Returns the texts, with the mark after them, and the schemas of other values."""
-        resolved, texts = self._resolved(schema), list[str]()
+    def _split(self, schema: Any) -> tuple[dict[str, bool], list[dict[str, Any]]]:
+        """Returns the texts, with the mark after them, and the schemas of other values.
+
+        For each text this says whether none of it can be taken for JSON.
+        """
+        resolved, texts = self._resolved(schema), dict[str, bool]()
         branches = resolved.get("anyOf")
         if isinstance(branches, list) and not resolved.keys() - _NOTES - {"anyOf"}:
             others: list[dict[str, Any]] = []
             for branch in branches:
                 of_branch = self._split(branch)
-                texts += of_branch[0]
+                texts |= of_branch[0]
                 others += of_branch[1]
-            return list(dict.fromkeys(texts)), others
+            return texts, others
         kinds = types_of(resolved, self._tool.parameters)
         values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
         if isinstance(values, list):
@@ -225,7 +235,11 @@ class CallGrammar:
             allowed = kinds if "type" in resolved else frozenset(_TYPES)
             listed = [value for value in values if isinstance(value, str) and "string" in allowed]
             rest = [value for value in values if not isinstance(value, str)]
-            texts = [self._literal_text(listed, self._style.value_after)] if listed else []
+            if rest and allowed == {"string"}:
+                raise _UnfitError
+            if listed:
+                text = self._literal_text(listed, self._style.value_after)
+                texts[text] = not any(map(_is_like_json, listed))
             return texts, [{**notes, "enum": rest}] if rest else []
         if not kinds:
             if resolved.keys() - _NOTES:
@@ -233,10 +247,9 @@ class CallGrammar:
             kinds = frozenset(_TYPES)
         other_kinds = [kind for kind in _TYPES if kind in kinds and kind != "string"]
         if "string" in kinds:
-            text = {key: value for key, value in resolved.items() if key in _TEXT}
             if len(kinds) == 1 and resolved.keys() - _TEXT:
                 raise _UnfitError
-            texts = [self._text(text, self._style.value_after)]
+            texts[self._text(resolved, self._style.value_after)] = False
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
     def _text(self, schema: Mapping[str, Any], mark: str) -> str:
@@ -279,7 +292,7 @@ class CallGrammar:
                 (f'"{name}{key_after}" ({self._python(schema)})', name in required)
                 for name, schema in properties.items()
             ]
-            return self._joined(pairs, others, self._python, '", "')
+            return self._joined(pairs, self._other_pair(properties, others, self._python), '", "')
         return self._bare_pairs(self._tool.parameters)
 
     def _python(self, schema: Any) -> str:
@@ -295,20 +308,22 @@ class CallGrammar:
             (f'"{name}:" {self._bare(properties[name])}', name in required)
             for name in sorted(properties, key=str.lower)
         ]
-        return self._joined(pairs, others, self._bare, '","')
+        return self._joined(pairs, self._other_pair(properties, others, self._bare), '","')
 
-    def _joined(
-        self,
-        pairs: list[tuple[str, bool]],
-        others: Any,
-        value: Callable[[Any], str],
-        comma: str,
+    def _other_pair(
+        self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
+        """Returns a rule of a pair whose name is no property's; empty if there may be none."""
+        if others is False:
+            return ""
+        key = self._other_key(properties)
+        return self._rule(f"{key} {json.dumps(self._style.key_after)} ({value(others)})")
+
+    def _joined(self, pairs: list[tuple[str, bool]], other: str, comma: str) -> str:
         """Returns pairs in their order, of which some may be missing, with commas between."""
         more, first = "", ""
-        if others is not False:
-            pair = self._rule(f"/{_KEY}/ {json.dumps(self._style.key_after)} ({value(others)})")
-            more, first = f"({comma} {pair})*", f"({pair} ({comma} {pair})*)?"
+        if other:
+            more, first = f"({comma} {other})*", f"({other} ({comma} {other})*)?"
         for body, is_required in reversed(pairs):
             pair = self._rule(body)
             begun = f"{pair} {more}"
@@ -402,6 +417,15 @@ def _moved(schema: Any) -> Any:
 
 def _is_type_alone(schema: dict[str, Any]) -> bool:
     return not schema.keys() - _NOTES - {"type"}
+
+
+def _is_like_json(text: str) -> bool:
+    """Whether a reader may take the text for JSON, or for a constant of Python."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text in ("True", "False", "None")
+    return True
 
 
 def _python_words(schema: dict[str, Any]) -> list[str]:

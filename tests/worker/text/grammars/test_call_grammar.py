@@ -201,6 +201,47 @@ def test_a_call_is_an_object_if_the_form_cannot_hold_its_schema(format: Format) 
 
 
 @OF_PAIRS
+def test_no_text_is_read_as_a_value_that_the_schema_refuses(format: Format) -> None:
+    """Without a mark that says so, 5 between tags may be a number and a text."""
+    mixed = {"type": ["string", "integer"], "minimum": 10}
+    request = forced(format, tool("f", {"type": "object", "properties": {"a": mixed}}))
+    refused = "[f(a=5)]" if format.name == "pythonic" else written(format, "f", {"a": 5})
+    assert not is_accepted(format, request, refused)
+    as_object = '{"name": "f", "arguments": {"a": "5"}}'
+    has_texts_apart = format.style.form == LITERALS and not format.style.quote
+    has_texts_apart |= bool(format.style.key_after_json)
+    assert is_accepted(format, request, as_object) != has_texts_apart
+    if format.style.key_after_json:
+        assert is_accepted(format, request, written(format, "f", {"a": "5"}))
+        assert is_accepted(format, request, written(format, "f", {"a": 12}))
+
+
+@OF_PAIRS
+def test_a_text_that_is_no_json_may_stand_beside_other_values(format: Format) -> None:
+    """Clients' libraries write a choice that may be missing in this way."""
+    for words, fits in ((["fast", "slow"], True), (["1", "slow"], False)):
+        mode = {"anyOf": [{"type": "string", "enum": words}, {"type": "integer"}]}
+        request = forced(format, tool("f", {"type": "object", "properties": {"a": mode}}))
+        fits |= format.style.form == LITERALS or bool(format.style.key_after_json)
+        assert is_accepted(format, request, written(format, "f", {"a": "slow"})) == fits
+        assert not is_accepted(format, request, written(format, "f", {"a": "slower"}))
+        if format.name != "pythonic":
+            assert is_accepted(format, request, written(format, "f", {"a": 12})) == fits
+        as_object = '{"name": "f", "arguments": {"a": "slow"}}'
+        assert is_accepted(format, request, as_object) != fits
+
+
+@BY_NAME
+def test_other_arguments_do_not_repeat_a_property(format: Format) -> None:
+    schema = {**SCHEMAS["open"], "properties": {"ab": {"type": "string"}}}
+    schema["additionalProperties"] = {"type": "string"}
+    request = forced(format, tool("f", schema))
+    pair = written(format, "f", {"ab": "x", "abc": "y"})
+    assert is_accepted(format, request, pair)
+    assert not is_accepted(format, request, pair.replace("abc", "ab"))
+
+
+@OF_PAIRS
 def test_a_text_ends_at_the_first_mark_behind_it(format: Format) -> None:
     """Letters that only begin the mark belong to the text."""
     request = forced(
