@@ -65,10 +65,15 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallOutput:
-    """The call of one of these tools."""
+    """The call of one of these tools.
+
+    With `is_begun`, an earlier release has begun the call, which wrote some families' calls in
+    other forms.
+    """
 
     tools: tuple[ToolSchema, ...]
     field: str = "tools"
+    is_begun: bool = False
 
 
 Output = JsonOutput | RegexOutput | ChoiceOutput | GrammarOutput | ToolCallOutput

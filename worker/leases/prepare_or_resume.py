@@ -6,13 +6,15 @@ The request may come from a stranger, so the size of each part is checked before
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.output_format import Output, ToolCallOutput
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
 from promptq.shared.protocol.rows import Row
@@ -285,22 +287,37 @@ class Preparation:
         if self.grammars is None or not self.abilities.grammars:
             raise _unsupported(wanted.field)
         try:
-            grammar = self.grammars.start(wanted, ends, only_known=only_quick)
-        except NewGrammarError as error:
-            raise TakesLongError from error
-        try:
-            for token_id in emitted:
-                grammar.accept(token_id)
+            return self._begun(self.grammars, wanted, ends, emitted, only_quick)
         except GrammarError as error:
             if is_prefix:
                 raise InvalidRequestError(
                     f"output_prefix: does not fit {wanted.field}: {error}", field="output_prefix"
                 ) from error
+            if isinstance(wanted, ToolCallOutput):
+                with suppress(GrammarError):
+                    earlier = replace(wanted, is_begun=True)
+                    return self._begun(self.grammars, earlier, ends, emitted, only_quick)
             raise InvalidRequestError(
                 f"{wanted.field}: what was emitted before does not fit: {error}",
                 field=wanted.field,
                 error_type="internal_error",
             ) from error
+
+    @staticmethod
+    def _begun(
+        grammars: Grammars,
+        wanted: Output,
+        ends: frozenset[int],
+        emitted: list[int],
+        only_quick: bool,
+    ) -> Grammar:
+        """Returns the grammar behind tokens. Raises GrammarError if they do not fit."""
+        try:
+            grammar = grammars.start(wanted, ends, only_known=only_quick)
+        except NewGrammarError as error:
+            raise TakesLongError from error
+        for token_id in emitted:
+            grammar.accept(token_id)
         return grammar
 
     def _bad_token_sequences(

@@ -14,6 +14,8 @@ from promptq.producer.calls.output.output_text import OutputText
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.output_style import CHANNELS, ELEMENTS, LITERALS, TAGGED, OutputStyle
 from promptq.shared.protocol.request import Request
+from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.serve.build import identify
 from promptq.worker.text.chat_template import output_style, style_of
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.template_fields import with_fields_of
@@ -145,6 +147,14 @@ def test_a_text_that_is_cut_has_no_whole_mark_in_its_reasoning_or_arguments(
                 assert all_of_it.arguments.startswith(some.arguments)
         if format.style.form == CHANNELS:
             assert not any(mark in cut.content for mark in format.style.call_marks)
+
+
+def test_a_setting_names_the_family() -> None:
+    style = identify(WorkerSettings(output_style="glm-4.7")).output_style
+    assert style is not None
+    assert style.call_marks == FORMATS["glm-4.7"].style.call_marks
+    with pytest.raises(ConfigurationError, match=r"^--output-style: 'glm' is not known; known are"):
+        identify(WorkerSettings(output_style="glm"))
 
 
 # gpt-oss

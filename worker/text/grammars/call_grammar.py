@@ -16,6 +16,7 @@ from promptq.shared.protocol.output_style import (
     LITERALS,
     NAMED,
     OBJECT,
+    TAGGED,
     OutputStyle,
 )
 from promptq.shared.protocol.schema_types import types_of
@@ -54,6 +55,7 @@ class CallGrammar:
         added_tokens: Mapping[str, int],
         end_token_ids: frozenset[int],
     ) -> None:
+        self._was_object = style.form == TAGGED
         self._style = style.as_elements
         self._has_lines = self._style.key_after.endswith("\n")
         self._added = added_tokens
@@ -64,15 +66,21 @@ class CallGrammar:
         self._by_reference: dict[str, str] = {}
         self._terminals: dict[tuple[str, str], str] = {}
 
-    def text(self, tools: Sequence[ToolSchema], options_of: Options) -> str:
-        """Returns a grammar of one call of any of the tools."""
+    def text(
+        self, tools: Sequence[ToolSchema], options_of: Options, *, is_begun: bool = False
+    ) -> str:
+        """Returns a grammar of one call of any of the tools.
+
+        With `is_begun`, an earlier release has begun the call: it wrote no ids, and objects where
+        there are tags.
+        """
         calls = []
         for tool in tools:
             self._tool, self._options = tool, options_of(tool.strict)
             self._by_reference, self._terminals = {}, {}
             num_rules = len(self._rules)
             try:
-                call = self._call()
+                call = self._call(is_begun)
             except _UnfitError:
                 del self._rules[num_rules:]
                 call = self._object(OutputStyle())
@@ -86,17 +94,18 @@ class CallGrammar:
     def _terms(self, text: str) -> str:
         return terms(text, self._added)
 
-    def _call(self) -> str:
+    def _call(self, is_begun: bool) -> str:
         style, name = self._style, self._tool.name
         before = style.opening + style.before
         if style.form == CHANNELS:
             return self._channel_call()
         if style.form == NAMED:
-            head = self._terms(before + name + style.name_end)
-            number, middle = _IDS.get(style.name_end, ""), self._terms(style.middle)
+            name_end = "" if is_begun else style.name_end
+            head = self._terms(before + name + name_end)
+            number, middle = _IDS.get(name_end, ""), self._terms(style.middle)
             after = self._terms(style.after + style.closing)
             return f"{head} {number} {middle} {self._json(self._tool.parameters)} {after}"
-        if not style.has_pairs:
+        if not style.has_pairs or (is_begun and self._was_object):
             return self._object(style)
         arguments = self._literals() if style.form == LITERALS else self._elements()
         head = self._terms(before + name + style.middle)

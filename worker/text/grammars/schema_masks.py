@@ -163,7 +163,8 @@ class Grammars:
             return LLMatcher.grammar_from_lark(grammar)
         style = self._style or style_of(ours)
         calls = CallGrammar(style, ours.added_tokens, self._end_token_ids)
-        return LLMatcher.grammar_from_lark(calls.text(wanted.tools, options_of))
+        text = calls.text(wanted.tools, options_of, is_begun=wanted.is_begun)
+        return LLMatcher.grammar_from_lark(text)
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
         key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()

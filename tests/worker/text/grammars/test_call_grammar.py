@@ -11,11 +11,17 @@ import jsonschema
 import pytest
 
 from promptq.producer.calls.output.model_text import ExpectedOutput, read_whole
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import CHANNELS, LITERALS
 from promptq.shared.protocol.request import Request
 from promptq.worker.engine.api.grammar import Grammar
+from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.output_marks import OutputMarks
+from tests.worker.leases.world import claim, limits
 from tests.worker.text.formats import ARGUMENTS, FORMATS, PROPERTIES, SCHEMA, USER, Format
 from tests.worker.text.grammars.test_grammars import END, walk
 
@@ -290,3 +296,41 @@ def test_a_call_of_gpt_oss_has_its_recipient_on_either_side() -> None:
         assert is_accepted(format, request, header + '<|message|>{"b": 3}')
         assert not is_accepted(format, request, header + '<|message|>{"b": 13}')
     assert not is_accepted(format, request, '<|channel|>final<|message|>{"b": 3}')
+
+
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        ("qwen3-coder", '{"name": "f", "arguments": {"b": 3}}'),
+        ("kimi-k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f"
+         '<|tool_call_argument_begin|>{"b": 3}<|tool_call_end|><|tool_calls_section_end|>'),
+        ("mistral-numbered", '[TOOL_CALLS]f[ARGS]{"b": 3}'),
+    ],
+)  # fmt: skip
+def test_a_call_that_an_earlier_release_began_goes_on_in_its_form(name: str, begun: str) -> None:
+    format = FORMATS[name]
+    tokenizer = format.tokenizer()
+    tokens = tokenizer.encode_text(begun)
+    prepares = Preparation(
+        tokenizer,
+        limits(vocab_size=tokenizer.num_tokens),
+        EngineAbilities(grammars=True),
+        ModelIdentity(name, name, format.style),
+        frozenset({END}),
+        grammars_of(format),
+    )
+    fields: dict[str, Any] = {"messages": [USER], "tools": [tool("f", SCHEMAS["optional"])]}
+
+    def grammar_behind(token_ids: list[int]) -> Grammar:
+        events = [TokenEvent(index=0, token_ids=token_ids, text="")]
+        held = prepares.prepare(claim(events, **fields, tool_choice="required", prompt=None))
+        assert held.engine_request.grammar is not None
+        return held.engine_request.grammar
+
+    grammar = grammar_behind(tokens[:-2])
+    for token_id in tokens[-2:]:
+        assert not grammar.is_complete
+        grammar.accept(token_id)
+    assert grammar.is_complete
+    with pytest.raises(InvalidRequestError, match="what was emitted before does not fit"):
+        grammar_behind([*tokens, tokens[0]])
