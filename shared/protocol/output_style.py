@@ -35,11 +35,10 @@ class OutputStyle:
     In most forms `opening` is before the first call and `closing` after the last. A `prelude` may
     be before a call that the model makes by itself.
 
-    A reader that does not know the form finds no calls. In `tagged`, `elements` and `literals`, a
-    forced call that begins with `{` is an object: earlier releases force `tagged` calls as objects,
-    and so are calls written whose schema the form cannot hold. Gateways of earlier releases know
-    `arguments_key`, `before` and `after` alone, so a forced call in the form `object` is written
-    with these.
+    A reader that does not know the form finds no calls. Except in `named`, a forced call that
+    begins with `{` is an object: earlier releases force such calls, and so is a call written whose
+    schema the form cannot hold. Gateways of earlier releases know `arguments_key`, `before` and
+    `after` alone, so a forced call in the form `object` is written with these.
     """
 
     arguments_key: str = "arguments"

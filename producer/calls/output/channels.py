@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from promptq.producer.calls.output.json_depth import JsonDepth
 from promptq.producer.calls.output.marks import overlap
-from promptq.producer.calls.output.tool_calls import ToolDelta, merged
+from promptq.producer.calls.output.tool_calls import ToolDelta, ToolText, merged
 from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
@@ -13,10 +13,16 @@ _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 
 
 class ChannelText:
-    """Reads a text in the form `channels`. A text that begins with no header is content."""
+    """Reads a text in the form `channels`.
+
+    A text that begins with no header is content, or the object that workers of earlier releases
+    write if a call is `forced`.
+    """
 
     def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:
-        self.num_calls = 0
+        self._num_calls = 0
+        self._object: ToolText | None = None
+        self._is_at_start = True
         self._with_tools, self._forced = with_tools, forced
         self._before, self._middle = style.before, style.middle
         self._tool = style.prelude.strip()
@@ -36,15 +42,27 @@ class ChannelText:
         """Reads the arguments of a call up to their end."""
         self._in_header = False
 
+    @property
+    def num_calls(self) -> int:
+        """The number of calls so far."""
+        return self._num_calls if self._object is None else self._object.num_calls
+
     def feed(self, text: str) -> tuple[str, str, list[ToolDelta]]:
         """Reads more text. Returns the reasoning, the content and the pieces of calls."""
         self._held += text
+        if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
+            self._object, self._is_at_start = ToolText(OutputStyle(), forced=True), False
+        if self._object is not None:
+            text, self._held = self._held, ""
+            return "", *self._object.feed(text)
         while self._read_part():
             pass
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
         """Ends the text. Returns the part that was held back."""
+        if self._object is not None:
+            return "", *self._object.finish()
         if self._kind:
             self._write(self._held)
         elif not (self._in_header or self._kinds_read or self._forced):
@@ -68,7 +86,7 @@ class ChannelText:
         """Reads what is in front of a header, or of a text without one."""
         begun = self._held.lstrip()
         if begun.startswith(self._starts):
-            self._in_header = True
+            self._in_header, self._is_at_start = True, False
             return True
         if any(mark.startswith(begun) for mark in self._starts):
             return False
@@ -87,9 +105,9 @@ class ChannelText:
         if is_call and self._with_tools:
             self._open(_CALL)
             words = name.partition("<")[0].split()
-            self._deltas.append(ToolDelta(self.num_calls, "", words[0] if words else ""))
+            self._deltas.append(ToolDelta(self._num_calls, "", words[0] if words else ""))
             self._json = JsonDepth()
-            self.num_calls += 1
+            self._num_calls += 1
         else:
             self._open(_REASONING if channel[:1] == [self._reasoning_channel] else _CONTENT)
         return True
@@ -132,7 +150,7 @@ class ChannelText:
         return True
 
     def _open(self, kind: str) -> None:
-        self._kind, self._is_empty = kind, True
+        self._kind, self._is_empty, self._is_at_start = kind, True, False
 
     def _write(self, text: str) -> None:
         if self._kind == _CALL and self._is_empty:
@@ -140,7 +158,7 @@ class ChannelText:
         if not text or self._kind == _REST:
             return
         if self._kind == _CALL:
-            self._deltas.append(ToolDelta(self.num_calls - 1, text))
+            self._deltas.append(ToolDelta(self._num_calls - 1, text))
         elif not self._forced:
             if self._is_empty and self._kind in self._kinds_read:
                 self._texts[self._kind] += _BETWEEN_MESSAGES

@@ -106,8 +106,7 @@ class ToolText:
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Reads more text. Returns the content and the pieces of calls that are certain now."""
         for letter in text:
-            is_value = self._state in (self._in_arguments, self._in_pairs)
-            if letter == _HALF_CHARACTER and self._forced and not is_value:
+            if letter == _HALF_CHARACTER and self._forced and not self._is_in_arguments:
                 continue  # a mark was cut
             self._state(letter)
         return self._take()
@@ -124,6 +123,10 @@ class ToolText:
             self._content += [self._held, *self._object]
         self._held = ""
         return self._take()
+
+    @property
+    def _is_in_arguments(self) -> bool:
+        return self._state in (self._in_arguments, self._in_pairs)
 
     def _take(self) -> tuple[str, list[ToolDelta]]:
         content, deltas = "".join(self._content), merged(self._deltas)

@@ -22,6 +22,7 @@ from promptq.worker.text.template_fields import with_fields_of
 from tests.worker.text.formats import ARGUMENTS, FORMATS, TEXTS, TOOLS, USER, Format
 
 EXPECTED = ExpectedOutput.of({"tools": TOOLS})
+FORCED = ExpectedOutput.of({"tools": TOOLS, "tool_choice": "required"})
 BY_NAME = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
 
 
@@ -157,6 +158,26 @@ def test_a_setting_names_the_family() -> None:
         identify(WorkerSettings(output_style="glm"))
 
 
+@pytest.mark.parametrize("expected", [EXPECTED, FORCED], ids=["free", "forced"])
+@BY_NAME
+def test_any_cut_of_any_text_gives_the_same(format: Format, expected: ExpectedOutput) -> None:
+    rng = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    style = format.style
+    parts = [*style.call_marks, *style.reasoning_marks, "get_weather", "name", "{}", '"', "\n"]
+    parts += [" ", "abc", "{", "}", "[", "]", "(", ")", "=", ":", ",", "'", "\\", "None", "1.5"]
+    for _ in range(60):
+        chosen = rng.choices(parts, k=rng.randint(0, 14))
+        text = "".join(part[: rng.choice([99, 99, rng.randint(0, 40)])] for part in chosen)
+        reader, whole = ModelText(style, expected), Piece()
+        at = 0
+        for cut in sorted(rng.choices(range(len(text) + 1), k=8)):
+            whole += reader.feed(text[at:cut])
+            at = cut
+        whole += reader.feed(text[at:]) + reader.finish()
+        assert whole == read_whole(text, style, expected), text
+
+
 # gpt-oss
 
 
@@ -207,6 +228,8 @@ def test_a_recipient_may_stand_on_either_side_of_the_channel(header: str) -> Non
     assert in_channels(text, tools=TOOLS)[2] == [("f", {"a": "<|x|>"})]
     both = in_channels(f"{ANALYSIS}<|start|>assistant{text}<|start|>assistant{text}", tools=TOOLS)
     assert both == ("Hm.", "", [("f", {"a": "<|x|>"})] * 2)
+    forced = read(text, FORMATS["gpt-oss"].style, FORCED)
+    assert forced == ("", "", [("f", {"a": "<|x|>"})])
     no_arguments = f"{header}<|message|><|call|>"
     assert in_channels(no_arguments, tools=TOOLS)[2] == [("f", {})]
 
@@ -299,11 +322,10 @@ def test_styles_and_forced_calls_of_earlier_releases_are_read() -> None:
     message = {"content": "", "tool_calls": [call("get_weather", ARGUMENTS)]}
     text = output_of(FORMATS["qwen3-coder"], message)
     assert read(text.split("</think>")[1], earlier)[2] == [("get_weather", ARGUMENTS)]
-    forced = ExpectedOutput.of({"tools": TOOLS, "tool_choice": "required"})
     as_object = '\n{"name": "stop-all", "arguments": {"a": "}"}}'
     for format in FORMATS.values():
-        if format.style.has_pairs:
-            assert read(as_object, format.style, forced) == ("", "", [("stop-all", {"a": "}"})])
+        if format.style.has_pairs or format.style.form == CHANNELS:
+            assert read(as_object, format.style, FORCED) == ("", "", [("stop-all", {"a": "}"})])
 
 
 # What a template reads
