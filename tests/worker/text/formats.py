@@ -63,7 +63,7 @@ class Format:
     """Renders `m`, up to `end`."""
     end: str
     teaches: str = ""
-    """What the template says of calls; it may be all that shows the family's style."""
+    """Text about calls, which may be all that shows the family's style."""
     prompt: str = "<|assistant|>"
     begun: str = ""
     """The beginning of the output that the prompt has already."""
