@@ -42,6 +42,73 @@ MIXED_LAYERS = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
+GATED_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+}
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**LLAMA_SHAPED, **GATED_DELTA_NET, **EXPERTS},
+    "qwen3_5_text": {**LLAMA_SHAPED, **GATED_DELTA_NET},
+    "qwen3_5_moe_text": {**LLAMA_SHAPED, **GATED_DELTA_NET, **EXPERTS},
+    "olmo_hybrid": {**LLAMA_SHAPED, **GATED_DELTA_NET, "linear_allow_neg_eigval": True},
+    "granitemoehybrid": {
+        **LLAMA_SHAPED,
+        **MAMBA_2,
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+    },
+    "bamba": {**LLAMA_SHAPED, **MAMBA_2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {  # each layer attends and is recurrent
+        **LLAMA_SHAPED,
+        **MAMBA_2,
+        "mamba_d_ssm": 64,
+        "mamba_rms_norm": True,
+        "ssm_in_multiplier": 1.5,
+        "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 1.1],
+    },
+    "nemotron_h": {  # a block is recurrent, attends or has an MLP
+        **LLAMA_SHAPED,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "lfm2": {
+        **LLAMA_SHAPED,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "conv_L_cache": 3,
+        "conv_bias": True,
+    },
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA_SHAPED,
     "qwen3": LLAMA_SHAPED,
@@ -136,6 +203,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    **RECURRENT_FAMILIES,
 }
 
 

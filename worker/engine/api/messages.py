@@ -248,6 +248,8 @@ class EngineLimits:
     vocab_size: int
     embedding_size: int = 0
     """Length of an embedding; 0 if the engine computes none."""
+    state_bytes: int = 0
+    """Bytes of the recurrent layers' states, for all slots."""
 
 
 @dataclass(frozen=True, slots=True)

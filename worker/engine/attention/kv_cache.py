@@ -37,12 +37,14 @@ class KVCache:
                 self.layers.append(self.layers[spec.shares_kv_of])
                 continue
             shape = (num_blocks, spec.num_kv_heads, block_size)
-            key = _zeros((*shape, spec.key_size), spec.key_dtype, device)
-            value = _zeros((*shape, spec.value_size), spec.value_dtype, device)
+            key = zeros_in_pages((*shape, spec.key_size), spec.key_dtype, device)
+            value = zeros_in_pages((*shape, spec.value_size), spec.value_dtype, device)
             self.layers.append(LayerCache(key, value))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros_in_pages(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Returns zeros; on a CPU in pages that the system provides when they are first written.
 
     Writing all of them would take a second for each 2 GiB at every start. Large pages save most of

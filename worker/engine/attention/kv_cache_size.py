@@ -28,8 +28,10 @@ def fitting_blocks(
     wanted_tokens: int,
     device: torch.device,
     reserved_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
-    """Returns the number of blocks that fit into `memory_bytes`.
+    """Returns the number of blocks that fit into `memory_bytes`, beside `state_bytes` for the
+    states of recurrent layers.
 
     If that is None, returns the number that `wanted_tokens` need, at most as many as fit into
     `default_memory_bytes`. Raises ConfigurationError if fewer than two fit, or if `memory_bytes`
@@ -43,16 +45,22 @@ def fitting_blocks(
                 f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are asked for, and"
                 f" {free / 2**30:,.1f} GiB are free on {device}"
             )
-        num_blocks = memory_bytes // block_bytes
+        num_blocks = max(0, memory_bytes - state_bytes) // block_bytes
     else:
         memory_bytes = default_memory_bytes(device, reserved_bytes)
         wanted_blocks = max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS)
-        num_blocks = min(memory_bytes // block_bytes, wanted_blocks)
+        num_blocks = min(max(0, memory_bytes - state_bytes) // block_bytes, wanted_blocks)
     if num_blocks < MIN_BLOCKS and reserved_bytes:
         raise ConfigurationError(
             f"--max-num-batched-tokens: a step, with its CUDA graphs, takes {reserved_bytes} bytes"
             f" of {device}, which leaves {memory_bytes} for the KV cache, and this model needs at"
             f" least {MIN_BLOCKS * block_bytes}; a smaller --max-num-seqs helps too"
+        )
+    if num_blocks < MIN_BLOCKS and state_bytes:
+        raise ConfigurationError(
+            f"--max-num-seqs: the states of the recurrent layers take {state_bytes} bytes for all"
+            f" slots, and at least {MIN_BLOCKS * block_bytes} are needed for the KV cache, but"
+            f" there are {memory_bytes} for both; use fewer slots or a larger --kv-cache-memory"
         )
     if num_blocks < MIN_BLOCKS:
         raise ConfigurationError(

@@ -31,9 +31,20 @@ class BlockManager:
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
     prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
     count only the blocks that this tenant sent.
+
+    Without `shares_prefixes` no block can be found. Models with recurrent layers need that: their
+    states after a prefix are not in the blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, shares_tenants: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        shares_tenants: bool = False,
+        shares_prefixes: bool = True,
+    ) -> None:
+        self.shares_prefixes = shares_prefixes
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
@@ -69,6 +80,8 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the cached blocks of the sequence's first tokens. Leaves the last token, and all
         tokens whose logits are needed, to be computed."""
+        if not self.shares_prefixes:
+            return []
         self._hash_blocks(sequence)
         prefix: list[int] = []
         num_shareable = sequence.num_cacheable_tokens // self.block_size
@@ -141,7 +154,7 @@ class BlockManager:
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that became full when tokens `start` to `end` were computed."""
         first, last = start // self.block_size, end // self.block_size
-        if first == last:
+        if first == last or not self.shares_prefixes:
             return
         self._hash_blocks(sequence)
         for index in range(first, last):

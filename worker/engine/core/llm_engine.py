@@ -9,6 +9,7 @@ from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.limit_checks import check_request, check_settings
 from promptq.worker.engine.api.messages import (
@@ -87,19 +88,32 @@ class LLMEngine:
             kv_tokens=kv_tokens,
             block_size=layout.block_size,
             bytes_per_token=layout.bytes_per_token,
+            state_bytes=layout.state_bytes,
             vocab_size=runner.vocab_size,
             embedding_size=runner.embedding_size,
         )
         check_settings(self.limits)
+        has_states = layout.num_states is not None
+        if layout.num_states is not None and layout.num_states < max_num_seqs:
+            raise ConfigurationError(
+                f"--max-num-seqs: {max_num_seqs} is more than the {layout.num_states} sequences for"
+                " which the recurrent layers have states"
+            )
         self.abilities = runner.abilities
         self._runner = runner
+        # A rejected draft could not be taken back out of a state, nor a step that was launched
+        # after one that failed.
         self._speculative_tokens = speculative_tokens
-        self._async_scheduling = async_scheduling
+        self._may_draft = not has_states
+        self._async_scheduling = async_scheduling and not has_states
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # the work of a failed step
         self._full_steps_from = 0  # the step from which on steps have full size again
         self._block_manager = BlockManager(
-            layout.num_blocks, layout.block_size, shares_tenants=share_prefix_cache
+            layout.num_blocks,
+            layout.block_size,
+            shares_tenants=share_prefix_cache,
+            shares_prefixes=not has_states,
         )
         self._scheduler = Scheduler(
             max_num_seqs,
@@ -272,12 +286,17 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns None for a request without drafts, or if its next token depends on earlier ones
-        (see `looks_back`)."""
+        """Returns None for a request without drafts, for a model with recurrent layers, or if its
+        next token depends on earlier ones (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
-        if max_drafted == 0 or request.looks_back or request.pooling is not None:
+        if (
+            max_drafted == 0
+            or not self._may_draft
+            or request.looks_back
+            or request.pooling is not None
+        ):
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
         return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)

@@ -21,11 +21,16 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The size of the KV cache that the runner holds."""
+    """The size of the memory that the runner holds for sequences."""
 
     num_blocks: int
     block_size: int
     bytes_per_token: int
+    num_states: int | None = None
+    """The number of sequences for which recurrent layers have states. None: there are no such
+    layers."""
+    state_bytes: int = 0
+    """Bytes of all these states."""
 
 
 class Runner(Protocol):

@@ -482,7 +482,8 @@ class _Plan:
         this step count, so that no sequence waits for a stalled one.
         """
         index = len(prefix)
-        if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
+        is_cacheable = (index + 1) * self.block_size <= sequence.num_cacheable_tokens
+        if not is_cacheable or index >= len(sequence.block_hashes):
             return False  # `sequence` computes this block in any case
         block_hash = sequence.block_hashes[index]
         return any(

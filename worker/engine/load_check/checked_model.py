@@ -12,7 +12,8 @@ from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.decoders.base import LlamaDecoder
 from promptq.worker.engine.model.backend_choice import TURNED_OFF
-from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
+from promptq.worker.engine.model.recurrent.mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class CheckedModel:
     backend: AttentionBackend
     counts_rows: bool = False
     """See PackedModel."""
+    mixers: tuple[Mixer, ...] = ()
+    """The recurrent modules."""
     decoder: type[LlamaDecoder] | None = None
     """promptq's decoder that serves the model; None: the library's modules do."""
     why_no_own_code: str = TURNED_OFF
@@ -45,6 +48,11 @@ class CheckedModel:
     def is_known(self) -> bool:
         """Whether an earlier load checked it."""
         return not self.modules
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether steps may be padded to the size of a CUDA graph. Padding rows have no states."""
+        return self.backend.takes_padding and not self.mixers
 
     @property
     def verdict(self) -> Verdict | None:
@@ -61,9 +69,10 @@ class CheckedModel:
         max_length: int,
         max_position: int | None = None,
         *,
+        num_slots: int,
         releases: bool = False,
     ) -> PackedModel | LlamaDecoder:
-        """Returns the model on this cache, for sequences of up to `max_length` tokens.
+        """Returns the model on this cache, for `num_slots` sequences of up to `max_length` tokens.
 
         `releases`: nothing else needs the weights, so the decoder frees those that it packs.
         """
@@ -74,5 +83,16 @@ class CheckedModel:
                 model, cache.layers, patterns, self.backend, last, releases=releases
             )
         return PackedModel(
-            model, self.modules, cache.layers, patterns, self.backend, counts_rows=self.counts_rows
+            model,
+            self.modules,
+            cache.layers,
+            patterns,
+            self.backend,
+            counts_rows=self.counts_rows,
+            mixers=self.mixers,
+            num_slots=num_slots,
         )
+
+    def leave(self) -> None:
+        """Give back the cache and the states of the PackedModel that was built last."""
+        leave_seam(self.modules, self.mixers)

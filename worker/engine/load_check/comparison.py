@@ -23,7 +23,6 @@ from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import (
     PackedModel,
     RowStarts,
-    leave_seam,
     set_attention,
 )
 
@@ -109,7 +108,8 @@ def packed_logits(
             # In int8, a scale of such bytes is NaN.
             part.fill_(255 if part.dtype == torch.uint8 else float("nan"))
     last = max(probe.first_position for probe in probes) + max(LENGTHS)
-    return run_steps(checked.on(loaded.model, cache, max(LENGTHS) + 1, last), cache, probes, device)
+    model = checked.on(loaded.model, cache, max(LENGTHS) + 1, last, num_slots=len(probes))
+    return run_steps(model, cache, probes, device)
 
 
 def run_steps(
@@ -168,7 +168,7 @@ def compare(
             raise
         raise NotCompiledError(checked.backend, error) from error
     finally:
-        leave_seam(checked.modules)  # or they would keep the cache of the check
+        checked.leave()  # or its modules would keep the cache of the check
     return difference_of(packed, alone, tolerance)
 
 

@@ -31,6 +31,7 @@ from promptq.worker.engine.load_check.comparison import (
 from promptq.worker.engine.model.backend_choice import BACKENDS, TURNED_OFF, first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.recurrent.recognition import mixers_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ def _check(
     try:
         with torch.inference_mode(), shrunk_windows(model) as true_patterns:
             probes = probes_of(loaded, max_length)
-            _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
+            mixers = mixers_of(model)
+            _, specs = record_layers(loaded, probes[0].token_ids, true_patterns, mixers)
             backend = first_that_serves(family, backends, specs)
             takes_float32 = torch.float32 in backend.dtypes
             with (
@@ -112,18 +114,29 @@ def _check(
                     raise refused
                 is_exact = is_float32 and multiplies_exactly
                 tolerance = _tolerance(is_float32, multiplies_exactly)
-                modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)
+                modules, specs_now = record_layers(
+                    loaded, probes[0].token_ids, true_patterns, mixers
+                )
                 # Without fp32, rounding might hide that a family counts rows: RowStarts come first.
                 differences = {}
                 for counts_rows in (not is_exact, is_exact):
                     checked = CheckedModel(
-                        modules, specs_now, backend, counts_rows, why_no_own_code=why_no_own_code
+                        modules,
+                        specs_now,
+                        backend,
+                        counts_rows,
+                        (*mixers,),
+                        why_no_own_code=why_no_own_code,
                     )
                     difference = compare(loaded, checked, probes, tolerance)
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
-                if decoders and difference.is_tolerable:
+                if decoders and mixers:
+                    kinds = sorted({mixer.name for mixer in mixers})
+                    why_no_own_code = f"it has recurrent layers ({', '.join(kinds)})"
+                    checked = replace(checked, why_no_own_code=why_no_own_code)
+                elif decoders and difference.is_tolerable:
                     by_parts = by_parts and is_float32
                     if loaded.format and not is_float32:  # its products may round their inputs
                         tolerance = ROUNDING_TOLERANCE

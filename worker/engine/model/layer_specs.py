@@ -17,6 +17,8 @@ from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.attention.types import FULL, LayerSpec, Pattern
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import set_attention
+from promptq.worker.engine.model.recurrent.mixer import Mixer
+from promptq.worker.engine.model.recurrent.recognition import unknown_memory
 
 RECORD = "promptq_record"
 
@@ -89,12 +91,16 @@ def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
 
 
 def record_layers(
-    loaded: LoadedModel, token_ids: list[int], true_patterns: dict[Pattern, Pattern]
+    loaded: LoadedModel,
+    token_ids: list[int],
+    true_patterns: dict[Pattern, Pattern],
+    mixers: list[Mixer],
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
     """Returns the attention modules in order of call, and the spec of each with shrunk windows.
+    `mixers` are the model's recurrent modules of known kinds.
 
-    Raises UnsupportedModelError if a layer does not make exactly one call, or needs an unknown
-    argument.
+    Raises UnsupportedModelError if a layer does not make exactly one call and remembers tokens in
+    an unknown way, or if it needs an unknown argument.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)
@@ -108,7 +114,15 @@ def record_layers(
         _calls.reset(token)
     modules = [call.module for call in calls]
     num_layers = loaded.text_config.num_hidden_layers
-    if not modules or len(set(modules)) != num_layers or len(calls) != num_layers:
+    if len(set(modules)) != num_layers:
+        known = {*modules, *(mixer.module for mixer in mixers)}
+        if unknown := unknown_memory(model, known):
+            raise UnsupportedModelError(
+                f"{family}: {unknown} remembers earlier tokens in a way that is not known, so"
+                " requests in a packed step would mix"
+            )
+    num_wanted = len(set(modules)) if mixers else num_layers
+    if not modules or len(set(modules)) != num_wanted or len(calls) != num_wanted:
         raise UnsupportedModelError(
             f"{family}: {len(set(modules))} modules of a model of {num_layers} layers make "
             f"{len(calls)} attention calls; each layer must make exactly one, or requests in a "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from promptq.worker.engine.model.attention_operator import (
     attend,
     number_of,
 )
+from promptq.worker.engine.model.recurrent.mixer import Mixer
+from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+from promptq.worker.engine.model.recurrent.state_pool import StatePool
 
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"
@@ -62,7 +66,8 @@ class RowStarts:
 class PackedModel:
     """A model whose attention modules, in order of call, work on `caches` through the seam.
 
-    With `counts_rows` the family also gets the positions through RowStarts.
+    Its recurrent modules are replaced by `mixers`, with states for `num_slots` sequences. With
+    `counts_rows` the family also gets the positions through RowStarts.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class PackedModel:
         backend: AttentionBackend,
         *,
         counts_rows: bool = False,
+        mixers: Sequence[Mixer] = (),
+        num_slots: int = 0,
     ) -> None:
         self._model = model
         self._context = SeamContext(backend)
@@ -84,6 +91,11 @@ class PackedModel:
             layer = SeamLayer(self._context, cache, pattern)
             setattr(module, _ATTRIBUTE, layer)
             setattr(module, _NUMBER, number_of(layer))
+        self.states = StatePool(mixers, num_slots, model.device) if mixers else None
+        self._rows: RecurrentRows | None = None  # during a forward only
+        self._num_calls = len(modules) + len(mixers)
+        for mixer, tensors in zip(mixers, self.states.tensors if self.states else (), strict=True):
+            mixer.module.forward = partial(self._mix, mixer, tensors)
         set_attention(model, SEAM)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -117,6 +129,8 @@ class PackedModel:
 
     def _forward(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         context = self._context
+        if self.states is not None:
+            self._rows = self.states.begin(step.items)
         context.layout, context.calls = step.layout, 0
         further: dict[str, Any] = {}
         if self._keeps_rows:
@@ -130,14 +144,30 @@ class PackedModel:
                 input_ids=step.input_ids, position_ids=positions, use_cache=False, **further
             )
         finally:
-            context.layout = None
-        if context.calls != len(self._modules):
+            context.layout = self._rows = None
+        if context.calls != self._num_calls:
             raise UnsupportedModelError(
-                f"{self._model.config.model_type}: {context.calls} attention calls in a forward "
-                f"of {len(self._modules)} layers"
+                f"{self._model.config.model_type}: {context.calls} calls in a forward of "
+                f"{self._num_calls} attending or recurrent layers"
             )
+        if self.states is not None:
+            self.states.finish(step.items)
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
+
+    def _mix(
+        self,
+        mixer: Mixer,
+        tensors: Sequence[torch.Tensor],
+        hidden_states: torch.Tensor,
+        *_: Any,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Takes the place of a recurrent module's forward."""
+        if self._rows is None:
+            raise UnsupportedModelError("a recurrent layer computes outside of a packed step")
+        self._context.calls += 1
+        return mixer.mix(hidden_states[0], self._rows, tensors).unsqueeze(0)
 
     def decoder_layers(self) -> list[nn.Module]:
         """Returns each outermost entry of a ModuleList, if the entry contains attention."""
@@ -162,11 +192,13 @@ def _body(model: Any) -> nn.Module:
     return getattr(model, "model", decoder) if decoder is model else decoder
 
 
-def leave_seam(modules: Sequence[nn.Module]) -> None:
+def leave_seam(modules: Sequence[nn.Module], mixers: Sequence[Mixer] = ()) -> None:
     """Remove a PackedModel's attributes from the modules, so that its cache can be freed."""
     for module in modules:
         for name in (_ATTRIBUTE, _NUMBER):
             vars(module).pop(name, None)
+    for mixer in mixers:
+        vars(mixer.module).pop("forward", None)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

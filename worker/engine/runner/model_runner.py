@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.api.messages import LEAST, EngineAbilities, PromptLogprobs
 from promptq.worker.engine.api.port import Progress, unheard
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
@@ -53,7 +54,8 @@ from promptq.worker.engine.model.backend_choice import (
 )
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_length import model_length
-from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
+from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.model.recurrent.state_pool import pool_bytes
 from promptq.worker.engine.runner.compiled import CompiledModel
 from promptq.worker.engine.runner.cuda_graphs import (
     GraphedModel,
@@ -151,16 +153,24 @@ class ModelRunner:
         self.device = loaded.model.device
         self.dtype = loaded.model.dtype
         self._cache = cache
-        self.kv_layout = KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
+        num_slots = options.max_num_seqs
+        self.kv_layout = KVLayout(
+            cache.num_blocks,
+            cache.block_size,
+            cache.bytes_per_token,
+            num_slots if checked.mixers else None,
+            pool_bytes(checked.mixers, num_slots),
+        )
         self.vocab_size: int = loaded.text_config.vocab_size
         self.max_model_len = max_model_len
-        model = checked.on(loaded.model, cache, max_model_len, releases=True)
+        model = checked.on(loaded.model, cache, max_model_len, num_slots=num_slots, releases=True)
         self._model: Model = model
+        self._states = model.states if isinstance(model, PackedModel) else None
         self.compiled: CompiledModel | None = None
         """Set if the options request compiling and the library's modules compute."""
-        if options.compile and isinstance(model, PackedModel):
+        if options.compile and isinstance(model, PackedModel) and self._states is None:
             self._model = self.compiled = CompiledModel(model, cache, max_model_len)
-        if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
+        if options.cuda_graphs and self.device.type == "cuda" and checked.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
         self.why_no_own_code = checked.why_no_own_code
         self.saved_format = loaded.format
@@ -249,6 +259,7 @@ class ModelRunner:
             wanted_tokens=options.max_num_seqs * length,
             device=device,
             reserved_bytes=reserved_bytes,
+            state_bytes=pool_bytes(checked.mixers, options.max_num_seqs),
         )
         cache = KVCache(
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
@@ -287,10 +298,10 @@ class ModelRunner:
         runner = cls(loaded, checked, cache, length, plain, native_sampling=False)
         shares = largest_step(options.max_num_batched_tokens, options.max_num_seqs, context)
         runner.collect(runner.launch(runner._largest(shares)))
-        needed = peak.bytes()
-        if options.cuda_graphs and checked.backend.takes_padding:
+        needed = peak.bytes() - runner.kv_layout.state_bytes
+        if options.cuda_graphs and checked.takes_padding:
             needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
-        leave_seam(checked.modules)  # otherwise they keep this cache in memory
+        checked.leave()  # otherwise its modules keep this cache in memory
         return needed
 
     def _capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
@@ -402,15 +413,17 @@ class ModelRunner:
         num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
-            batch = trial_batch([(num_tokens, count)], layout, vocab_size=self.vocab_size)
+            batch = self._trial([(num_tokens, count)], vocab_size=self.vocab_size)
             row = torch.tensor([count - 1], device=self.device)
             last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
         self.collect(self.launch(batch))
-        # On a GPU products are chosen by the number of rows, and steps may have many more.
+        # On a GPU products are chosen by the number of rows, and steps may have many more. In a
+        # recurrent layer sums depend on where steps cut a prompt.
         is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
-        self.is_row_invariant = is_same and self.device.type == "cpu"
+        is_on_cpu = self.device.type == "cpu"
+        self.is_row_invariant = is_same and is_on_cpu and self._states is None
         with suppress(UnsupportedModelError):  # this model makes no vectors
-            step = self._packer.pack(batch)
+            step = self._packer.pack(self._trial([(1, 1)]))
             _, states = self._model.logits_and_states(step, step.sampled, step.sampled)
             self.embedding_size = states.shape[1]
 
@@ -432,11 +445,11 @@ class ModelRunner:
         kv_tokens = layout.num_blocks * layout.block_size
         length = min(self.max_model_len, kv_tokens)
         for shares in kinds_of_steps(max_num_batched_tokens, max_num_seqs, length):
-            yield trial_batch(shares, layout)
+            yield self._trial(shares)
         decodes = [(1, 1)] * min(max_num_seqs, max_num_batched_tokens)
         for params in SAMPLING:
             for shares in (decodes[:1], decodes):
-                yield trial_batch(shares, layout, params)
+                yield self._trial(shares, params)
         context = min(length, max(1, kv_tokens // max_num_seqs))
         shares = largest_step(max_num_batched_tokens, max_num_seqs, context)
         yield self._largest(shares)
@@ -444,7 +457,20 @@ class ModelRunner:
     def _largest(self, shares: Shares) -> Batch:
         """Returns a step with these shares, and everything that takes memory."""
         most = most_reported_rows(self.vocab_size)
-        return trial_batch(shares, self.kv_layout, MOST_SAMPLING, most)
+        return self._trial(shares, MOST_SAMPLING, most)
+
+    def _trial(
+        self,
+        shares: Shares,
+        params: SamplingParams = NEUTRAL,
+        max_reported_rows: int = 0,
+        vocab_size: int = 2,
+    ) -> Batch:
+        """Returns a `trial_batch`, which must be launched before the next one is made."""
+        batch = trial_batch(shares, self.kv_layout, params, max_reported_rows, vocab_size)
+        if self._states is not None:
+            self._states.pretend(batch.scheduled)
+        return batch
 
     @property
     def abilities(self) -> EngineAbilities:

@@ -1,0 +1,165 @@
+"""Gated DeltaNet (Yang et al. 2025): Qwen3-Next, Qwen3.5, OLMo Hybrid.
+
+The state of a head is a matrix `S` [key size, value size]. A token with the key `k`, the value `v`,
+the decay `exp(g)` and the rate `beta` changes it to `S' = exp(g) S + k (beta (v - exp(g) S^T k))^T`
+and reads `S'^T q`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from promptq.worker.engine.model.recurrent.convolution import convolve, window_spec
+from promptq.worker.engine.model.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.model.recurrent.rows import Pieces, RecurrentRows
+
+_EPSILON = 1e-6
+_DECAY = {"A_log", "dt_bias", "conv1d"}
+_OF_NEXT = _DECAY | {"in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}
+_OF_QWEN35 = _DECAY | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"}
+_OF_OLMO = _DECAY | {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"}
+
+
+class _Projected(NamedTuple):
+    qkv: torch.Tensor  # [T, key heads x key size x 2 + value heads x value size]
+    gate: torch.Tensor  # [T, value heads x value size]
+    b: torch.Tensor  # [T, value heads]
+    a: torch.Tensor  # [T, value heads]
+
+
+class _Tokens(NamedTuple):
+    """Rows in fp32. A key head serves several value heads that follow each other."""
+
+    query: torch.Tensor  # [rows, key heads, key size]
+    key: torch.Tensor  # [rows, key heads, key size]
+    value: torch.Tensor  # [rows, value heads, value size]
+    decay: torch.Tensor  # [rows, value heads], log
+    beta: torch.Tensor  # [rows, value heads]
+
+
+class GatedDeltaNet(Mixer):
+    name = "Gated DeltaNet"
+
+    @classmethod
+    def knows(cls, module: Any) -> bool:
+        return parts_of(module) in (_OF_NEXT, _OF_QWEN35, _OF_OLMO) and is_depthwise(module.conv1d)
+
+    @property
+    def state(self) -> tuple[StateSpec, ...]:
+        module = self.module
+        shape = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
+        return window_spec(module.conv1d), StateSpec(shape, torch.float32)
+
+    def mix(
+        self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        module, (windows, states) = self.module, pool
+        projected = self._project(hidden)
+        convolved = convolve(projected.qkv, module.conv1d, rows, windows)
+        tokens = self._tokens(ACT2FN[module.activation](convolved), projected)
+        read = torch.empty_like(tokens.value)
+        before, num_decodes = states.index_select(0, rows.read), rows.num_decodes
+        if num_decodes:
+            decodes = _Tokens(*(each[:num_decodes] for each in tokens))
+            read[:num_decodes] = _decode(decodes, before[:num_decodes])
+        if num_decodes < len(before):
+            chunks = _Tokens(*(each[num_decodes:] for each in tokens))
+            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces)
+        states.index_copy_(0, rows.written, before)
+        is_olmo = hasattr(module, "o_proj")
+        norm, output = (module.o_norm, module.o_proj) if is_olmo else (module.norm, module.out_proj)
+        size: int = module.head_v_dim
+        normed = norm(read.to(hidden.dtype).view(-1, size), projected.gate.reshape(-1, size))
+        mixed: torch.Tensor = output(normed.view(len(hidden), -1))
+        return mixed
+
+    def _project(self, hidden: torch.Tensor) -> _Projected:
+        module = self.module
+        if hasattr(module, "q_proj"):
+            qkv = [linear(hidden) for linear in (module.q_proj, module.k_proj, module.v_proj)]
+            gate, b = module.g_proj(hidden), module.b_proj(hidden)
+            return _Projected(torch.cat(qkv, dim=-1), gate, b, module.a_proj(hidden))
+        if hasattr(module, "in_proj_qkv"):
+            qkv, gate = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
+            return _Projected(qkv, gate, module.in_proj_b(hidden), module.in_proj_a(hidden))
+        # Each key head's query, key, values and gates follow each other.
+        key_size = module.head_k_dim
+        served = module.num_v_heads // module.num_k_heads
+        by_head = module.in_proj_qkvz(hidden).unflatten(-1, (module.num_k_heads, -1))
+        sizes = [key_size, key_size, *[served * module.head_v_dim] * 2]
+        *qkv, gate = (each.flatten(1) for each in by_head.split(sizes, dim=-1))
+        rates = module.in_proj_ba(hidden).unflatten(-1, (module.num_k_heads, -1))
+        b, a = (each.flatten(1) for each in rates.split(served, dim=-1))
+        return _Projected(torch.cat(qkv, dim=-1), gate, b, a)
+
+    def _tokens(self, convolved: torch.Tensor, projected: _Projected) -> _Tokens:
+        module = self.module
+        key_size: int = module.head_k_dim
+        of_keys = module.num_k_heads * key_size
+        widths = [of_keys, of_keys, module.num_v_heads * module.head_v_dim]
+        query, key, value = torch.split(convolved.float(), widths, dim=-1)
+        query, key = (each.view(len(each), -1, key_size) for each in (query, key))
+        value = value.view(len(value), module.num_v_heads, -1)
+        beta = projected.b.sigmoid()
+        if getattr(module, "allow_neg_eigval", False):
+            beta = beta * 2.0
+        rate = nn.functional.softplus(projected.a.float() + module.dt_bias)
+        decay = -module.A_log.float().exp() * rate
+        return _Tokens(_unit(query) * key_size**-0.5, _unit(key), value, decay, beta.float())
+
+
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + _EPSILON)
+
+
+def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
+    """Returns what one token of each sequence reads, and changes the states [rows, value heads, key
+    size, value size]."""
+    served = tokens.value.shape[1] // tokens.key.shape[1]
+    flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
+    query, key = (
+        each.repeat_interleave(served, dim=1).flatten(0, 1).unsqueeze(1)
+        for each in (tokens.query, tokens.key)
+    )
+    flat *= tokens.decay.exp().view(-1, 1, 1)
+    change = tokens.value.flatten(0, 1).unsqueeze(1) - key @ flat
+    change *= tokens.beta.view(-1, 1, 1)
+    flat.baddbmm_(key.transpose(1, 2), change)
+    return (query @ flat).view_as(tokens.value)
+
+
+def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Returns what the rows of chunks read, and changes the states [chunks, value heads, key size,
+    value size].
+
+    Within a piece, the changes of all rows solve a triangular system. Only the states go from piece
+    to piece.
+    """
+    served = tokens.value.shape[1] // tokens.key.shape[1]
+    query, key, value, decay, beta = map(pieces.cut, tokens)
+    decay = decay.cumsum(dim=-1)  # since the begin of the piece
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill_(pieces.later, -torch.inf)
+    between.exp_()  # [pieces, value heads, size, size]
+    keys = key.transpose(-1, -2)
+    seen = (query @ keys).repeat_interleave(served, dim=1).mul_(between)
+    system = (key @ keys).repeat_interleave(served, dim=1).mul_(between).mul_(beta.unsqueeze(-1))
+    query, key = (each.repeat_interleave(served, dim=1) for each in (query, key))
+    from_begin = decay.exp().unsqueeze(-1)
+    wanted = torch.cat([value, key * from_begin], dim=-1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    change, of_states = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    query = query * from_begin
+    keys = (key * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    whole = decay[..., -1].exp()[..., None, None]
+    read = torch.empty_like(value)
+    for now, chunks in pieces.rounds:
+        before = states[chunks]
+        new = change[now] - of_states[now] @ before
+        read[now] = query[now] @ before + seen[now] @ new
+        states[chunks] = before * whole[now] + keys[now] @ new
+    return pieces.join(read)

@@ -1,0 +1,130 @@
+"""Mamba 2 (Dao and Gu 2024): Bamba, Granite 4, Falcon-H1, Nemotron-H.
+
+The state of a head is a matrix `S` [head size, state size]. A token with the input `x`, the vectors
+`B` and `C` of its group and the time step `dt` changes it to `S' = exp(dt A) S + dt x B^T` and
+reads `S' C + D x`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from promptq.worker.engine.model.recurrent.convolution import convolve, window_spec
+from promptq.worker.engine.model.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.model.recurrent.rows import Pieces, RecurrentRows
+
+_PARTS = {"A_log", "D", "act", "conv1d", "dt_bias", "in_proj", "norm", "out_proj"}
+
+
+class _Tokens(NamedTuple):
+    """Rows in fp32. A group serves several heads that follow each other."""
+
+    inputs: torch.Tensor  # [rows, heads, head size]
+    b: torch.Tensor  # [rows, groups, state size]
+    c: torch.Tensor  # [rows, groups, state size]
+    time: torch.Tensor  # [rows, heads]
+    decay: torch.Tensor  # [rows, heads], log
+
+
+class Mamba2(Mixer):
+    name = "Mamba 2"
+
+    @classmethod
+    def knows(cls, module: Any) -> bool:
+        return parts_of(module) == _PARTS and is_depthwise(module.conv1d)
+
+    @property
+    def state(self) -> tuple[StateSpec, ...]:
+        module = self.module
+        shape = (module.num_heads, module.head_dim, module.ssm_state_size)
+        return window_spec(module.conv1d), StateSpec(shape, torch.float32)
+
+    def mix(
+        self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        module, (windows, states) = self.module, pool
+        projected: torch.Tensor = module.in_proj(hidden * getattr(module, "ssm_in_multiplier", 1.0))
+        if hasattr(module, "mup_vector"):
+            projected = projected * module.mup_vector.view(-1)
+        num_heads: int = module.num_heads
+        width = num_heads * module.head_dim
+        sizes = [width, module.conv1d.in_channels, num_heads]
+        gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
+        convolved = module.act(convolve(x_b_c, module.conv1d, rows, windows))
+        tokens = self._tokens(convolved, time)
+        read = torch.empty_like(tokens.inputs)
+        before, num_decodes = states.index_select(0, rows.read), rows.num_decodes
+        if num_decodes:
+            decodes = _Tokens(*(each[:num_decodes] for each in tokens))
+            read[:num_decodes] = _decode(decodes, before[:num_decodes])
+        if num_decodes < len(before):
+            chunks = _Tokens(*(each[num_decodes:] for each in tokens))
+            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces)
+        states.index_copy_(0, rows.written, before)
+        read += tokens.inputs * module.D.float().unsqueeze(-1)
+        scanned = read.flatten(1)
+        if isinstance(module.norm, nn.Identity):
+            scanned = scanned * nn.functional.silu(gate)
+        else:
+            scanned = module.norm(scanned.unsqueeze(0), gate.unsqueeze(0))[0]
+        output: torch.Tensor = module.out_proj(scanned.to(hidden.dtype))
+        return output
+
+    def _tokens(self, convolved: torch.Tensor, time: torch.Tensor) -> _Tokens:
+        module = self.module
+        of_groups = module.n_groups * module.ssm_state_size
+        width = module.num_heads * module.head_dim
+        inputs, b, c = torch.split(convolved.float(), [width, of_groups, of_groups], dim=-1)
+        time = nn.functional.softplus(time + module.dt_bias.to(time.dtype))
+        time = time.clamp(*module.time_step_limit).float()
+        return _Tokens(
+            inputs.view(len(inputs), module.num_heads, -1),
+            b.view(len(b), module.n_groups, -1),
+            c.view(len(c), module.n_groups, -1),
+            time,
+            time * -module.A_log.float().exp(),
+        )
+
+
+def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
+    """Returns what one token of each sequence reads from the states [rows, heads, head size, state
+    size], and changes them."""
+    served = tokens.inputs.shape[1] // tokens.b.shape[1]
+    flat = states.flatten(0, 1)
+    b, c = (
+        each.repeat_interleave(served, dim=1).flatten(0, 1).unsqueeze(1)
+        for each in (tokens.b, tokens.c)
+    )
+    flat *= tokens.decay.exp().view(-1, 1, 1)
+    inputs = tokens.inputs * tokens.time.unsqueeze(-1)
+    flat.baddbmm_(inputs.flatten(0, 1).unsqueeze(-1), b)
+    return (flat @ c.transpose(1, 2)).view_as(inputs)
+
+
+def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Returns what the rows of chunks read, and changes the states [chunks, heads, head size, state
+    size]. Within a piece, a row sees the rows before it as in attention. Only the states go from
+    piece to piece."""
+    served = tokens.inputs.shape[1] // tokens.b.shape[1]
+    inputs, b, c, time, decay = map(pieces.cut, tokens)
+    inputs = inputs * time.unsqueeze(-1)
+    # Differences of long sums would lose too many bits in fp32.
+    decay = decay.double().cumsum(dim=-1)  # since the begin of the piece
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).float()
+    between.masked_fill_(pieces.later, -torch.inf).exp_()  # [pieces, heads, size, size]
+    seen = (c @ b.transpose(-1, -2)).repeat_interleave(served, dim=1).mul_(between)
+    read = seen @ inputs
+    b, c = (each.repeat_interleave(served, dim=1) for each in (b, c))
+    until_end = (decay[..., -1:] - decay).float().exp().unsqueeze(-1)
+    added = (inputs * until_end).transpose(-1, -2) @ b
+    c = c * decay.float().exp().unsqueeze(-1)
+    whole = decay[..., -1].float().exp()[..., None, None]
+    for now, chunks in pieces.rounds:
+        before = states[chunks]
+        read[now] += c[now] @ before.transpose(-1, -2)
+        states[chunks] = before * whole[now] + added[now]
+    return pieces.join(read)

@@ -1,0 +1,74 @@
+"""The interface of every kind of recurrent layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One tensor of a sequence's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Mixer(ABC):
+    """Computes one recurrent module of the library for the rows of packed steps.
+
+    The module's weights are read in each step, because they may be converted or replaced.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, module: Any) -> None:
+        self.module: Any = module  # the library's classes have no types for their parts
+
+    @classmethod
+    @abstractmethod
+    def knows(cls, module: Any) -> bool:
+        """Whether the module's parts are those of this kind. The check at load shows if the formula
+        is the same."""
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple[StateSpec, ...]:
+        """The tensors of one sequence's state. They are zeros before the first token."""
+
+    @abstractmethod
+    def mix(
+        self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns the module's output [T, size] for the rows [T, size] of a step.
+
+        `pool` has a tensor [num_entries, *shape] for each of `state`. Reads the entries `rows.read`
+        and writes the entries `rows.written`.
+        """
+
+
+def parts_of(module: nn.Module) -> set[str]:
+    """Returns the names of the module's direct children and parameters."""
+    children = {name for name, _ in module.named_children()}
+    return children | {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def is_depthwise(convolution: Any) -> bool:
+    """Whether a module convolves each channel by itself, over neighbouring positions."""
+    return (
+        type(convolution) is nn.Conv1d
+        and convolution.groups == convolution.in_channels == convolution.out_channels
+        and convolution.stride == convolution.dilation == (1,)
+    )

@@ -1,0 +1,43 @@
+"""Finds a model's recurrent modules, and those whose memory of earlier tokens is unknown."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+
+from torch import nn
+
+from promptq.worker.engine.model.recurrent.gated_delta_net import GatedDeltaNet
+from promptq.worker.engine.model.recurrent.mamba2 import Mamba2
+from promptq.worker.engine.model.recurrent.mixer import Mixer
+from promptq.worker.engine.model.recurrent.short_convolution import ShortConvolution
+
+KINDS: tuple[type[Mixer], ...] = (GatedDeltaNet, Mamba2, ShortConvolution)
+
+_CACHES = {"cache_params", "past_key_values", "past_key_value"}
+"""The library's names for the argument with the memory of earlier tokens."""
+
+
+def mixers_of(model: nn.Module) -> list[Mixer]:
+    """Returns the recurrent modules of known kinds, in the model's order."""
+    return [kind(module) for module in model.modules() for kind in KINDS if kind.knows(module)]
+
+
+def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
+    """Returns the name and type of the first module that remembers tokens and contains no other
+    such module, apart from those that are `known`; empty if there is none.
+
+    Whole layers do not count: one with an MLP alone takes the library's cache too.
+    """
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = {layer for layers in lists for layer in layers}
+    remembering = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module not in layers and _CACHES & inspect.signature(module.forward).parameters.keys()
+    ]
+    modules = {module for _, module in remembering}
+    for name, module in remembering:
+        if module not in known and modules.isdisjoint({*module.modules()} - {module}):
+            return f"{name} ({type(module).__name__})"
+    return ""

@@ -1,0 +1,96 @@
+"""Places of a step's rows in sequences and in the states, as recurrent layers need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import pad
+
+LONGEST_PIECE = 64
+"""The most rows of a chunk that are computed at once. More need fewer steps from state to state,
+and more scores of pairs of rows."""
+_SHORTEST_PIECE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentRows:
+    """The rows of a step. The first `num_decodes` belong to one sequence each, and those of the
+    chunks follow, the shortest chunk first. Sequence i has the rows `starts[i]` up to
+    `starts[i + 1]`."""
+
+    num_decodes: int
+    starts: list[int]
+    read: torch.Tensor
+    """[num_sequences], int64: the pool's entries with the states before the step."""
+    written: torch.Tensor
+    """[num_sequences], int64: the pool's entries for the states after the step."""
+    _pieces: list[Pieces] = field(default_factory=list)
+
+    def chunks(self) -> Iterator[tuple[int, slice]]:
+        """Yields each chunk's sequence and rows."""
+        for index in range(self.num_decodes, len(self.starts) - 1):
+            yield index, slice(self.starts[index], self.starts[index + 1])
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of all chunks, equal for all layers. There must be chunks."""
+        if not self._pieces:
+            lengths = [rows.stop - rows.start for _, rows in self.chunks()]
+            self._pieces.append(Pieces(lengths, self.read.device))
+        return self._pieces[0]
+
+
+class Pieces:
+    """The rows of all chunks, cut into pieces of equal length that are computed as one batch.
+
+    The last piece of a chunk is filled up with zeros. First come the first pieces of all chunks,
+    then the second ones, and so on, so that the pieces which need the states of the pieces before
+    them follow each other.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        """`lengths` are those of the chunks, the shortest first."""
+        power = 1 << (lengths[-1] - 1).bit_length()
+        self.size = max(_SHORTEST_PIECE, min(LONGEST_PIECE, power))
+        self._num_rows = sum(lengths)
+        counts = [-(-length // self.size) for length in lengths]
+        self.rounds: list[tuple[slice, slice]] = []
+        """The pieces that are computed at the same time, and the chunks that they belong to."""
+        begins = [sum(lengths[:index]) for index in range(len(lengths))]
+        rows: list[int] = []  # of each place in the pieces; a padding place has the row after all
+        places = [0] * self._num_rows  # of each row
+        for number in range(counts[-1]):
+            first = next(chunk for chunk, count in enumerate(counts) if count > number)
+            begin = len(rows) // self.size
+            self.rounds.append(
+                (slice(begin, begin + len(lengths) - first), slice(first, len(lengths)))
+            )
+            for chunk in range(first, len(lengths)):
+                start = begins[chunk] + number * self.size
+                stop = min(start + self.size, begins[chunk] + lengths[chunk])
+                places[start:stop] = range(len(rows), len(rows) + stop - start)
+                rows += range(start, stop)
+                rows += [self._num_rows] * (self.size - (stop - start))
+        self._is_plain = places == [*range(self._num_rows)]
+        self._num_places = len(rows)
+        self._rows = torch.tensor(rows, device=device)
+        self._places = torch.tensor(places, device=device)
+        ones = torch.ones(self.size, self.size, dtype=torch.bool, device=device)
+        self.later = ones.triu(1)
+        """[size, size]: whether a row of a piece comes after another one."""
+
+    def cut(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns [num_pieces, heads, size, ...] for the chunks' rows [rows, heads, ...]."""
+        further = self._num_places - len(rows) if self._is_plain else 1
+        if further:
+            rows = pad(rows, (0, 0) * (rows.dim() - 1) + (0, further))
+        if not self._is_plain:
+            rows = rows.index_select(0, self._rows)
+        return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
+
+    def join(self, pieces: torch.Tensor) -> torch.Tensor:
+        """Returns the rows [rows, heads, ...] of pieces [num_pieces, heads, size, ...]."""
+        rows = pieces.transpose(1, 2).flatten(0, 1)
+        return rows[: self._num_rows] if self._is_plain else rows.index_select(0, self._places)

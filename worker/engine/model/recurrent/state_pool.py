@@ -1,0 +1,97 @@
+"""The states of all recurrent layers, in entries of a fixed size for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from promptq.worker.engine.attention.kv_cache import zeros_in_pages
+from promptq.worker.engine.core.sequence import ScheduledSequence
+from promptq.worker.engine.model.recurrent.mixer import Mixer
+from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+
+ENTRIES_PER_SLOT = 2
+"""A step reads one entry of a sequence and writes the other. So it can be computed again if it
+failed, even after it wrote all states."""
+_NONE = -1
+"""The number of tokens in an entry that holds no state."""
+
+
+def state_bytes(mixers: Sequence[Mixer]) -> int:
+    """Returns the bytes of the states of one sequence in all layers."""
+    return sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
+
+
+def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
+    """Returns the bytes of a pool for this number of slots."""
+    return state_bytes(mixers) * num_slots * ENTRIES_PER_SLOT
+
+
+class StatePool:
+    """The states of the sequences in the slots of a batch.
+
+    A sequence owns the entries of its slot as long as it has the slot. Entry 0 is the state before
+    the first token, and stays zero.
+    """
+
+    def __init__(self, mixers: Sequence[Mixer], num_slots: int, device: torch.device) -> None:
+        num_entries = 1 + ENTRIES_PER_SLOT * num_slots
+        self._device = device
+        self.tensors = [
+            [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
+            for mixer in mixers
+        ]
+        """For each mixer, a tensor [num_entries, *shape] for each of its `state`."""
+        self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
+        """The number of first tokens of a slot's sequence that each of its entries covers."""
+
+    def begin(self, items: Sequence[ScheduledSequence]) -> RecurrentRows:
+        """Returns the places of a step's rows. What the step writes counts after `finish`.
+
+        Raises RuntimeError if a sequence goes on from a state that its slot does not hold.
+        """
+        read, written, starts, num_decodes = [], [], [0], 0
+        for item in items:
+            slot = self._slot_of(item)
+            held = self._num_tokens[slot]
+            if item.start == 0:
+                held[:] = [_NONE] * ENTRIES_PER_SLOT  # those of the slot's last sequence
+                source = _NONE
+            elif item.start in held:
+                source = held.index(item.start)
+            else:
+                raise RuntimeError(
+                    f"sequence {item.sequence.sequence_id} goes on after {item.start} tokens, and"
+                    f" slot {slot} has the states after {held}"
+                )
+            target = (source + 1) % ENTRIES_PER_SLOT
+            held[target] = _NONE
+            read.append(0 if source == _NONE else self._entry(slot, source))
+            written.append(self._entry(slot, target))
+            starts.append(starts[-1] + item.num_rows)
+            num_decodes += item.num_rows == 1
+        places = torch.tensor([read, written], device=self._device)
+        return RecurrentRows(num_decodes, starts, places[0], places[1])
+
+    def finish(self, items: Sequence[ScheduledSequence]) -> None:
+        """Note that a step with these shares has written its states."""
+        for item in items:
+            held = self._num_tokens[self._slot_of(item)]
+            source = held.index(item.start) if item.start in held else _NONE
+            held[(source + 1) % ENTRIES_PER_SLOT] = item.start + item.num_rows
+
+    def pretend(self, items: Sequence[ScheduledSequence]) -> None:
+        """Take whatever the slots hold for the states before these shares, which are trial ones."""
+        for item in items:
+            self._num_tokens[self._slot_of(item)] = [item.start, _NONE]
+
+    @staticmethod
+    def _slot_of(item: ScheduledSequence) -> int:
+        if item.sequence.slot is None:
+            raise ValueError(f"sequence {item.sequence.sequence_id} is in a batch without a slot")
+        return item.sequence.slot
+
+    @staticmethod
+    def _entry(slot: int, which: int) -> int:
+        return 1 + slot * ENTRIES_PER_SLOT + which
