@@ -150,6 +150,8 @@ class WorkerStats(_Observation):
     kv_tokens: int = 0
     kv_used_tokens: int = 0
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
+    """Bytes of the states of recurrent layers, for all slots."""
     kv_blocks: int = 0
     kv_used_blocks: int = 0
     """Blocks that some sequence owns."""

@@ -225,6 +225,8 @@ def _ready_line(
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
     memory = f" ({megabytes:,.0f} MiB)" if megabytes else ""
+    if limits.state_bytes:
+        memory += f" and {limits.state_bytes / 2**20:,.0f} MiB of recurrent states"
     token_text = served.tokenizer.token_text
     ends = ", ".join(token_text(end) or f"<{end}>" for end in sorted(served.end_token_ids))
     dtype = f" in {served.dtype}" if served.dtype else ""

@@ -141,6 +141,7 @@ class Worker:
             max_model_len=limits.max_model_len,
             kv_tokens=limits.kv_tokens,
             kv_bytes_per_token=limits.bytes_per_token,
+            state_bytes=limits.state_bytes,
             untold=" ".join(sorted(self.engine.abilities.untold)),
             start_up_seconds=sum(start_up_seconds.values()),
             start_up_stages=" ".join(

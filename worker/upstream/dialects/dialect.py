@@ -25,6 +25,7 @@ _UNTOLD = frozenset(
         "kv_shared_blocks",
         "peak_memory_bytes",
         "recomputed_tokens",
+        "state_bytes",
         "step_ms",
     }
 )

@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": (HIDDEN_16 | {"num_attention_heads": 4}, "its attention cannot be replaced"),
     "jamba": (
         LLAMA_SHAPED | {"num_experts": 2},
-        "model.layers.0.mamba (JambaMambaMixer) remembers earlier tokens in a way that is not known",
+        "model.layers.0.mamba (JambaMambaMixer) remembers earlier tokens in a way that is not",
     ),
     "diffllama": (LLAMA_SHAPED, "2 modules of a model of 2 layers make 4 attention calls"),
     "bert": (BERT_SHAPED, "layer 0 has no causal mask"),
