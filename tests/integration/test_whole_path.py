@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.support.model_free import finished, running_worker
-from tests.support.requests import async_put
+from tests.support.model_free import BY_ITSELF, finished, running_worker
+from tests.support.requests import async_log_of, async_put, until_tokens
 from tests.support.roles import as_role
-from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
+from tests.worker.engine.tiny_models import (
+    RECURRENT_FAMILIES,
+    VOCAB_SIZE,
+    generate,
+    make_model,
+    save_model,
+)
 
-FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral"]
+FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral", "qwen3_5_text"]
 BLOCK_SIZE = 4
 MAX_TOKENS = 24
 
@@ -41,18 +48,10 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
 
 
 def served(directory: Path, *, num_blocks: int) -> Served:
-    bytes_per_token = ModelRunner.load(
-        str(directory), LoadOptions(device="cpu")
-    ).kv_layout.bytes_per_token
-    runner = ModelRunner.load(
-        str(directory),
-        LoadOptions(
-            device="cpu",
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            kv_cache_memory=num_blocks * BLOCK_SIZE * bytes_per_token,
-        ),
-    )
+    options = LoadOptions(device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_num_seqs=6)
+    layout = ModelRunner.load(str(directory), options).kv_layout
+    memory = num_blocks * BLOCK_SIZE * layout.bytes_per_token + layout.state_bytes
+    runner = ModelRunner.load(str(directory), replace(options, kv_cache_memory=memory))
     engine = LLMEngine(runner, max_num_seqs=6, max_num_batched_tokens=24, prefill_chunk=7)
     identity = ModelIdentity(directory.name, directory.name)
     return Served(engine, ByteTokenizer(), identity, frozenset(), "cpu", "float32")
@@ -104,8 +103,31 @@ async def test_greedy_tokens_are_those_of_generate(
             for result, tokens in zip(results, expected, strict=True):
                 assert result["token_ids"] == tokens
             stats = worker.engine.stats
-            assert stats.cached_tokens > 0, "prefixes were shared"
+            prefixes_were_shared = stats.cached_tokens > 0
+            assert prefixes_were_shared == (family not in RECURRENT_FAMILIES)
             if is_tight:
                 assert stats.num_preemptions > 0
             else:
                 assert (stats.num_preemptions, stats.recomputed_tokens) == (0, 0)
+
+
+async def test_another_worker_goes_on_with_states_of_its_own(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """A state never leaves a worker: the next one computes it from the tokens."""
+    family = "granitemoehybrid"
+    directory = save_model(tmp_path / family, family, 11)
+    model, prompts = make_model(family, 11), make_prompts(random.Random(12))[:4]
+    expected = [generate(model, prompt, 60) for prompt in prompts]
+    first, second = served(directory, num_blocks=400), served(directory, num_blocks=400)
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
+        queue = AsyncRequestQueue(client)
+        async with running_worker(redis_url, first, drain_seconds=0.0, **BY_ITSELF):
+            fields = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}
+            ids = [await async_put(queue, prompt=prompt, **fields) for prompt in prompts]
+            await until_tokens(queue, ids[0], 5)
+        async with running_worker(redis_url, second, **BY_ITSELF):
+            results = [await finished(queue, request_id) for request_id in ids]
+        assert [result["token_ids"] for result in results] == expected
+        events = await async_log_of(queue, ids[0])
+        assert {event["attempt"] for event in events} == {1, 2}

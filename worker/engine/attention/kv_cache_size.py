@@ -35,9 +35,10 @@ def fitting_blocks(
 
     If that is None, returns the number that `wanted_tokens` need, at most as many as fit into
     `default_memory_bytes`. Raises ConfigurationError if fewer than two fit, or if `memory_bytes`
-    are not free.
+    are not free. A model without attention gets the blocks that `wanted_tokens` need.
     """
     block_bytes = bytes_per_token(specs) * block_size
+    is_limited = memory_bytes is None or not block_bytes
     if memory_bytes is not None:
         # A CPU's cache takes memory only where it is written, and the system would end the process.
         if not counts_memory(device) and memory_bytes > (free := free_bytes(device)):
@@ -45,11 +46,11 @@ def fitting_blocks(
                 f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are asked for, and"
                 f" {free / 2**30:,.1f} GiB are free on {device}"
             )
-        num_blocks = max(0, memory_bytes - state_bytes) // block_bytes
     else:
         memory_bytes = default_memory_bytes(device, reserved_bytes)
-        wanted_blocks = max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS)
-        num_blocks = min(max(0, memory_bytes - state_bytes) // block_bytes, wanted_blocks)
+    num_blocks = max(0, memory_bytes - state_bytes) // max(1, block_bytes)
+    if is_limited:
+        num_blocks = min(num_blocks, max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS))
     if num_blocks < MIN_BLOCKS and reserved_bytes:
         raise ConfigurationError(
             f"--max-num-batched-tokens: a step, with its CUDA graphs, takes {reserved_bytes} bytes"

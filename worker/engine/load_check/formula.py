@@ -93,14 +93,15 @@ def _check(
 ) -> CheckedModel:
     """`by_parts`: see in_float32. A model that was `refused` for its logits passes in fp32 only."""
     family, model = loaded.family, loaded.model
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    mixers = mixers_of(model)
+    # Recurrent layers know positions from their states.
+    if "position_ids" not in inspect.signature(model.forward).parameters and not mixers:
         raise UnsupportedModelError(
             f"{family}: takes no position_ids, so requests cannot share a packed step"
         )
     try:
         with torch.inference_mode(), shrunk_windows(model) as true_patterns:
             probes = probes_of(loaded, max_length)
-            mixers = mixers_of(model)
             _, specs = record_layers(loaded, probes[0].token_ids, true_patterns, mixers)
             backend = first_that_serves(family, backends, specs)
             takes_float32 = torch.float32 in backend.dtypes

@@ -122,7 +122,7 @@ def record_layers(
                 " requests in a packed step would mix"
             )
     num_wanted = len(set(modules)) if mixers else num_layers
-    if not modules or len(set(modules)) != num_wanted or len(calls) != num_wanted:
+    if not (modules or mixers) or len(set(modules)) != num_wanted or len(calls) != num_wanted:
         raise UnsupportedModelError(
             f"{family}: {len(set(modules))} modules of a model of {num_layers} layers make "
             f"{len(calls)} attention calls; each layer must make exactly one, or requests in a "

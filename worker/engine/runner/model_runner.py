@@ -290,7 +290,7 @@ class ModelRunner:
         """Returns the bytes of CUDA memory that the largest step and the graphs need. Runs them on
         a cache of a few blocks."""
         device, block_size = loaded.model.device, options.block_size
-        fitting_tokens = free_bytes(device) // bytes_per_token(checked.specs)
+        fitting_tokens = free_bytes(device) // max(1, bytes_per_token(checked.specs))
         context = min(length, max(1, fitting_tokens // options.max_num_seqs))
         peak = MemoryPeak(device)
         cache = KVCache(checked.specs, num_blocks=MIN_BLOCKS, block_size=block_size, device=device)

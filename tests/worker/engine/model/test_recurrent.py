@@ -218,6 +218,22 @@ def test_nothing_is_drafted_and_no_prefix_shared(directory_of: Callable[[str], P
     assert not runner.is_row_invariant
 
 
+def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
+    """It needs no positions and no KV cache, only states."""
+    sizes = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "expand": 2}
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2} | sizes
+    runner = load(save_model(tmp_path, "mamba2", 5, **shape), max_model_len=64)
+    assert runner.kv_layout.bytes_per_token == 0
+    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=7)
+    prompts = [[3 + (7 * n + 5 * place) % 90 for place in range(1 + 5 * n)] for n in range(6)]
+    requests = [
+        EngineRequest(n, prompt, GREEDY, seed=0, max_tokens=9) for n, prompt in enumerate(prompts)
+    ]
+    tokens, _ = serve(engine, requests)
+    model = make_model("mamba2", 5, **shape)
+    assert tokens == {n: generate(model, prompt, 9) for n, prompt in enumerate(prompts)}
+
+
 def check(model: Any) -> str:
     """Why the model is refused; empty if it is served."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -59,15 +59,12 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def make_engine(
     directory: Path, *, native: bool, num_blocks: int = 300, chunk: int = 64
 ) -> LLMEngine:
-    options = LoadOptions(device="cpu", dtype="float32", block_size=BLOCK_SIZE, native=native)
-    layout = ModelRunner.load(str(directory), options).kv_layout
     options = LoadOptions(
-        device="cpu",
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        native=native,
-        kv_cache_memory=num_blocks * BLOCK_SIZE * layout.bytes_per_token,
+        device="cpu", dtype="float32", block_size=BLOCK_SIZE, native=native, max_num_seqs=8
     )
+    layout = ModelRunner.load(str(directory), options).kv_layout
+    memory = num_blocks * BLOCK_SIZE * layout.bytes_per_token + layout.state_bytes
+    options = replace(options, kv_cache_memory=memory)
     runner = ModelRunner.load(str(directory), options)
     return LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=70, prefill_chunk=chunk)
 
@@ -138,7 +135,14 @@ def check_against(model: torch.nn.Module, prompt: list[int], told: Told) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "native"), [("llama", True), ("llama", False), ("gemma2", False), ("gpt2", False)]
+    ("name", "native"),
+    [
+        ("llama", True),
+        ("llama", False),
+        ("gemma2", False),
+        ("gpt2", False),
+        ("bamba", False),
+    ],
 )
 def test_they_are_those_of_the_library(
     name: str,
