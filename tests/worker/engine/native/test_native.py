@@ -147,7 +147,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
-    runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
+    runner = ModelRunner.of(
+        loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000, max_num_seqs=4)
+    )
     assert runner.why_no_own_code not in ("", "it is turned off")
 
 

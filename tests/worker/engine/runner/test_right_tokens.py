@@ -18,12 +18,23 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.backend_choice import backends_on
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, generate, make_model, save_model
+from tests.worker.engine.tiny_models import (
+    FAMILIES,
+    RECURRENT_FAMILIES,
+    VOCAB_SIZE,
+    generate,
+    make_model,
+    save_model,
+)
 
 SEED = 7
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
+CASES = [
+    pytest.param(name, marks=pytest.mark.matrix(4) if name in RECURRENT_FAMILIES else ())
+    for name in FAMILIES
+]
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,7 @@ def greedy_requests(family: Family) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> None:
     """Requests join and leave all the time, and nothing is computed twice."""
     family = family_of(name)
@@ -156,7 +167,7 @@ def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> N
     assert [timing.recomputed_tokens for timing in timings] == [0] * len(timings)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Family]) -> None:
     """Prompts come in chunks of three, the cache is too small for all, and prefixes are shared,
     unless layers have states, which no block holds."""
