@@ -336,7 +336,7 @@ def _method(runner: ModelRunner, settings: WorkerSettings) -> str:
     if settings.kv_cache_dtype != "auto":
         method += f", KV cache in {settings.kv_cache_dtype}"
     if runner.kv_layout.num_states is not None:
-        method += ", no drafts and no shared prefixes (recurrent layers)"
+        method += ", no drafts (recurrent layers)"
     return method + f", no CUDA graphs ({runner.why_no_graphs})" * bool(runner.why_no_graphs)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import chain, islice
 
+from promptq.worker.engine.core.kept_states import KeptStates
 from promptq.worker.engine.core.sequence import Sequence
 
 
@@ -32,8 +33,9 @@ class BlockManager:
     prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
     count only the blocks that this tenant sent.
 
-    Without `shares_prefixes` no block can be found. Models with recurrent layers need that: their
-    states after a prefix are not in the blocks.
+    If the model has recurrent layers, their states after a prefix are not in the blocks. A sequence
+    then shares only as many blocks as `kept_states` has a state for. If more of its first blocks
+    can be found, others have this prefix too, so its state is kept there for the next one.
     """
 
     def __init__(
@@ -42,9 +44,9 @@ class BlockManager:
         block_size: int,
         *,
         shares_tenants: bool = False,
-        shares_prefixes: bool = True,
+        kept_states: KeptStates | None = None,
     ) -> None:
-        self.shares_prefixes = shares_prefixes
+        self.kept_states = kept_states
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
@@ -80,8 +82,12 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the cached blocks of the sequence's first tokens. Leaves the last token, and all
         tokens whose logits are needed, to be computed."""
-        if not self.shares_prefixes:
-            return []
+        prefix = self._findable_blocks(sequence)
+        if self.kept_states is None:
+            return prefix
+        return prefix[: self.kept_states.longest(sequence.block_hashes, len(prefix))]
+
+    def _findable_blocks(self, sequence: Sequence) -> list[int]:
         self._hash_blocks(sequence)
         prefix: list[int] = []
         num_shareable = sequence.num_cacheable_tokens // self.block_size
@@ -136,6 +142,17 @@ class BlockManager:
             self._references[block] += 1
         sequence.block_table.extend(prefix)
         self.extend(sequence)
+        if self.kept_states is not None:
+            if num_findable := len(self._findable_blocks(sequence)) - len(prefix):
+                sequence.keep_after = (len(prefix) + num_findable) * self.block_size
+            if prefix:
+                sequence.state_source = self.kept_states.pin(sequence.block_hashes[len(prefix) - 1])
+
+    def reserve_state(self, sequence: Sequence, end: int) -> None:
+        """Find a place for the state of a sequence, if it is to be kept after `end` tokens."""
+        is_due = end == sequence.keep_after and sequence.state_target is None
+        if self.kept_states is not None and is_due:
+            sequence.state_target = self.kept_states.reserve()
 
     def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
         """Give the sequence blocks for all known tokens and `num_further` more.
@@ -154,7 +171,10 @@ class BlockManager:
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that became full when tokens `start` to `end` were computed."""
         first, last = start // self.block_size, end // self.block_size
-        if first == last or not self.shares_prefixes:
+        if sequence.state_source is not None and self.kept_states is not None:
+            self.kept_states.unpin(sequence.state_source)
+            sequence.state_source = None
+        if first == last:
             return
         self._hash_blocks(sequence)
         for index in range(first, last):
@@ -165,6 +185,10 @@ class BlockManager:
                 self.num_gained += 1
             if self._senders is not None:
                 self._senders[self._findable[block_hash]].add(sequence.request.tenant)
+        if end == sequence.keep_after and sequence.state_target is not None:
+            assert self.kept_states is not None, "only then there are places"
+            self.kept_states.publish(sequence.block_hashes[last - 1], sequence.state_target)
+            sequence.state_target = None
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks back. Findable ones stay cached; the last ones are evicted first."""
@@ -177,12 +201,22 @@ class BlockManager:
                 else:
                     self._cached[block] = None
         sequence.block_table.clear()
+        sequence.keep_after = 0
+        if self.kept_states is not None:
+            if sequence.state_source is not None:
+                self.kept_states.unpin(sequence.state_source)
+            if sequence.state_target is not None:
+                self.kept_states.release(sequence.state_target)
+            sequence.state_source = sequence.state_target = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compare all blocks with the block tables of `sequences`, which are all that have blocks.
 
         Raises RuntimeError that names the inconsistency.
         """
+        sequences = [*sequences]
+        if self.kept_states is not None:
+            self.kept_states.check_integrity(sequences)
         entries = Counter(block for sequence in sequences for block in sequence.block_table)
         states = {"free": self._free, "cached without owner": self._cached, "owned": entries}
         num_stated = sum(len(blocks) for blocks in states.values())

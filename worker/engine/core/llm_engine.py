@@ -30,6 +30,7 @@ from promptq.worker.engine.core.failed_steps import (
     collect,
     is_out_of_memory,
 )
+from promptq.worker.engine.core.kept_states import KeptStates
 from promptq.worker.engine.core.prefill_pacing import Pacing
 from promptq.worker.engine.core.runner import Runner, SampledToken
 from promptq.worker.engine.core.scheduler import Scheduler, most_reported_rows
@@ -113,7 +114,7 @@ class LLMEngine:
             layout.num_blocks,
             layout.block_size,
             shares_tenants=share_prefix_cache,
-            shares_prefixes=not has_states,
+            kept_states=KeptStates(layout.num_kept_states) if has_states else None,
         )
         self._scheduler = Scheduler(
             max_num_seqs,

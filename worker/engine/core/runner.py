@@ -29,8 +29,10 @@ class KVLayout:
     num_states: int | None = None
     """The number of sequences for which recurrent layers have states. None: there are no such
     layers."""
+    num_kept_states: int = 0
+    """The number of further states, after shared prefixes."""
     state_bytes: int = 0
-    """Bytes of all these states."""
+    """Bytes of all states."""
 
 
 class Runner(Protocol):

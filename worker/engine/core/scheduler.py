@@ -117,6 +117,8 @@ class Scheduler:
                 break
             self._admit(sequence, room, plan)
         self._draft(plan)
+        for sequence, share in plan.shares.items():
+            self.block_manager.reserve_state(sequence, share.start + share.num_tokens)
         return Batch(list(plan.shares.values()))
 
     def follow(
@@ -182,6 +184,7 @@ class Scheduler:
             long_prompt_chunk or self.prefill_chunk,
             self.block_manager.block_size,
             self.max_reported_rows,
+            keeps_states=self.block_manager.kept_states is not None,
         )
 
     @property
@@ -430,6 +433,8 @@ class _Plan:
     long_prompt_chunk: int
     block_size: int
     num_reported_rows_left: int
+    keeps_states: bool
+    """Whether prefixes are shared only where states of recurrent layers are kept."""
     shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     prefilling: set[Sequence] = field(default_factory=set)
     """The sequences that compute more than their last token."""
@@ -451,6 +456,8 @@ class _Plan:
         has_decodes = len(self.shares) > len(self.prefilling)
         if has_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
             num_tokens = min(num_tokens, self.long_prompt_chunk)
+        if start < sequence.keep_after:
+            num_tokens = min(num_tokens, sequence.keep_after - start)
         if num_tokens == 0:
             return
         samples = num_tokens == uncomputed and sequence.request.pooling is None
@@ -482,14 +489,31 @@ class _Plan:
         this step count, so that no sequence waits for a stalled one.
         """
         index = len(prefix)
-        is_cacheable = (index + 1) * self.block_size <= sequence.num_cacheable_tokens
-        if not is_cacheable or index >= len(sequence.block_hashes):
+        if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
             return False  # `sequence` computes this block in any case
+        if self.keeps_states:
+            return any(self._keeps_for(other, sequence, index) for other in [*self.prefilling])
         block_hash = sequence.block_hashes[index]
         return any(
             index < len(other.block_hashes) and other.block_hashes[index] == block_hash
             for other in self.prefilling
         )
+
+    def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
+        """Let `other`, which this plan computes, keep its state where its tokens begin to differ
+        from those of `sequence`. Returns False if that would be no later than after the
+        `num_shared` blocks that `sequence` can share already, or if `other` is past that place."""
+        pairs = zip(other.block_hashes, sequence.block_hashes, strict=False)
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        most = sequence.num_cacheable_tokens // self.block_size
+        share, end = self.shares[other], min(num_equal, most) * self.block_size
+        if end <= max(share.start, num_shared * self.block_size):
+            return False
+        if not share.start < other.keep_after <= end:
+            other.keep_after = end
+            self.take_back(other)
+            self.give(other, share.start)
+        return True
 
 
 def _can_plan_next(share: ScheduledSequence) -> bool:

@@ -40,6 +40,9 @@ class Sequence:
     slot: int | None = None  # scheduler, from admission to exit
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
+    keep_after: int = 0  # block manager; after these first tokens, recurrent layers keep a state
+    state_target: int | None = None  # block manager; the place for that state
+    state_source: int | None = None  # block manager; the place of the state to begin with
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # engine; in order
     num_reported_rows: int = 0  # engine; the number of first rows that have reported
     num_rows_to_report: int = 0  # all of the prompt but the last; 0 if the request wants none

@@ -55,7 +55,7 @@ from promptq.worker.engine.model.backend_choice import (
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.model.packed_model import PackedModel
-from promptq.worker.engine.model.recurrent.state_pool import pool_bytes
+from promptq.worker.engine.model.recurrent.state_pool import num_kept_states, pool_bytes
 from promptq.worker.engine.runner.compiled import CompiledModel
 from promptq.worker.engine.runner.cuda_graphs import (
     GraphedModel,
@@ -159,6 +159,7 @@ class ModelRunner:
             cache.block_size,
             cache.bytes_per_token,
             num_slots if checked.mixers else None,
+            num_kept_states(num_slots),
             pool_bytes(checked.mixers, num_slots),
         )
         self.vocab_size: int = loaded.text_config.vocab_size

@@ -140,7 +140,8 @@ def test_a_failed_step_is_computed_again_from_the_states_before_it(
         return launched
 
     monkeypatch.setattr(runner, "launch", failing)
-    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (1, 30, 11, 20, 9)]
+    prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(9)]
+    prompts = [prefix + [rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (1, 30, 11, 2, 9)]
     model = make_model(family, 5)
     expected = {n: generate(model, prompt, 12) for n, prompt in enumerate(prompts)}
     expected[guilty] = expected[guilty][:4]
@@ -152,6 +153,7 @@ def test_a_failed_step_is_computed_again_from_the_states_before_it(
     assert tokens == expected
     assert num_failed > 3
     assert engine.stats.recomputed_tokens == 0
+    assert engine.stats.cached_tokens > 0
     assert last[guilty].finish_reason is FinishReason.ERROR
 
 
@@ -176,7 +178,6 @@ def test_what_former_owners_left_in_a_slot_reaches_nobody(
                 tensor[1:] = float("nan")
         tokens, _ = serve(engine, [EngineRequest(number, prompt, GREEDY, seed=0, max_tokens=6)])
         assert tokens[number] == wanted
-    assert engine.stats.num_cached_blocks == 0
 
 
 def test_states_count_as_memory(directory_of: Callable[[str], Path]) -> None:
@@ -198,8 +199,8 @@ def test_states_count_as_memory(directory_of: Callable[[str], Path]) -> None:
         LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16)
 
 
-def test_nothing_is_drafted_and_no_prefix_shared(directory_of: Callable[[str], Path]) -> None:
-    """A rejected draft could not be taken back out of a state, and blocks hold no states."""
+def test_nothing_is_drafted(directory_of: Callable[[str], Path]) -> None:
+    """A rejected draft could not be taken back out of a state."""
     runner = load(directory_of("lfm2"))
     engine = LLMEngine(
         runner,
@@ -213,9 +214,65 @@ def test_nothing_is_drafted_and_no_prefix_shared(directory_of: Callable[[str], P
     requests = [EngineRequest(n, prompt, drafting, seed=0, max_tokens=20) for n in range(3)]
     tokens, _ = serve(engine, requests)
     assert tokens == {n: [5] * 20 for n in range(3)}
-    assert (engine.stats.drafted_tokens, engine.stats.cached_tokens) == (0, 0)
-    assert engine.stats.prompt_tokens == 3 * len(prompt)
+    assert engine.stats.drafted_tokens == 0
     assert not runner.is_row_invariant
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
+@pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
+def test_a_prefix_is_computed_until_its_state_is_kept(
+    family: str, together: bool, directory_of: Callable[[str], Path]
+) -> None:
+    """Together, the first one keeps its state for those that wait. In turn, the second one finds
+    the first one's blocks, and keeps its state where they end. Half a slot has a kept state."""
+    runner: Any = load(directory_of(family))
+    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=64)
+    prefixes = [[3 + (7 * n + 5 * place) % 90 for place in range(22)] for n in range(3)]
+    model, first_id = make_model(family, 5), 0
+
+    def cached(prefix: list[int], count: int) -> list[int]:
+        """Serve prompts with this prefix. Returns how many tokens of each were cached."""
+        nonlocal first_id
+        prompts = {first_id + n: [*prefix, 90 - n, *range(5, 5 + n)] for n in range(count)}
+        first_id += count
+        timings: dict[int, int] = {}
+        groups = [prompts] if together else [{n: prompt} for n, prompt in prompts.items()]
+        for group in groups:
+            requests = [
+                EngineRequest(n, it, GREEDY, seed=0, max_tokens=5) for n, it in group.items()
+            ]
+            tokens, last = serve(engine, requests)
+            assert tokens == {n: generate(model, it, 5) for n, it in group.items()}
+            for n, output in last.items():
+                assert output.timing is not None
+                timings[n] = output.timing.cached_tokens
+        return [timings[n] for n in prompts]
+
+    computed = [0] if together else [0, 0]
+    assert cached(prefixes[0], 4) == [*computed, *[20] * (4 - len(computed))]
+    assert cached(prefixes[0], 1) == [20]
+    assert cached(prefixes[1], 3)[-1] == 20
+    assert cached(prefixes[0], 1) == [20], "there are two places"
+    assert cached(prefixes[2], 3)[-1] == 20
+    assert cached(prefixes[1], 1) == [0], "its state was used least recently"
+    assert cached(prefixes[1], 1) == [20]
+    for tensors in runner._states.tensors:
+        for tensor in tensors:
+            tensor[1:9] = float("nan")  # of the slots
+    assert cached(prefixes[1], 1) == [20]
+
+
+def test_tenants_do_not_find_each_others_states(directory_of: Callable[[str], Path]) -> None:
+    engine = LLMEngine(load(directory_of("lfm2")), max_num_seqs=4, max_num_batched_tokens=64)
+    prompt = [3 + 5 * place % 90 for place in range(22)]
+    cached = []
+    for number, tenant in enumerate(["a", "a", "a", "b", "b", "b"]):
+        request = EngineRequest(number, prompt, GREEDY, seed=0, max_tokens=2, tenant=tenant)
+        _, last = serve(engine, [request])
+        timing = last[number].timing
+        assert timing is not None
+        cached.append(timing.cached_tokens)
+    assert cached == [0, 0, 20, 0, 0, 20]
 
 
 def test_a_model_without_attention_is_served(tmp_path: Path) -> None:

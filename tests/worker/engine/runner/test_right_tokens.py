@@ -17,6 +17,9 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.backend_choice import backends_on
 from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.model.recurrent.mixer import Mixer
+from promptq.worker.engine.model.recurrent.recognition import mixers_of
+from promptq.worker.engine.model.recurrent.state_pool import pool_bytes
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import (
     FAMILIES,
@@ -45,8 +48,8 @@ class Family:
     prompts: list[list[int]]
     expected: list[list[int]]
     bytes_per_token: int
-    state_bytes: int
-    """Bytes of a sequence's states in recurrent layers."""
+    mixers: list[Mixer]
+    """The recurrent layers."""
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +65,9 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
             expected = [
                 generate(model, prompt, 5 + 3 * (index % 5)) for index, prompt in enumerate(prompts)
             ]
-            one_slot = LoadOptions(device="cpu", max_num_seqs=1)
-            layout = ModelRunner.load(str(directory), one_slot).kv_layout
+            layout = ModelRunner.load(str(directory), LoadOptions(device="cpu")).kv_layout
             made[name] = Family(
-                directory, prompts, expected, layout.bytes_per_token, layout.state_bytes
+                directory, prompts, expected, layout.bytes_per_token, mixers_of(model)
             )
         return made[name]
 
@@ -100,7 +102,8 @@ def make_engine(
             dtype="float32",
             block_size=BLOCK_SIZE,
             kv_cache_memory=(
-                num_blocks * BLOCK_SIZE * family.bytes_per_token + max_num_seqs * family.state_bytes
+                num_blocks * BLOCK_SIZE * family.bytes_per_token
+                + pool_bytes(family.mixers, max_num_seqs)
             ),
             max_num_seqs=max_num_seqs,
             native=native,
@@ -169,14 +172,13 @@ def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> N
 
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Family]) -> None:
-    """Prompts come in chunks of three, the cache is too small for all, and prefixes are shared,
-    unless layers have states, which no block holds."""
+    """Prompts come in chunks of three, the cache is too small for all, and prefixes are shared."""
     family = family_of(name)
     engine = make_engine(family, num_blocks=23, prefill_chunk=3)
     outputs, _ = run(engine, greedy_requests(family), every=1)
     assert outputs == family.expected
     assert engine.stats.num_preemptions > 0
-    assert (engine.stats.cached_tokens > 0) == (family.state_bytes == 0)
+    assert engine.stats.cached_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "llama4_text"])

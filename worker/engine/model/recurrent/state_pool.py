@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -25,18 +26,28 @@ def state_bytes(mixers: Sequence[Mixer]) -> int:
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
     """Returns the bytes of a pool for this number of slots."""
-    return state_bytes(mixers) * num_slots * ENTRIES_PER_SLOT
+    return state_bytes(mixers) * _num_entries(num_slots)
+
+
+def num_kept_states(num_slots: int) -> int:
+    """Returns how many states after shared prefixes a pool keeps beside those of the slots."""
+    return -(-num_slots // 2)
+
+
+def _num_entries(num_slots: int) -> int:
+    return ENTRIES_PER_SLOT * num_slots + num_kept_states(num_slots)
 
 
 class StatePool:
     """The states of the sequences in the slots of a batch.
 
     A sequence owns the entries of its slot as long as it has the slot. Entry 0 is the state before
-    the first token, and stays zero.
+    the first token, and stays zero. The last entries are kept states (see KeptStates).
     """
 
     def __init__(self, mixers: Sequence[Mixer], num_slots: int, device: torch.device) -> None:
-        num_entries = 1 + ENTRIES_PER_SLOT * num_slots
+        num_entries = 1 + _num_entries(num_slots)
+        self._first_kept = num_entries - num_kept_states(num_slots)
         self._device = device
         self.tensors = [
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
@@ -54,8 +65,8 @@ class StatePool:
         read, written, starts, num_decodes = [], [], [0], 0
         for item in items:
             slot = self._slot_of(item)
-            held = self._num_tokens[slot]
-            if item.start == 0:
+            held, kept = self._num_tokens[slot], item.sequence.state_source
+            if item.start == 0 or kept is not None:
                 held[:] = [_NONE] * ENTRIES_PER_SLOT  # those of the slot's last sequence
                 source = _NONE
             elif item.start in held:
@@ -67,7 +78,10 @@ class StatePool:
                 )
             target = (source + 1) % ENTRIES_PER_SLOT
             held[target] = _NONE
-            read.append(0 if source == _NONE else self._entry(slot, source))
+            if source != _NONE:
+                read.append(self._entry(slot, source))
+            else:
+                read.append(0 if kept is None else self._first_kept + kept)
             written.append(self._entry(slot, target))
             starts.append(starts[-1] + item.num_rows)
             num_decodes += item.num_rows == 1
@@ -75,11 +89,17 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, places[0], places[1])
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Note that a step with these shares has written its states."""
+        """Note that a step with these shares has written its states, and copy those to keep."""
         for item in items:
-            held = self._num_tokens[self._slot_of(item)]
+            slot, end = self._slot_of(item), item.start + item.num_rows
+            held = self._num_tokens[slot]
             source = held.index(item.start) if item.start in held else _NONE
-            held[(source + 1) % ENTRIES_PER_SLOT] = item.start + item.num_rows
+            target = (source + 1) % ENTRIES_PER_SLOT
+            held[target] = end
+            place = item.sequence.state_target
+            if place is not None and end == item.sequence.keep_after:
+                for tensor in chain(*self.tensors):
+                    tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def pretend(self, items: Sequence[ScheduledSequence]) -> None:
         """Take whatever the slots hold for the states before these shares, which are trial ones."""
