@@ -117,6 +117,12 @@ def test_a_state_of_other_tokens_is_not_used() -> None:
     pool.begin([ScheduledSequence(sequence, 0, 5, samples=False)])
     with pytest.raises(RuntimeError, match="goes on after 5 tokens"):  # the step did not end
         pool.begin([ScheduledSequence(sequence, 5, 1, samples=False)])
+    for start, count in ((0, 4), (4, 1), (0, 2)):  # the last one is another sequence's
+        shares = [ScheduledSequence(sequence, start, count, samples=False)]
+        pool.begin(shares)
+        pool.finish(shares)
+    with pytest.raises(RuntimeError, match="goes on after 5 tokens"):
+        pool.begin([ScheduledSequence(sequence, 5, 1, samples=False)])
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
