@@ -63,7 +63,7 @@ class GatedDeltaNet(Mixer):
         convolved = convolve(projected.qkv, module.conv1d, rows, windows)
         tokens = self._tokens(ACT2FN[module.activation](convolved), projected)
         read = torch.empty_like(tokens.value)
-        before, num_decodes = states.index_select(0, rows.read), rows.num_decodes
+        before, num_decodes = rows.states_before(states), rows.num_decodes
         if num_decodes:
             decodes = _Tokens(*(each[:num_decodes] for each in tokens))
             read[:num_decodes] = _decode(decodes, before[:num_decodes])
@@ -142,20 +142,17 @@ def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> to
     """
     served = tokens.value.shape[1] // tokens.key.shape[1]
     query, key, value, decay, beta = map(pieces.cut, tokens)
-    decay = decay.cumsum(dim=-1)  # since the begin of the piece
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill_(pieces.later, -torch.inf)
-    between.exp_()  # [pieces, value heads, size, size]
+    from_begin, between, to_end = pieces.decays(decay)
     keys = key.transpose(-1, -2)
     seen = (query @ keys).repeat_interleave(served, dim=1).mul_(between)
     system = (key @ keys).repeat_interleave(served, dim=1).mul_(between).mul_(beta.unsqueeze(-1))
     query, key = (each.repeat_interleave(served, dim=1) for each in (query, key))
-    from_begin = decay.exp().unsqueeze(-1)
-    wanted = torch.cat([value, key * from_begin], dim=-1) * beta.unsqueeze(-1)
+    wanted = torch.cat([value, key * from_begin.unsqueeze(-1)], dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     change, of_states = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    query = query * from_begin
-    keys = (key * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
-    whole = decay[..., -1].exp()[..., None, None]
+    query = query * from_begin.unsqueeze(-1)
+    keys = (key * to_end.unsqueeze(-1)).transpose(-1, -2)
+    whole = from_begin[..., -1:, None]
     read = torch.empty_like(value)
     for now, chunks in pieces.rounds:
         before = states[chunks]

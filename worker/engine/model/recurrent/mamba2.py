@@ -57,7 +57,7 @@ class Mamba2(Mixer):
         convolved = module.act(convolve(x_b_c, module.conv1d, rows, windows))
         tokens = self._tokens(convolved, time)
         read = torch.empty_like(tokens.inputs)
-        before, num_decodes = states.index_select(0, rows.read), rows.num_decodes
+        before, num_decodes = rows.states_before(states), rows.num_decodes
         if num_decodes:
             decodes = _Tokens(*(each[:num_decodes] for each in tokens))
             read[:num_decodes] = _decode(decodes, before[:num_decodes])
@@ -113,17 +113,13 @@ def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> to
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     inputs, b, c, time, decay = map(pieces.cut, tokens)
     inputs = inputs * time.unsqueeze(-1)
-    # Differences of long sums would lose too many bits in fp32.
-    decay = decay.double().cumsum(dim=-1)  # since the begin of the piece
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).float()
-    between.masked_fill_(pieces.later, -torch.inf).exp_()  # [pieces, heads, size, size]
+    from_begin, between, to_end = pieces.decays(decay)
     seen = (c @ b.transpose(-1, -2)).repeat_interleave(served, dim=1).mul_(between)
     read = seen @ inputs
     b, c = (each.repeat_interleave(served, dim=1) for each in (b, c))
-    until_end = (decay[..., -1:] - decay).float().exp().unsqueeze(-1)
-    added = (inputs * until_end).transpose(-1, -2) @ b
-    c = c * decay.float().exp().unsqueeze(-1)
-    whole = decay[..., -1].float().exp()[..., None, None]
+    added = (inputs * to_end.unsqueeze(-1)).transpose(-1, -2) @ b
+    c = c * from_begin.unsqueeze(-1)
+    whole = from_begin[..., -1:, None]
     for now, chunks in pieces.rounds:
         before = states[chunks]
         read[now] += c[now] @ before.transpose(-1, -2)

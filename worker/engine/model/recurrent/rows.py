@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
+from promptq.worker.engine.device.scratch import Scratch
+
 LONGEST_PIECE = 64
 """The most rows of a chunk that are computed at once. More need fewer steps from state to state,
 and more scores of pairs of rows."""
@@ -26,12 +28,21 @@ class RecurrentRows:
     """[num_sequences], int64: the pool's entries with the states before the step."""
     written: torch.Tensor
     """[num_sequences], int64: the pool's entries for the states after the step."""
+    scratch: Scratch
     _pieces: list[Pieces] = field(default_factory=list)
 
     def chunks(self) -> Iterator[tuple[int, slice]]:
         """Yields each chunk's sequence and rows."""
         for index in range(self.num_decodes, len(self.starts) - 1):
             yield index, slice(self.starts[index], self.starts[index + 1])
+
+    def states_before(self, pool: torch.Tensor) -> torch.Tensor:
+        """Returns [num_sequences, *shape]: copies of the states [num_entries, *shape], in fp32,
+        before the step. The next call overwrites them."""
+        columns = pool[0].numel()
+        states = self.scratch.take(f"states of {columns}", len(self.read), columns)
+        torch.index_select(pool.flatten(1), 0, self.read, out=states)
+        return states.view(-1, *pool.shape[1:])
 
     @property
     def pieces(self) -> Pieces:
@@ -78,8 +89,7 @@ class Pieces:
         self._rows = torch.tensor(rows, device=device)
         self._places = torch.tensor(places, device=device)
         ones = torch.ones(self.size, self.size, dtype=torch.bool, device=device)
-        self.later = ones.triu(1)
-        """[size, size]: whether a row of a piece comes after another one."""
+        self._later = ones.triu(1)  # whether a row of a piece comes after another one
 
     def cut(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns [num_pieces, heads, size, ...] for the chunks' rows [rows, heads, ...]."""
@@ -89,6 +99,16 @@ class Pieces:
         if not self._is_plain:
             rows = rows.index_select(0, self._rows)
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
+
+    def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns products of the decays `exp(decay)` [pieces, heads, size] of each row: from the
+        begin of its piece up to the row; after one row up to another [pieces, heads, size, size],
+        zero if it comes later; after the row up to the end of the piece."""
+        # Differences of long sums would lose too many bits in fp32.
+        sums = decay.double().cumsum(dim=-1)
+        between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()
+        between.masked_fill_(self._later, -torch.inf).exp_()
+        return sums.float().exp(), between, (sums[..., -1:] - sums).float().exp()
 
     def join(self, pieces: torch.Tensor) -> torch.Tensor:
         """Returns the rows [rows, heads, ...] of pieces [num_pieces, heads, size, ...]."""

@@ -9,6 +9,7 @@ import torch
 
 from promptq.worker.engine.attention.kv_cache import zeros_in_pages
 from promptq.worker.engine.core.sequence import ScheduledSequence
+from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.model.recurrent.mixer import Mixer
 from promptq.worker.engine.model.recurrent.rows import RecurrentRows
 
@@ -49,6 +50,7 @@ class StatePool:
         num_entries = 1 + _num_entries(num_slots)
         self._first_kept = num_entries - num_kept_states(num_slots)
         self._device = device
+        self._scratch = Scratch(device)
         self.tensors = [
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
             for mixer in mixers
@@ -86,7 +88,7 @@ class StatePool:
             starts.append(starts[-1] + item.num_rows)
             num_decodes += item.num_rows == 1
         places = torch.tensor([read, written], device=self._device)
-        return RecurrentRows(num_decodes, starts, places[0], places[1])
+        return RecurrentRows(num_decodes, starts, places[0], places[1], self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
         """Note that a step with these shares has written its states, and copy those to keep."""
