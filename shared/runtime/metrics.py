@@ -131,6 +131,8 @@ PREFETCH_EMPTY = Spec("counter", "prefetch_empty",
                       "How often the engine could take a request and none was prepared.")
 ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
 RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed again.")
+STATE_BYTES = Spec("gauge", "recurrent_state_bytes",
+                   "Memory for the states of recurrent layers, of all slots.")
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
 REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
 FENCES_LOST = Spec("counter", "fences_lost", "Requests that another attempt took from the worker,"

@@ -22,6 +22,7 @@ _MADE_OF = {
     metrics.DRAFTED: "drafted_tokens",
     metrics.ACCEPTED: "accepted_tokens",
     metrics.RECOMPUTED: "recomputed_tokens",
+    metrics.STATE_BYTES: "state_bytes",
 }
 """Metrics that are left out if the engine does not report this statistic."""
 _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
@@ -50,6 +51,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.PREFETCH_EMPTY: ready.num_empty,
         metrics.ENGINE_SECONDS: engine.busy_seconds,
         metrics.RECOMPUTED: engine.recomputed_tokens,
+        metrics.STATE_BYTES: worker.engine.limits.state_bytes,
         metrics.CLAIMS: meter.num_claimed,
         metrics.REFUSED: meter.num_refused,
         metrics.FENCES_LOST: meter.num_fences_lost,

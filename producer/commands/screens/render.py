@@ -258,6 +258,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),
         "mean prompt time": each(lambda w: milliseconds(w.mean_prompt_ms)),
         "mean generation time": each(lambda w: milliseconds(w.mean_generation_ms)),
+        "recurrent states": each(lambda w: byte_size(w.state_bytes)),
         "peak memory": each(lambda w: byte_size(w.peak_memory_bytes)),
     }
 

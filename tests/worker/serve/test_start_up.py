@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,10 +19,13 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.serve.build import build
+from promptq.worker.serve.process import _ready_line
 from promptq.worker.serve.start_up import StartUp
+from promptq.worker.shipped import MODEL_DIR
 from tests.support.processes import Terminal, read_line
 from tests.support.roles import as_role
 from tests.support.waiting import Clock
+from tests.worker.engine.tiny_models import save_model
 
 
 def test_each_stage_is_measured_until_the_next_begins() -> None:
@@ -102,6 +106,21 @@ def test_the_way_a_model_is_computed_is_said() -> None:
     turned_off = build(WorkerSettings(**settings, native=False))
     assert turned_off.method == "no native code (it is turned off)"
     assert "float16" in build(WorkerSettings(**settings, dtype="float16")).method
+
+
+def test_recurrent_layers_and_their_memory_are_said(tmp_path: Path) -> None:
+    save_model(tmp_path, "granitemoehybrid", vocab_size=2048, mamba_d_state=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, tmp_path)
+    settings = WorkerSettings(model=str(tmp_path), max_num_seqs=4, device="cpu")
+    served = build(settings)
+    assert served.method == (
+        "no native code (it has recurrent layers (Mamba 2)), no drafts (recurrent layers)"
+    )
+    line = _ready_line(settings, served, "redis://localhost", 1.0, "")
+    megabytes = served.engine.limits.state_bytes / 2**20
+    assert f"MiB) and {megabytes:,.0f} MiB of recurrent states, " in line
+    assert megabytes > 1
 
 
 @pytest.mark.usefixtures("logs_in_json")

@@ -69,7 +69,7 @@ class CheckedModel:
         max_length: int,
         max_position: int | None = None,
         *,
-        num_slots: int,
+        num_slots: int = 0,
         releases: bool = False,
     ) -> PackedModel | LlamaDecoder:
         """Returns the model on this cache, for `num_slots` sequences of up to `max_length` tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -86,6 +87,8 @@ LENGTH_WITHOUT_LIMIT = 8192
 """The model length for a model without a limit, if the options set none."""
 
 WARM_UP_TOKENS = 64
+
+logger = logging.getLogger(__name__)
 MOST_LIKELIEST = 20
 """Number of likeliest tokens that are computed for each reported row of a prompt. With a fixed
 number, the choice between equally likely tokens does not depend on other requests."""
@@ -169,7 +172,9 @@ class ModelRunner:
         self._states = model.states if isinstance(model, PackedModel) else None
         self.compiled: CompiledModel | None = None
         """Set if the options request compiling and the library's modules compute."""
-        if options.compile and isinstance(model, PackedModel) and self._states is None:
+        if options.compile and self._states is not None:
+            logger.warning("the model runs without torch.compile: it has recurrent layers")
+        elif options.compile and isinstance(model, PackedModel):
             self._model = self.compiled = CompiledModel(model, cache, max_model_len)
         if options.cuda_graphs and self.device.type == "cuda" and checked.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
