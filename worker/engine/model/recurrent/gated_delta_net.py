@@ -69,7 +69,7 @@ class GatedDeltaNet(Mixer):
             read[:num_decodes] = _decode(decodes, before[:num_decodes])
         if num_decodes < len(before):
             chunks = _Tokens(*(each[num_decodes:] for each in tokens))
-            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces)
+            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces())
         states.index_copy_(0, rows.written, before)
         is_olmo = hasattr(module, "o_proj")
         norm, output = (module.o_norm, module.o_proj) if is_olmo else (module.norm, module.out_proj)
@@ -110,10 +110,11 @@ class GatedDeltaNet(Mixer):
             beta = beta * 2.0
         rate = nn.functional.softplus(projected.a.float() + module.dt_bias)
         decay = -module.A_log.float().exp() * rate
-        return _Tokens(_unit(query) * key_size**-0.5, _unit(key), value, decay, beta.float())
+        return _Tokens(unit(query) * key_size**-0.5, unit(key), value, decay, beta.float())
 
 
-def _unit(vectors: torch.Tensor) -> torch.Tensor:
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Returns the vectors with length 1."""
     return vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + _EPSILON)
 
 

@@ -63,7 +63,7 @@ class Mamba2(Mixer):
             read[:num_decodes] = _decode(decodes, before[:num_decodes])
         if num_decodes < len(before):
             chunks = _Tokens(*(each[num_decodes:] for each in tokens))
-            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces)
+            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces())
         states.index_copy_(0, rows.written, before)
         read += tokens.inputs * module.D.float().unsqueeze(-1)
         scanned = read.flatten(1)

@@ -8,11 +8,12 @@ from collections.abc import Collection
 from torch import nn
 
 from promptq.worker.engine.model.recurrent.gated_delta_net import GatedDeltaNet
+from promptq.worker.engine.model.recurrent.kimi_delta_attention import KimiDeltaAttention
 from promptq.worker.engine.model.recurrent.mamba2 import Mamba2
 from promptq.worker.engine.model.recurrent.mixer import Mixer
 from promptq.worker.engine.model.recurrent.short_convolution import ShortConvolution
 
-KINDS: tuple[type[Mixer], ...] = (GatedDeltaNet, Mamba2, ShortConvolution)
+KINDS: tuple[type[Mixer], ...] = (GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution)
 
 _CACHES = {"cache_params", "past_key_values", "past_key_value"}
 """The library's names for the argument with the memory of earlier tokens."""

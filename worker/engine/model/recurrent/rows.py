@@ -29,7 +29,7 @@ class RecurrentRows:
     written: torch.Tensor
     """[num_sequences], int64: the pool's entries for the states after the step."""
     scratch: Scratch
-    _pieces: list[Pieces] = field(default_factory=list)
+    _pieces: dict[int, Pieces] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[tuple[int, slice]]:
         """Yields each chunk's sequence and rows."""
@@ -44,13 +44,12 @@ class RecurrentRows:
         torch.index_select(pool.flatten(1), 0, self.read, out=states)
         return states.view(-1, *pool.shape[1:])
 
-    @property
-    def pieces(self) -> Pieces:
-        """The pieces of all chunks, equal for all layers. There must be chunks."""
-        if not self._pieces:
+    def pieces(self, longest: int = LONGEST_PIECE) -> Pieces:
+        """Returns the pieces of all chunks, of up to `longest` rows. There must be chunks."""
+        if longest not in self._pieces:
             lengths = [rows.stop - rows.start for _, rows in self.chunks()]
-            self._pieces.append(Pieces(lengths, self.read.device))
-        return self._pieces[0]
+            self._pieces[longest] = Pieces(lengths, longest, self.read.device)
+        return self._pieces[longest]
 
 
 class Pieces:
@@ -61,10 +60,10 @@ class Pieces:
     them follow each other.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
+    def __init__(self, lengths: list[int], longest: int, device: torch.device) -> None:
         """`lengths` are those of the chunks, the shortest first."""
         power = 1 << (lengths[-1] - 1).bit_length()
-        self.size = max(_SHORTEST_PIECE, min(LONGEST_PIECE, power))
+        self.size = max(_SHORTEST_PIECE, min(longest, power))
         self._num_rows = sum(lengths)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
@@ -101,8 +100,8 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns products of the decays `exp(decay)` [pieces, heads, size] of each row: from the
-        begin of its piece up to the row; after one row up to another [pieces, heads, size, size],
+        """Returns products of the decays `exp(decay)` [pieces, ..., size] of each row: from the
+        begin of its piece up to the row; after one row up to another [pieces, ..., size, size],
         zero if it comes later; after the row up to the end of the piece."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
