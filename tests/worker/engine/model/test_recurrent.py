@@ -224,6 +224,7 @@ def test_nothing_is_drafted(directory_of: Callable[[str], Path]) -> None:
     assert not runner.is_row_invariant
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
 @pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
 def test_a_prefix_is_computed_until_its_state_is_kept(

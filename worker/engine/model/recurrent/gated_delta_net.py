@@ -62,15 +62,7 @@ class GatedDeltaNet(Mixer):
         projected = self._project(hidden)
         convolved = convolve(projected.qkv, module.conv1d, rows, windows)
         tokens = self._tokens(ACT2FN[module.activation](convolved), projected)
-        read = torch.empty_like(tokens.value)
-        before, num_decodes = rows.states_before(states), rows.num_decodes
-        if num_decodes:
-            decodes = _Tokens(*(each[:num_decodes] for each in tokens))
-            read[:num_decodes] = _decode(decodes, before[:num_decodes])
-        if num_decodes < len(before):
-            chunks = _Tokens(*(each[num_decodes:] for each in tokens))
-            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces())
-        states.index_copy_(0, rows.written, before)
+        read = rows.scan(tokens, states, _decode, _compute_chunks)
         is_olmo = hasattr(module, "o_proj")
         norm, output = (module.o_norm, module.o_proj) if is_olmo else (module.norm, module.out_proj)
         size: int = module.head_v_dim

@@ -59,16 +59,7 @@ class KimiDeltaAttention(Mixer):
             module.forget_gate(hidden.unsqueeze(0))[0].float(),
             module.b_proj(hidden).sigmoid().float(),
         )
-        read = torch.empty_like(value)
-        before, num_decodes = rows.states_before(states), rows.num_decodes
-        if num_decodes:
-            decodes = _Tokens(*(each[:num_decodes] for each in tokens))
-            read[:num_decodes] = _decode(decodes, before[:num_decodes])
-        if num_decodes < len(before):
-            chunks = _Tokens(*(each[num_decodes:] for each in tokens))
-            pieces = rows.pieces(_LONGEST_PIECE)
-            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], pieces)
-        states.index_copy_(0, rows.written, before)
+        read = rows.scan(tokens, states, _decode, _compute_chunks, _LONGEST_PIECE)
         has_one = hasattr(module, "g_proj")
         gate = module.g_proj(hidden) if has_one else module.g_b_proj(module.g_a_proj(hidden))
         normed = module.o_norm(read.to(hidden.dtype), gate.view(heads))

@@ -56,15 +56,7 @@ class Mamba2(Mixer):
         gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
         convolved = module.act(convolve(x_b_c, module.conv1d, rows, windows))
         tokens = self._tokens(convolved, time)
-        read = torch.empty_like(tokens.inputs)
-        before, num_decodes = rows.states_before(states), rows.num_decodes
-        if num_decodes:
-            decodes = _Tokens(*(each[:num_decodes] for each in tokens))
-            read[:num_decodes] = _decode(decodes, before[:num_decodes])
-        if num_decodes < len(before):
-            chunks = _Tokens(*(each[num_decodes:] for each in tokens))
-            read[num_decodes:] = _compute_chunks(chunks, before[num_decodes:], rows.pieces())
-        states.index_copy_(0, rows.written, before)
+        read = rows.scan(tokens, states, _decode, _compute_chunks)
         read += tokens.inputs * module.D.float().unsqueeze(-1)
         scanned = read.flatten(1)
         if isinstance(module.norm, nn.Identity):

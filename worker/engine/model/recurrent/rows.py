@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -14,6 +15,9 @@ LONGEST_PIECE = 64
 """The most rows of a chunk that are computed at once. More need fewer steps from state to state,
 and more scores of pairs of rows."""
 _SHORTEST_PIECE = 4
+
+
+Tokens = TypeVar("Tokens", bound="tuple[torch.Tensor, ...]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,37 @@ class RecurrentRows:
         for index in range(self.num_decodes, len(self.starts) - 1):
             yield index, slice(self.starts[index], self.starts[index + 1])
 
-    def states_before(self, pool: torch.Tensor) -> torch.Tensor:
-        """Returns [num_sequences, *shape]: copies of the states [num_entries, *shape], in fp32,
-        before the step. The next call overwrites them."""
-        columns = pool[0].numel()
-        states = self.scratch.take(f"states of {columns}", len(self.read), columns)
-        torch.index_select(pool.flatten(1), 0, self.read, out=states)
-        return states.view(-1, *pool.shape[1:])
+    def scan(
+        self,
+        tokens: Tokens,
+        pool: torch.Tensor,
+        decode: Callable[[Tokens, torch.Tensor], torch.Tensor],
+        compute_chunks: Callable[[Tokens, torch.Tensor, Pieces], torch.Tensor],
+        longest_piece: int = LONGEST_PIECE,
+    ) -> torch.Tensor:
+        """Returns what the rows read, and writes the states [num_entries, *shape], in fp32.
 
-    def pieces(self, longest: int = LONGEST_PIECE) -> Pieces:
-        """Returns the pieces of all chunks, of up to `longest` rows. There must be chunks."""
+        `tokens` is a named tuple of tensors [T, ...]. The two functions get a part of the rows and
+        copies of the states of its sequences, which they change.
+        """
+        columns, num_decodes = pool[0].numel(), self.num_decodes
+        copies = self.scratch.take(f"states of {columns}", len(self.read), columns)
+        torch.index_select(pool.flatten(1), 0, self.read, out=copies)
+        states, kind, read = copies.view(-1, *pool.shape[1:]), type(tokens), []
+        if num_decodes:
+            decodes = kind(*(each[:num_decodes] for each in tokens))
+            read.append(decode(decodes, states[:num_decodes]))
+        if num_decodes < len(states):
+            chunks, pieces = (
+                kind(*(each[num_decodes:] for each in tokens)),
+                self._cut(longest_piece),
+            )
+            read.append(compute_chunks(chunks, states[num_decodes:], pieces))
+        pool.index_copy_(0, self.written, states)
+        return torch.cat(read)
+
+    def _cut(self, longest: int) -> Pieces:
+        """Returns the pieces of all chunks, of up to `longest` rows."""
         if longest not in self._pieces:
             lengths = [rows.stop - rows.start for _, rows in self.chunks()]
             self._pieces[longest] = Pieces(lengths, longest, self.read.device)
