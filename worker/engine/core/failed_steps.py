@@ -1,7 +1,8 @@
 """Computes a failed step again, first as a whole and then in parts, to find the guilty sequence.
 
-Nothing of a failed step was committed, and computing a share again writes the same K and V. So a
-step can be computed any number of times: about 2 log2(n) times to find one guilty sequence of n.
+Nothing of a failed step was committed. Computing a share again writes the same K and V, and begins
+with the same states of recurrent layers. So a step can be computed any number of times: about
+2 log2(n) times to find one guilty sequence of n.
 """
 
 from __future__ import annotations

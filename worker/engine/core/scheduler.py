@@ -117,8 +117,9 @@ class Scheduler:
                 break
             self._admit(sequence, room, plan)
         self._draft(plan)
-        for sequence, share in plan.shares.items():
-            self.block_manager.reserve_state(sequence, share.start + share.num_tokens)
+        if plan.keeps_states:
+            for sequence, share in plan.shares.items():
+                self.block_manager.reserve_state(sequence, share.start + share.num_tokens)
         return Batch(list(plan.shares.values()))
 
     def follow(

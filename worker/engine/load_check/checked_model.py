@@ -47,7 +47,7 @@ class CheckedModel:
     @property
     def is_known(self) -> bool:
         """Whether an earlier load checked it."""
-        return not self.modules
+        return not (self.modules or self.mixers)
 
     @property
     def takes_padding(self) -> bool:

@@ -87,11 +87,11 @@ LENGTH_WITHOUT_LIMIT = 8192
 """The model length for a model without a limit, if the options set none."""
 
 WARM_UP_TOKENS = 64
-
-logger = logging.getLogger(__name__)
 MOST_LIKELIEST = 20
 """Number of likeliest tokens that are computed for each reported row of a prompt. With a fixed
 number, the choice between equally likely tokens does not depend on other requests."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
