@@ -108,7 +108,9 @@ class WorkerSettings(ReaperSettings):
         None, ge=2, description="longest prompt and output; default: the model's, if it fits"
     )
     kv_cache_memory: str | None = Field(
-        None, description="KV cache size, such as 512M or 4G; default: depends on free memory"
+        None,
+        description="size of the KV cache with recurrent states, such as 512M or 4G; default:"
+        " depends on free memory",
     )
     speculative_tokens: int | None = Field(
         None,

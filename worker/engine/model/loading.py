@@ -60,8 +60,8 @@ class LoadOptions:
     dtype: DType = "auto"
     trust_remote_code: bool = False
     kv_cache_memory: int | None = None
-    """Bytes. None: enough for `max_num_seqs` sequences, within the free memory that steps do not
-    need."""
+    """Bytes, with the states of recurrent layers. None: enough for `max_num_seqs` sequences, within
+    the free memory that steps do not need."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """The most rows of a step. On CUDA, memory for such a step is kept free."""
