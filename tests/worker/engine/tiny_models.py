@@ -87,7 +87,7 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**LLAMA_SHAPED, **GATED_DELTA_NET, **EXPERTS},
     "olmo_hybrid": {**LLAMA_SHAPED, **GATED_DELTA_NET, "linear_allow_neg_eigval": True},
     "kimi_linear": {
-        **{name: value for name, value in LATENT.items() if name != "head_dim"},
+        **LATENT,
         "num_hidden_layers": 4,
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
         "linear_num_heads": 4,

@@ -24,7 +24,14 @@ from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import FAMILIES, GPT_SHAPED, LLAMA_SHAPED, make_model
+from tests.worker.engine.tiny_models import (
+    EXPERTS,
+    FAMILIES,
+    GPT_SHAPED,
+    LATENT,
+    LLAMA_SHAPED,
+    make_model,
+)
 
 BERT_SHAPED = {
     name: value for name, value in LLAMA_SHAPED.items() if name not in ("head_dim", "eos_token_id")
@@ -74,6 +81,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA_SHAPED | {"num_experts": 2},
         "model.layers.0.mamba (JambaMambaMixer) remembers earlier tokens in a way that is not",
     ),
+    "minimax": (
+        LLAMA_SHAPED | {"layer_types": ["linear_attention", "full_attention"]},
+        "model.layers.0.self_attn (MiniMaxLightningAttention) remembers earlier tokens",
+    ),
     "diffllama": (LLAMA_SHAPED, "2 modules of a model of 2 layers make 4 attention calls"),
     "bert": (BERT_SHAPED, "layer 0 has no causal mask"),
     "doge": (LLAMA_SHAPED, "layer 0 adds a bias to its scores"),
@@ -92,6 +103,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layer 1 asks its attention for 'block_indices'",
     ),
 }
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT | {"topk_method": "greedy"},
+    "glm4_moe_lite": LATENT,
+    "longcat_flash": LATENT
+    | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_topk": 2}
+    | {"zero_expert_num": 2},
+    "minicpm3": LATENT,
+    "bailing_hybrid": LATENT
+    | {"num_hidden_layers": 2, "layer_group_size": 2, "num_experts": 4, "linear_head_dim": 8},
+    "lfm2_moe": FAMILIES["lfm2"] | EXPERTS | {"num_dense_layers": 1},
+}
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("family", SERVED)
+def test_other_families_pass(family: str) -> None:
+    """With latent attention, and with parts of the families whose tokens are compared."""
+    assert check(loaded_model(family, **SERVED[family])).specs
 
 
 @pytest.mark.parametrize("family", REFUSED)
