@@ -86,7 +86,7 @@ class WorkerSettings(ReaperSettings):
     )
     native: bool = Field(
         True,
-        description="compute models of the Llama kind in promptq's code: native code on a CPU,"
+        description="compute models whose parts it knows in promptq's code: native code on a CPU,"
         " fused kernels on a GPU",
     )
     compile: bool = Field(

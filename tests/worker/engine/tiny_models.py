@@ -134,6 +134,7 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "conv_bias": True,
     },
 }
+PARTIAL_ROTATION = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA_SHAPED,
@@ -147,7 +148,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 1.5,
         "final_logit_softcapping": 5.0,
     },
-    "gemma3_text": {**LLAMA_SHAPED, **MIXED_LAYERS, "query_pre_attn_scalar": 8},
+    "gemma3_text": {  # two tables of rotations
+        **LLAMA_SHAPED,
+        **MIXED_LAYERS,
+        "query_pre_attn_scalar": 8,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        },
+    },
+    "olmo2": LLAMA_SHAPED,
+    "olmo3": {**LLAMA_SHAPED, **MIXED_LAYERS},
+    "granite": {
+        **LLAMA_SHAPED,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.7,
+        "mlp_bias": True,
+        "attention_bias": True,
+    },
+    "glm4": LLAMA_SHAPED,
+    "phi3": {**LLAMA_SHAPED, "sliding_window": 7, "rope_parameters": PARTIAL_ROTATION},
+    "smollm3": {**LLAMA_SHAPED, "no_rope_layers": [1, 0]},
+    "ernie4_5": {**LLAMA_SHAPED, "use_bias": True},
+    "hunyuan_v1_dense": LLAMA_SHAPED,
+    "exaone4": {**LLAMA_SHAPED, **MIXED_LAYERS, "sliding_window_pattern": None},
+    "nemotron": {**LLAMA_SHAPED, "mlp_bias": True},
+    "arcee": {**LLAMA_SHAPED, "mlp_bias": True},
+    "cohere2": {**LLAMA_SHAPED, **MIXED_LAYERS},
+    "helium": LLAMA_SHAPED,
+    "starcoder2": LLAMA_SHAPED,
     "mixtral": {
         **LLAMA_SHAPED,
         "num_local_experts": 4,
@@ -216,6 +247,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     **RECURRENT_FAMILIES,
 }
+
+
+NATIVE = {
+    *("llama", "qwen3", "mistral", "phi", "gemma2", "gemma3_text", "olmo2", "olmo3", "granite"),
+    *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
+    *("cohere2", "helium", "starcoder2"),
+}
+"""Families of which all parts have native code."""
 
 
 def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -1,1 +1,1 @@
-"""promptq's decoders for models of the Llama kind: in C++ for a CPU, in Triton for a GPU."""
+"""promptq's decoders for models with known parts: in C++ for a CPU, in Triton for a GPU."""

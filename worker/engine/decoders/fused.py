@@ -1,4 +1,4 @@
-"""The decoder on a GPU: a layer of the Llama kind takes nine kernel launches.
+"""The decoder on a GPU: a layer takes nine kernel launches. Its parts must be those of Llama.
 
     hidden = embed(ids)
     each layer: hidden += o(attention(qkv(norm(hidden))))
@@ -26,19 +26,30 @@ from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
-from promptq.worker.engine.decoders.llama_parts import LlamaLayer, LlamaParts, NotOfThisKindError
+from promptq.worker.engine.decoders.layer_parts import Layer, ModelParts
+from promptq.worker.engine.decoders.norm_parts import (
+    RMS_NORM,
+    NotOfThisKindError,
+    require,
+)
+from promptq.worker.engine.decoders.rotation_parts import Rotation
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits
 
 
 class _Layer:
-    def __init__(self, layer: LlamaLayer, cache: LayerCache, scoring: Scoring) -> None:
+    def __init__(self, layer: Layer, cache: LayerCache, pattern: Pattern) -> None:
+        attention = layer.attention
+        assert layer.before_attention is not None
+        assert layer.before_mlp is not None
         self.qkv, self.gate_up = _fuse(layer)
-        self.output, self.down = fused(layer.output), fused(layer.down)
-        self.input_norm, self.inner_norm = layer.input_norm, layer.inner_norm
-        norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+        self.output, self.down = fused(attention.output), fused(layer.mlp.down)
+        self.input_norm = layer.before_attention.weight
+        self.inner_norm = layer.before_mlp.weight
+        norms = [norm.weight for norm in (attention.query_norm, attention.key_norm) if norm]
         self.head_norms = torch.stack(norms) if norms else None  # [2, head size]
-        self.cache, self.scoring = cache, scoring
+        self.cache = cache
+        self.scoring = Scoring(attention.scale, pattern, attention.softcap, attention.sinks)
 
 
 class FusedDecoder(LlamaDecoder):
@@ -59,14 +70,17 @@ class FusedDecoder(LlamaDecoder):
     ) -> None:
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
-        parts = LlamaParts.of(model, len(caches))
+        parts = ModelParts.of(model, len(caches))
+        self._epsilon, rotation = _require_known(parts)
         self._backend = backend
-        self._embedding, self._norm = parts.embedding, parts.norm
+        self._embedding, self._norm = parts.embedding, parts.norm.weight
+        tables = rotation.tables(max_length, self._norm)
+        require(not tables.is_interleaved, "a rotation of neighbours")
+        self._cosine = torch.cat([tables.cosine, tables.cosine], dim=1)
+        self._sine = torch.cat([tables.sine, tables.sine], dim=1)
         self._head = fused(parts.head)
-        self._epsilon = parts.epsilon
-        self._cosine, self._sine = parts.rotations(max_length, parts.norm)
         self._layers = [
-            _Layer(layer, cache, Scoring(parts.scale, pattern))
+            _Layer(layer, cache, pattern)
             for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)
         ]
 
@@ -120,10 +134,41 @@ class FusedDecoder(LlamaDecoder):
 
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:
-        for layer in LlamaParts.of(model).layers:
+        for layer in ModelParts.of(model).layers:
             _fuse(layer)
 
 
-def _fuse(layer: LlamaLayer) -> tuple[Product, Product]:
+def _require_known(parts: ModelParts) -> tuple[float, Rotation]:
+    """Returns the epsilon of all norms, and the rotation of all layers. Raises NotOfThisKindError
+    if a part is not as in Llama."""
+    require(parts.embedding_scale == parts.logit_scale == 1.0, "scaled embeddings or logits")
+    require(not parts.logit_softcap, "a softcap of logits")
+    norms, rotations = [parts.norm], set[Rotation]()
+    for layer in parts.layers:
+        attention, mlp = layer.attention, layer.mlp
+        before = [norm for norm in (layer.before_attention, layer.before_mlp) if norm]
+        is_known = len(before) == 2 and layer.after_attention is layer.after_mlp is None
+        require(is_known, "norms elsewhere than before attention and MLP")
+        norms += before + [norm for norm in (attention.query_norm, attention.key_norm) if norm]
+        require(layer.residual_scale == 1.0, "a residual multiplier")
+        require(not attention.norms_whole_rows, "norms across heads")
+        require(not attention.norms_rotated, "norms of rotated heads")
+        if attention.rotation is None:
+            raise NotOfThisKindError("it has layers without rotation")
+        rotations.add(attention.rotation)
+        require(mlp.is_gated, "an MLP without a gate")
+        require(mlp.activation == "silu", f"the activation {mlp.activation}")
+        for linears in (attention.qkv, mlp.inputs):
+            num_biases = sum(linear.bias is not None for linear in linears)
+            require(num_biases in (0, len(linears)), "biases in some of the projections")
+    for norm in norms:
+        require(norm.formula == RMS_NORM and norm.bias is None, "norms other than Llama's")
+    epsilons = {norm.epsilon for norm in norms}
+    require(len(epsilons) == 1, "norms with different epsilons")
+    require(len(rotations) == 1, "layers with different rotations")
+    return epsilons.pop(), rotations.pop()
+
+
+def _fuse(layer: Layer) -> tuple[Product, Product]:
     """Returns the layer's QKV, and its gate and up."""
-    return fused(layer.query, layer.key, layer.value), fused(layer.gate, layer.up)
+    return fused(*layer.attention.qkv), fused(*layer.mlp.inputs)

@@ -1,4 +1,4 @@
-"""Builds the native decoder from a model of the library whose layers are of the Llama kind."""
+"""Builds the native decoder from the parts of a model of the library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import LlamaDecoder
-from promptq.worker.engine.decoders.llama_parts import LlamaLayer, LlamaParts, NotOfThisKindError
+from promptq.worker.engine.decoders.layer_parts import (
+    ACTIVATIONS,
+    MLP,
+    Attention,
+    Layer,
+    ModelParts,
+)
+from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
+from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.build import NativeCodeError
@@ -57,32 +65,29 @@ class NativeDecoder(LlamaDecoder):
         releases: bool = False,
     ) -> None:
         """See LlamaDecoder. This decoder has its own attention and ignores the backend."""
-        parts = LlamaParts.of(model, len(caches))
+        parts = ModelParts.of(model, len(caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
-        self._dtype = parts.norm.dtype if self._is_packed else torch.float32
-        cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
-        self._kept = [cosine, sine]  # and all else that the native code refers to
+        self._dtype = parts.norm.weight.dtype if self._is_packed else torch.float32
+        self._kept: list[torch.Tensor] = []  # all that the native code refers to
+        self._biases: list[torch.Tensor] = []  # which it copies
+        self._max_length = max_length
+        self._tables: dict[Rotation, RotationTables] = {}
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
             is_packed=self._is_packed,
             size=size,
-            inner_size=parts.layers[0].gate.out_features,
             vocab_size=vocab_size,
-            num_heads=parts.num_heads,
-            num_kv_heads=parts.num_kv_heads,
-            head_size=parts.head_size,
-            rotary=cosine.shape[1],
-            epsilon=parts.epsilon,
-            scale=parts.scale,
+            embedding_scale=parts.embedding_scale,
+            logit_scale=parts.logit_scale,
+            logit_softcap=parts.logit_softcap or 0.0,
         )
         weights = library.ModelWeights(
             embedding=self._weight(parts.embedding, keeps=self._is_packed),
-            cosine=cosine.data_ptr(),
-            sine=sine.data_ptr(),
-            norm=self._keep(parts.norm),
+            norm=self._norm(parts.norm),
             head=self._weight(parts.head),
+            head_bias=self._address(parts.head.bias),
         )
         self._vocab_size, self._size = vocab_size, size
         self._native: Any = load_native()
@@ -95,7 +100,7 @@ class NativeDecoder(LlamaDecoder):
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
             if releases and (freed_bytes := freed_bytes + release(layer.linears)) >= _FREED_BYTES:
-                give_back(layer.query.weight.device)
+                give_back(parts.norm.weight.device)
                 freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)
 
@@ -147,30 +152,103 @@ class NativeDecoder(LlamaDecoder):
     def takes(cls, weight: FewBits) -> bool:
         return isinstance(weight, QuantizedWeight) and weight.has_native_products
 
-    def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
-        projections = (layer.query, layer.key, layer.value)
-        biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
-        qkv_bias = torch.cat(biases) if biases else None
-        self._kept += [cache.key, cache.value]
+    def _add(self, layer: Layer, cache: LayerCache, pattern: Pattern) -> None:
         self._native.decoder_add_layer(
             self._decoder,
             library.LayerWeights(
-                input_norm=self._keep(layer.input_norm),
-                query=self._weight(layer.query),
-                key=self._weight(layer.key),
-                value=self._weight(layer.value),
-                qkv_bias=self._address(qkv_bias),
-                query_norm=self._keep(layer.query_norm),
-                key_norm=self._keep(layer.key_norm),
-                output=self._weight(layer.output),
-                output_bias=self._address(layer.output.bias),
-                inner_norm=self._keep(layer.inner_norm),
-                gate=self._weight(layer.gate),
-                up=self._weight(layer.up),
-                down=self._weight(layer.down),
-                cache=native_cache(cache, pattern),
+                before_attention=self._norm(layer.before_attention),
+                after_attention=self._norm(layer.after_attention),
+                before_mlp=self._norm(layer.before_mlp),
+                after_mlp=self._norm(layer.after_mlp),
+                is_parallel=layer.is_parallel,
+                residual_scale=layer.residual_scale,
+                attention=self._attention(layer.attention, cache, pattern),
+                mlp=self._mlp(layer.mlp),
             ),
         )
+        self._biases.clear()
+
+    def _attention(
+        self, attention: Attention, cache: LayerCache, pattern: Pattern
+    ) -> library.AttentionWeights:
+        query, key, value = self._weights(attention.qkv, 3)
+        self._kept += [cache.key, cache.value]
+        return library.AttentionWeights(
+            num_heads=attention.num_heads,
+            query=query,
+            key=key,
+            value=value,
+            qkv_bias=self._bias(attention.qkv),
+            query_norm=self._norm(attention.query_norm),
+            key_norm=self._norm(attention.key_norm),
+            norms_whole_rows=attention.norms_whole_rows,
+            norms_rotated=attention.norms_rotated,
+            rotation=self._rotation(attention.rotation),
+            scoring=library.Scoring(
+                scale=attention.scale,
+                softcap=attention.softcap or 0.0,
+                sinks=self._in_float32(attention.sinks),
+            ),
+            output=self._weight(attention.output),
+            output_bias=self._bias([attention.output]),
+            cache=native_cache(cache, pattern),
+        )
+
+    def _mlp(self, mlp: MLP) -> library.MlpWeights:
+        gate, up = self._weights(mlp.inputs, 2)
+        if not mlp.is_gated:
+            gate, up = up, gate
+        return library.MlpWeights(
+            inner_size=mlp.down.in_features,
+            activation=[*ACTIVATIONS].index(mlp.activation),
+            is_gated=mlp.is_gated,
+            gate=gate,
+            up=up,
+            input_bias=self._bias(mlp.inputs),
+            down=self._weight(mlp.down),
+            down_bias=self._bias([mlp.down]),
+        )
+
+    def _norm(self, norm: Norm | None) -> library.Norm:
+        if norm is None:
+            return library.Norm()
+        return library.Norm(
+            weight=self._in_float32(norm.formula.factor(norm.weight)),
+            bias=self._in_float32(norm.bias),
+            epsilon=norm.epsilon,
+            is_centered=norm.formula.is_centered,
+        )
+
+    def _rotation(self, rotation: Rotation | None) -> library.Rotation:
+        if rotation is None:
+            return library.Rotation()
+        if rotation not in self._tables:
+            like = torch.empty(1, dtype=torch.float32)
+            self._tables[rotation] = rotation.tables(self._max_length, like)
+        tables = self._tables[rotation]
+        return library.Rotation(
+            cosine=tables.cosine.data_ptr(),
+            sine=tables.sine.data_ptr(),
+            num_pairs=tables.cosine.shape[1],
+            is_interleaved=tables.is_interleaved,
+        )
+
+    def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
+        """Describes the weights of linear layers, and as many empty ones that there are `count`."""
+        weights = [self._weight(linear) for linear in linears]
+        return weights + [library.Weight() for _ in range(count - len(weights))]
+
+    def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
+        """Returns the address of the layers' biases, one after the other, if there is any. It is
+        kept until the layer is added."""
+        if all(linear.bias is None for linear in linears):
+            return None
+        biases = [
+            torch.zeros(each.out_features, dtype=self._dtype) if each.bias is None else each.bias
+            for each in linears
+        ]
+        self._biases.append(bias := torch.cat(tuple(biases)))
+        return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
         """Describes a weight to the native code. `keeps`: packing does not copy this weight, so the
@@ -191,12 +269,18 @@ class NativeDecoder(LlamaDecoder):
             raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
         return weight.data_ptr()
 
-    def _keep(self, weight: torch.Tensor | None) -> int | None:
+    def _keep(self, weight: torch.Tensor) -> int | None:
         """Returns the address of a copy, and keeps it for native code. The model's tensor may be
         part of a whole file in memory."""
-        if weight is not None:
-            self._kept.append(weight := weight.clone())
+        self._kept.append(weight := weight.clone())
         return self._address(weight)
+
+    def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
+        """Returns the address of a copy in fp32, if there are numbers, and keeps it."""
+        if numbers is None:
+            return None
+        self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
+        return numbers.data_ptr()
 
 
 class UnpackedDecoder(NativeDecoder):

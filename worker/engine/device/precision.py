@@ -86,7 +86,7 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
         for tensor in halves:
             tensor.data = tensor.data.float()
         for module in widening:
-            module.forward = partial(_WIDENING[type(module)], module)
+            module.forward = partial(_WIDENING[_kind(module)], module)
         yield True
     finally:
         for module in widening:
@@ -96,8 +96,12 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
 
 
 def _widens(module: Any) -> bool:
-    is_plain = type(module) in _WIDENING and "forward" not in vars(module)
+    is_plain = _kind(module) in _WIDENING and "forward" not in vars(module)
     return is_plain and module.weight.dtype in _HALVES
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return nn.Embedding if hasattr(module, "scalar_embed_scale") else type(module)
 
 
 def product(
@@ -118,8 +122,10 @@ def _widening_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return product(x, module.out_features, module.bias, lambda rows: module.weight[rows].float())
 
 
-def _widening_embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.embedding(ids, module.weight).float()
+def _widening_embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    rows = nn.functional.embedding(ids, module.weight).float()
+    scale = getattr(module, "scalar_embed_scale", None)  # of Gemma's embeddings
+    return rows if scale is None else rows * scale
 
 
 _WIDENING: dict[type[nn.Module], Callable[..., torch.Tensor]] = {

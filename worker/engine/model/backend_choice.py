@@ -94,7 +94,7 @@ def why_no_native_code(loaded: LoadedModel) -> str:
     try:
         load_native()
     except NativeCodeError as error:
-        cost = "models of the Llama kind make a fifth of the tokens or less"
+        cost = "most models make a fifth of the tokens or less"
         logger.warning("no native code, so %s: %s", cost, error)
         return "it could not be made"
     return ""

@@ -21,10 +21,15 @@ from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.decoders.base import LlamaDecoder
-from promptq.worker.engine.decoders.llama_parts import is_of_llama_kind
+from promptq.worker.engine.decoders.layer_parts import has_known_parts
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import FewBits, move_quantized, quantize_model
+from promptq.worker.engine.quantization.modules import (
+    FewBits,
+    embedding_scale,
+    move_quantized,
+    quantize_model,
+)
 
 if TYPE_CHECKING:
     from promptq.worker.engine.checkpoints.gguf.model_file import GGUFFile
@@ -119,7 +124,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal LM; a directory or a file needs no network.
 
-    If the model is of the Llama kind, quantized weights that `decoder` takes keep their saved
+    If the model has only known parts, quantized weights that `decoder` takes keep their saved
     format. All others are widened. Raises ModelNotFoundError if there is no model at that place,
     and UnsupportedModelError if the model does not load correctly.
     """
@@ -204,9 +209,11 @@ def _widen_others(
         with torch.device("meta"):
             model = makes.from_config(files.config)
         plain = {
-            name for name, each in model.named_modules() if type(each) in (nn.Linear, nn.Embedding)
+            name
+            for name, each in model.named_modules()
+            if type(each) in (nn.Linear, nn.Embedding) or embedding_scale(each) is not None
         }
-        if is_of_llama_kind(model) and saved.quantized.keys() <= plain:
+        if has_known_parts(model) and saved.quantized.keys() <= plain:
             is_exact = saved.dtype == torch.float32  # slow with weights in fp8
             kept = {
                 name: weight

@@ -38,12 +38,22 @@ class Layout(Structure):
     )
 
 
+class Norm(Structure):
+    _fields_ = (*_all(c_void_p, "weight", "bias"), ("epsilon", c_double), ("is_centered", c_int64))
+
+
+class Rotation(Structure):
+    _fields_ = (*_all(c_void_p, "cosine", "sine"), *_all(c_int64, "num_pairs", "is_interleaved"))
+
+
+class Scoring(Structure):
+    _fields_ = (*_all(c_double, "scale", "softcap"), ("sinks", c_void_p))
+
+
 class ModelShape(Structure):
     _fields_ = (
-        *_all(c_int64, "is_bf16", "is_packed"),
-        *_all(c_int64, "size", "inner_size", "vocab_size"),
-        *_all(c_int64, "num_heads", "num_kv_heads", "head_size", "rotary"),
-        *_all(c_double, "epsilon", "scale"),
+        *_all(c_int64, "is_bf16", "is_packed", "size", "vocab_size"),
+        *_all(c_double, "embedding_scale", "logit_scale", "logit_softcap"),
     )
 
 
@@ -54,20 +64,44 @@ class Weight(Structure):
 class ModelWeights(Structure):
     _fields_ = (
         ("embedding", Weight),
-        *_all(c_void_p, "cosine", "sine", "norm"),
+        ("norm", Norm),
         ("head", Weight),
+        ("head_bias", c_void_p),
+    )
+
+
+class AttentionWeights(Structure):
+    _fields_ = (
+        ("num_heads", c_int64),
+        *_all(Weight, "query", "key", "value"),
+        ("qkv_bias", c_void_p),
+        *_all(Norm, "query_norm", "key_norm"),
+        *_all(c_int64, "norms_whole_rows", "norms_rotated"),
+        ("rotation", Rotation),
+        ("scoring", Scoring),
+        ("output", Weight),
+        ("output_bias", c_void_p),
+        ("cache", LayerCache),
+    )
+
+
+class MlpWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "inner_size", "activation", "is_gated"),
+        *_all(Weight, "gate", "up"),
+        ("input_bias", c_void_p),
+        ("down", Weight),
+        ("down_bias", c_void_p),
     )
 
 
 class LayerWeights(Structure):
     _fields_ = (
-        ("input_norm", c_void_p),
-        *_all(Weight, "query", "key", "value"),
-        *_all(c_void_p, "qkv_bias", "query_norm", "key_norm"),
-        ("output", Weight),
-        *_all(c_void_p, "output_bias", "inner_norm"),
-        *_all(Weight, "gate", "up", "down"),
-        ("cache", LayerCache),
+        *_all(Norm, "before_attention", "after_attention", "before_mlp", "after_mlp"),
+        ("is_parallel", c_int64),
+        ("residual_scale", c_double),
+        ("attention", AttentionWeights),
+        ("mlp", MlpWeights),
     )
 
 
@@ -106,7 +140,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     ),
     "paged_attention": (
         *(c_int64, c_void_p, c_int64, POINTER(LayerCache)),
-        *(POINTER(Layout), c_double, c_void_p),
+        *(POINTER(Layout), POINTER(Scoring), c_void_p),
     ),
     "linear": (
         *(c_int64, c_int64, c_void_p, c_int64, POINTER(Weight)),

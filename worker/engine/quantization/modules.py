@@ -47,13 +47,38 @@ class QuantizedEmbedding(nn.Embedding):
     """An embedding of a model in `dtype`. Its parameter `weight` is empty and sets the output's
     dtype."""
 
-    def __init__(self, weight: FewBits, dtype: torch.dtype) -> None:
+    def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
         self.weight = _nothing(weight, dtype)
         self.quantized: FewBits = weight
+        self.scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.quantized.rows(input).dequantized().to(self.weight.dtype)
+        rows = self.quantized.rows(input).dequantized().to(self.weight.dtype)
+        return rows if self.scale is None else _scaled(rows, self.scale)
+
+
+class _ScaledEmbedding(nn.Embedding):
+    """An embedding with a wide weight, in place of a quantized one with a scale."""
+
+    def __init__(self, num_rows: int, size: int, scale: float) -> None:
+        super().__init__(num_rows, size, device="meta")
+        self.scalar_embed_scale = scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _scaled(super().forward(input), self.scalar_embed_scale)
+
+
+def _scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    return rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """Returns the factor of the embeddings, if the module scales them, as Gemma's does. The module
+    rounds the factor to the model's dtype."""
+    if isinstance(module, QuantizedEmbedding):
+        return module.scale
+    return getattr(module, "scalar_embed_scale", None)
 
 
 def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
@@ -97,7 +122,8 @@ def quantize_model(
     of_embedding = quantized(embedding, bits_of_ends)
     of_head = of_embedding if is_tied else quantized(head, bits_of_ends)
     if of_embedding is not None:
-        whole.set_input_embeddings(QuantizedEmbedding(of_embedding, dtype))
+        scale = embedding_scale(embedding)
+        whole.set_input_embeddings(QuantizedEmbedding(of_embedding, dtype, scale))
     if of_head is not None:
         whole.set_output_embeddings(QuantizedLinear(of_head, head.bias, dtype))
 
@@ -123,7 +149,12 @@ def with_plain_modules(model: PreTrainedModel) -> None:
             linear = cast("QuantizedLinear", module)
             model.set_submodule(name, _plain_linear(linear, _plain_weight(linear)))
     if isinstance(embedding, QuantizedEmbedding):
-        plain = nn.Embedding(*embedding.quantized.shape, device="meta")
+        shape, scale = embedding.quantized.shape, embedding.scale
+        plain = (
+            nn.Embedding(*shape, device="meta")
+            if scale is None
+            else _ScaledEmbedding(*shape, scale)
+        )
         plain.weight = _plain_weight(embedding)
         whole.set_input_embeddings(plain)
     if isinstance(head, QuantizedLinear):

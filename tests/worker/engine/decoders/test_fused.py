@@ -43,7 +43,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.decoders.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels import linear
-from promptq.worker.engine.decoders.llama_parts import NotOfThisKindError
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.backend_choice import own_decoders
@@ -60,6 +60,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
     "qwen2": {**LLAMA_SHAPED, "num_key_value_heads": 1},
     "qwen3": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "phi3": {"sliding_window": 3},
 }
 
 OTHER_FORMULAS = {"ministral3"}
@@ -156,6 +157,7 @@ def all_logits(decoder: FusedDecoder, step: PackedStep) -> torch.Tensor:
         ("qwen2", torch.bfloat16),
         ("qwen3", torch.float32),
         ("qwen3", torch.bfloat16),
+        ("phi3", torch.float32),
     ],
 )
 @torch.inference_mode()
@@ -252,9 +254,10 @@ def test_no_weight_is_held_twice(seed: int) -> None:
 def test_other_families_are_refused(family: str, seed: int) -> None:
     """With the reason."""
     model = make_model(family, seed)
+    caches: Any = [None] * model.config.num_hidden_layers
     with pytest.raises((NotOfThisKindError, AttributeError)) as refused:
-        FusedDecoder(model, [], [], TritonPaged(), MAX_LENGTH)
-    assert str(refused.value)
+        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
+    assert "layers without attention" not in str(refused.value)
 
 
 def test_other_attention_backends_are_refused(seed: int) -> None:

@@ -21,10 +21,9 @@ from promptq.worker.engine.native.build import NativeCodeError, library_path
 from promptq.worker.engine.native.library import NativeError, Weight, load_native
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
+from tests.worker.engine.tiny_models import FAMILIES, NATIVE, VOCAB_SIZE, make_model, save_model
 
 SEED = 11
-NATIVE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "phi3")
 SHAPES = [
     # (query heads, KV heads, size of a head)
     (4, 4, 8),
@@ -96,7 +95,10 @@ def test_heads_of_all_shapes(
 )
 @pytest.mark.parametrize(
     ("family", "head_dim", "window"),
-    [("qwen3", 64, None), ("qwen3", 128, None), ("mistral", 24, 20), ("llama", 40, None)],
+    [
+        *(("qwen3", 64, None), ("qwen3", 128, None), ("mistral", 24, 20), ("llama", 40, None)),
+        *(("gemma2", 256, 20), ("olmo2", 24, None), ("cohere2", 64, 20)),
+    ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     family: str, head_dim: int, window: int | None, dtype: str, quantization: str, tmp_path: Path
@@ -143,7 +145,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     assert alone == run(2, max_num_batched_tokens=512, speculative_tokens=5)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE_FAMILIES)))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NATIVE))
 def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())

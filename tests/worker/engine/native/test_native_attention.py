@@ -12,6 +12,7 @@ from benchmarks.gpu.cases import Case, Shape, off_by
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.decoders.native import native_cache
+from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import Layout, load_native
 
 CPU = torch.device("cpu")
@@ -83,7 +84,13 @@ def over(
         query.shape[1],
         byref(native_cache(cache, scoring.pattern)),
         byref(layout),
-        scoring.scale,
+        byref(
+            library.Scoring(
+                scale=scoring.scale,
+                softcap=scoring.softcap or 0.0,
+                sinks=None if scoring.sinks is None else scoring.sinks.data_ptr(),
+            )
+        ),
         found.data_ptr(),
     )
     return found
@@ -99,6 +106,22 @@ def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype,
         output = case.attend(Native(), scoring)
         assert output.dtype == dtype
         assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], shape
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_caps_scores_and_leaves_weight_to_sinks(
+    softcap: float | None, has_sinks: bool, dtype: torch.dtype, seed: int
+) -> None:
+    for shape in SHAPES:
+        case = Case(STEPS["all at once"], shape, dtype=dtype, device=CPU, seed=seed)
+        sinks = 3 * case.sinks.float() if has_sinks else None
+        scoring = Scoring(0.3, Pattern("sliding", 33), softcap, sinks)
+        expected = case.expected(scoring)
+        assert off_by(case.attend(Native(), scoring), expected) < TOLERANCE[dtype], shape
+        plain = case.expected(Scoring(0.3, Pattern("sliding", 33)))
+        assert (off_by(plain, expected) > 0.1) == (has_sinks or softcap is not None)
 
 
 def in_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from promptq.worker.engine.model.recurrent.state_pool import pool_bytes
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import (
     FAMILIES,
-    RECURRENT_FAMILIES,
+    NATIVE,
     VOCAB_SIZE,
     generate,
     make_model,
@@ -34,10 +34,6 @@ SEED = 7
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
-CASES = [
-    pytest.param(name, marks=pytest.mark.matrix(4) if name in RECURRENT_FAMILIES else ())
-    for name in FAMILIES
-]
 
 
 @dataclass(frozen=True)
@@ -157,12 +153,15 @@ def greedy_requests(family: Family) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.matrix(12)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> None:
     """Requests join and leave all the time, and nothing is computed twice."""
     family = family_of(name)
     assert len({token for tokens in family.expected for token in tokens}) >= 10
     engine = make_engine(family)
+    runner: Any = engine._runner
+    assert (runner.why_no_own_code == "") == (name in NATIVE), runner.why_no_own_code
     outputs, timings = run(engine, greedy_requests(family))
     assert outputs == family.expected
     assert engine.stats.num_preemptions == 0
@@ -170,7 +169,8 @@ def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> N
     assert [timing.recomputed_tokens for timing in timings] == [0] * len(timings)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.matrix(12)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Family]) -> None:
     """Prompts come in chunks of three, the cache is too small for all, and prefixes are shared."""
     family = family_of(name)

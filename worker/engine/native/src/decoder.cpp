@@ -1,10 +1,11 @@
-// A whole decoder of the Llama kind as one call, without the interpreter and its lock:
+// A whole decoder as one call, without the interpreter and its lock:
 //
 //   hidden = embed(ids)
-//   each layer: hidden += o(attention(qkv(norm(hidden)))); hidden += down(silu(gate) * up)(norm(hidden))
+//   each layer: hidden += after(attention(before(hidden))); hidden += after(mlp(before(hidden)))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// Python builds it (decoders/native.py) and compares it with the library's own model at load.
+// A layer may lack norms, and may scale what it adds. Python builds the decoder from the parts of a model
+// (decoders/layer_parts.py, decoders/native.py) and compares it with the library's own model at load.
 #include <malloc.h>
 
 #include <algorithm>
@@ -13,6 +14,9 @@
 #include "attention/paged_attention.h"
 #include "guarded.h"
 #include "interface.h"
+#include "layers/attention.h"
+#include "layers/dense_mlp.h"
+#include "layers/norm.h"
 #include "linear/linear.h"
 #include "machine/buffer.h"
 #include "machine/elements.h"
@@ -20,177 +24,156 @@
 
 namespace promptq {
 
-inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
-  return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs};
-}
-
 template <typename T>
 class DecoderOf : public Decoder {
  public:
   DecoderOf(const ModelShape& shape, const ModelWeights& weights, int num_threads)
       : shape_(shape), embedding_(matrix(weights.embedding, shape.vocab_size, shape.size)),
-        cosine_(weights.cosine), sine_(weights.sine), norm_(numbers(weights.norm)),
-        num_threads_(num_threads), packed_(shape.is_packed ? &memory_ : nullptr),
+        norm_(weights.norm), num_threads_(num_threads), packed_(shape.is_packed ? &memory_ : nullptr),
         head_(
-            shape.vocab_size, side_by_side({matrix(weights.head, shape.vocab_size, shape.size)}), nullptr,
-            kGranule, num_threads, packed_, kHeadSlices) {}
+            shape.vocab_size, side_by_side({matrix(weights.head, shape.vocab_size, shape.size)}),
+            static_cast<const T*>(weights.head_bias), kGranule, num_threads, packed_, kHeadSlices) {}
 
   void add_layer(const LayerWeights& weights) override {
-    const int64_t size = shape_.size, inner_size = shape_.inner_size;
-    const int64_t query_size = shape_.num_heads * shape_.head_size;
-    const int64_t kv_size = shape_.num_kv_heads * shape_.head_size;
-    const auto linear = [&](int64_t outputs, const auto& weights_of, const void* bias, int64_t granule) {
-      return Linear<T>(outputs, weights_of, numbers(bias), granule, num_threads_, packed_);
-    };
-    const Matrix query = matrix(weights.query, query_size, size);
-    const Matrix key = matrix(weights.key, kv_size, size), value = matrix(weights.value, kv_size, size);
-    const Matrix gate = matrix(weights.gate, inner_size, size), up = matrix(weights.up, inner_size, size);
     layers_.push_back(Layer{
-        numbers(weights.input_norm),
-        linear(
-            query_size + 2 * kv_size, one_after_another({query, key, value}), weights.qkv_bias,
-            shape_.head_size),
-        numbers(weights.query_norm), numbers(weights.key_norm),
-        linear(
-            size, side_by_side({matrix(weights.output, size, query_size)}), weights.output_bias, kGranule),
-        numbers(weights.inner_norm), linear(inner_size, side_by_side({gate, up}), nullptr, kGranule),
-        linear(size, side_by_side({matrix(weights.down, size, inner_size)}), nullptr, kGranule),
-        weights.cache});
+        weights.before_attention, weights.after_attention, weights.before_mlp, weights.after_mlp,
+        weights.is_parallel != 0, static_cast<float>(weights.residual_scale),
+        Attention<T>(weights.attention, shape_.size, num_threads_, packed_),
+        DenseMlp<T>(weights.mlp, shape_.size, num_threads_, packed_), 0});
+    Layer& layer = layers_.back();
+    const auto is_like = [&](size_t first) { return layers_[first].attention.has_pieces_of(layer.attention); };
+    layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
+                   with_other_pieces_.begin();
+    if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
+    query_size_ = std::max(query_size_, layer.attention.query_size());
+    qkv_size_ = std::max(qkv_size_, layer.attention.whole_row_size());
+    inner_size_ = std::max(inner_size_, layer.mlp.inner_size());
   }
 
   void run(const Step& step) override {
-    const int64_t num_rows = step.num_rows, size = shape_.size, inner_size = shape_.inner_size;
-    const int64_t query_size = shape_.num_heads * shape_.head_size, vocab_size = shape_.vocab_size;
+    const int64_t num_rows = step.num_rows, size = shape_.size;
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
-    T *query = query_.reserve(num_rows * query_size), *inner = inner_.reserve(num_rows * inner_size);
-    T* attended = attended_.reserve(num_rows * query_size);
-    T* last = last_.reserve(step.num_outputs * size);
-    T *logits = static_cast<T*>(step.logits), *states = static_cast<T*>(step.states);
-    for (int64_t row = 0; row < num_rows; ++row)
-      copy_row(embedding_, step.ids[row], hidden + row * size);
-    const auto norm_row = [&](int64_t row, const T* weight, T* out) {
-      rms_norm_row(hidden + row * size, weight, static_cast<float>(shape_.epsilon), size, out);
-    };
-    const auto norm_rows = [&](Team& team, const T* weight) {
-      constexpr int64_t kRows = 8;  // of an item
-      team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
-        for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row)
-          norm_row(row, weight, normed + row * size);
-      });
-    };
-    // hidden += linear(x)
-    const auto add_product = [&](Team& team, const Linear<T>& linear, const T* x) {
-      linear.multiply(team, x, num_rows, [&](const T* y, Range rows, Range columns) {
-        for (int64_t i = 0; i < rows.count; ++i)
-          add_row(
-              hidden + (rows.first + i) * size + columns.first, y + i * columns.count,
-              columns.count);
-      });
-    };
-    const Pieces pieces(
-        step.layout, layers_[0].cache, shape_.num_heads / shape_.num_kv_heads, num_threads_);
+    T *update = update_.reserve(num_rows * size), *inner = inner_.reserve(num_rows * inner_size_);
+    const HeadRows<T> heads{
+        qkv_.reserve(num_rows * qkv_size_), query_.reserve(num_rows * query_size_),
+        attended_.reserve(num_rows * query_size_)};
+    T *last = last_.reserve(step.num_outputs * size), *states = static_cast<T*>(step.states);
+    for (int64_t row = 0; row < num_rows; ++row) embed(step.ids[row], hidden + row * size);
+    std::vector<Pieces> pieces;
+    for (const size_t first : with_other_pieces_) {
+      const Attention<T>& attention = layers_[first].attention;
+      pieces.emplace_back(step.layout, attention.cache(), attention.group(), num_threads_);
+    }
     Team::run(num_threads_, [&](Team& team) {
       std::vector<float> scratch;
-      for (const Layer& layer : layers_) {
-        norm_rows(team, layer.input_norm);
-        layer.qkv.multiply(team, normed, num_rows, [&](T* y, Range rows, Range columns) {
-          for (int64_t i = 0; i < rows.count; ++i)
-            place_heads(
-                y + i * columns.count, columns.first / shape_.head_size,
-                columns.count / shape_.head_size, rows.first + i, layer, step, query);
-        });
-        team.share(pieces.count(), [&](int64_t index) {
-          attend_sized(
-              pieces.at<T>(
-                  index, query, attended, layer.cache, static_cast<float>(shape_.scale)),
-              scratch);
-        });
-        add_product(team, layer.output, attended);
-        norm_rows(team, layer.inner_norm);
-        layer.gate_up.multiply(team, normed, num_rows, [&](const T* y, Range rows, Range columns) {
+      const Norm* pending = nullptr;  // of `update`, which is not yet added to `hidden`
+      // Begins a part of a layer: adds what is pending, and returns before(hidden).
+      const auto enter = [&](const Norm& before, float scale) -> const T* {
+        if (pending || before) {
+          constexpr int64_t kRows = 8;  // of an item
+          team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
+            for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row) {
+              T *sum = hidden + row * size, *part = update + row * size;
+              if (pending) {
+                norm_row(part, *pending, size, part);
+                add_scaled(sum, part, scale, size);
+              }
+              if (before) norm_row(sum, before, size, normed + row * size);
+            }
+          });
+        }
+        pending = nullptr;
+        return before ? normed : hidden;
+      };
+      // Ends a part of a layer: hidden += after(linear(x)), at once or pending.
+      const auto leave = [&](const Linear<T>& linear, const T* x, const Norm& after, float scale) {
+        linear.multiply(team, x, num_rows, [&](T* y, Range rows, Range columns) {
           for (int64_t i = 0; i < rows.count; ++i) {
-            const T* gate = y + i * 2 * columns.count;
-            T* out = inner + (rows.first + i) * inner_size + columns.first;
-            silu_and_multiply_row(gate, gate + columns.count, columns.count, out);
+            T* row = y + i * columns.count;
+            const int64_t place = (rows.first + i) * size + columns.first;
+            if (after)
+              std::copy_n(row, columns.count, update + place);
+            else
+              add_scaled(hidden + place, row, scale, columns.count);
           }
         });
-        add_product(team, layer.down, inner);
+        if (after) pending = &after;
+      };
+      float scale = 1.0f;
+      for (const Layer& layer : layers_) {
+        const T* x = enter(layer.before_attention, scale);
+        scale = layer.residual_scale;
+        layer.attention.attend(team, x, step, pieces[layer.pieces], heads, scratch);
+        leave(layer.attention.output(), heads.attended, layer.after_attention, scale);
+        if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
+        layer.mlp.activate(team, x, num_rows, inner);
+        leave(layer.mlp.down(), inner, layer.after_mlp, scale);
       }
-      team.share(step.num_outputs, [&](int64_t i) {
-        norm_row(step.outputs[i], norm_, last + i * size);
-      });
-      if (step.num_kept > 0)
-        team.share(step.num_kept, [&](int64_t i) {
-          norm_row(step.kept[i], norm_, states + i * size);
+      enter(Norm{}, scale);
+      const auto norm_rows = [&](const int64_t* rows, int64_t count, T* out) {
+        team.share(count, [&](int64_t i) {
+          norm_row(hidden + rows[i] * size, norm_, size, out + i * size);
         });
+      };
+      norm_rows(step.outputs, step.num_outputs, last);
+      if (step.num_kept > 0) norm_rows(step.kept, step.num_kept, states);
       head_.multiply(team, last, step.num_outputs, [&](const T* y, Range rows, Range columns) {
         for (int64_t i = 0; i < rows.count; ++i)
-          std::copy_n(
+          place_logits(
               y + i * columns.count, columns.count,
-              logits + (rows.first + i) * vocab_size + columns.first);
+              static_cast<T*>(step.logits) + (rows.first + i) * shape_.vocab_size + columns.first);
       });
     });
   }
 
  private:
   struct Layer {
-    const T* input_norm;
-    Linear<T> qkv;
-    const T *query_norm, *key_norm;
-    Linear<T> output;
-    const T* inner_norm;
-    Linear<T> gate_up, down;
-    LayerCache cache;
+    Norm before_attention, after_attention, before_mlp, after_mlp;
+    bool is_parallel;
+    float residual_scale;
+    Attention<T> attention;
+    DenseMlp<T> mlp;
+    size_t pieces;  // the index of its pieces in a step
   };
 
-  // Slices of weights end at multiples of this number of columns.
-  static constexpr int64_t kGranule = 64;
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
   static constexpr int64_t kHeadSlices = 8;
 
-  static const T* numbers(const void* weight) { return static_cast<const T*>(weight); }
+  void embed(int64_t id, T* row) const {
+    copy_row(embedding_, id, row);
+    if (shape_.embedding_scale != 1.0)
+      scale_row(row, static_cast<float>(shape_.embedding_scale), shape_.size);
+  }
 
-  // Norms and rotates `count` heads of a row, from the model's head `first` on. Stores queries in `query`
-  // [T, num_heads * head_size], and K and V in the cache.
-  void place_heads(
-      T* head, int64_t first, int64_t count, int64_t row, const Layer& layer, const Step& step,
-      T* query) const {
-    const int64_t size = shape_.head_size, rotary = shape_.rotary, num_heads = shape_.num_heads;
-    const int64_t num_kv_heads = shape_.num_kv_heads, position = step.positions[row];
-    const LayerCache& cache = layer.cache;
-    const int64_t place = step.layout.write_blocks[row] * cache.block_stride +
-                          step.layout.write_offsets[row] * cache.position_stride;
-    for (int64_t index = first; index < first + count; ++index, head += size) {
-      const int64_t kv_head = (index - num_heads) % num_kv_heads;
-      const bool is_query = index < num_heads, is_value = index >= num_heads + num_kv_heads;
-      if (!is_value) {
-        const T* norm = is_query ? layer.query_norm : layer.key_norm;
-        if (norm) rms_norm_row(head, norm, static_cast<float>(shape_.epsilon), size, head);
-        rotate_row(head, cosine_ + position * rotary, sine_ + position * rotary, rotary);
-      }
-      if (is_query) {
-        std::copy_n(head, size, query + (row * num_heads + index) * size);
-        continue;
-      }
-      auto* rows = static_cast<uint8_t*>(is_value ? cache.values : cache.keys);
-      uint8_t* target = rows + place + kv_head * cache.head_stride;
-      if (cache.is_int8)
-        store_int8_row(head, size, target);
-      else
-        std::copy_n(head, size, reinterpret_cast<T*>(target));
-    }
+  // sum += scale * part, rounded after each operation. Scales `part` in place.
+  static void add_scaled(T* sum, T* part, float scale, int64_t size) {
+    if (scale != 1.0f) scale_row(part, scale, size);
+    add_row(sum, part, size);
+  }
+
+  // Scales and caps logits, rounded after each operation.
+  void place_logits(const T* y, int64_t count, T* logits) const {
+    std::copy_n(y, count, logits);
+    if (shape_.logit_scale != 1.0) scale_row(logits, static_cast<float>(shape_.logit_scale), count);
+    if (shape_.logit_softcap == 0.0) return;
+    const float cap = static_cast<float>(shape_.logit_softcap);
+    scale_row(logits, 1.0f / cap, count);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) store(logits[i], hyperbolic_tangent(load(logits[i])));
+    scale_row(logits, cap, count);
   }
 
   const ModelShape shape_;
   const Matrix embedding_;
-  const float *cosine_, *sine_;
-  const T* norm_;
+  const Norm norm_;
   const int num_threads_;
   WeightMemory memory_;
   WeightMemory* const packed_;  // null: weights are read where they are
   Linear<T> head_;
   std::vector<Layer> layers_;
-  Buffer<T> hidden_, normed_, query_, attended_, inner_, last_;
+  std::vector<size_t> with_other_pieces_;  // than the layers before
+  int64_t query_size_ = 0, qkv_size_ = 0, inner_size_ = 0;  // the largest of all layers
+  Buffer<T> hidden_, normed_, update_, qkv_, query_, attended_, inner_, last_;
 };
 
 }  // namespace promptq
@@ -224,15 +207,14 @@ void keep_freed_memory() {
 
 const char* paged_attention(
     int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
-    const promptq::Layout* layout, double scale, void* out) {
+    const promptq::Layout* layout, const promptq::Scoring* scoring, void* out) {
   using namespace promptq;
   return guarded([&] {
     const Pieces pieces(*layout, *cache, num_heads / cache->num_kv_heads, 1);
     std::vector<float> scratch;
     with_type(is_bf16, query, [&]<typename T>(const T* rows) {
       for (int64_t index = 0; index < pieces.count(); ++index)
-        attend_sized(
-            pieces.at(index, rows, static_cast<T*>(out), *cache, static_cast<float>(scale)), scratch);
+        attend_sized(pieces.at(index, rows, static_cast<T*>(out), *cache, *scoring), scratch);
     });
   });
 }

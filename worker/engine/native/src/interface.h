@@ -10,16 +10,18 @@
 #include <cstdint>
 
 #include "attention/work_pieces.h"
+#include "layers/norm.h"
+#include "layers/rotation.h"
+#include "linear/packed.h"
 
 namespace promptq {
 
 struct ModelShape {
   int64_t is_bf16;
   int64_t is_packed;  // 0, only in fp32: weights, also those of bf16, are read where they are, which is slow
-  int64_t size, inner_size, vocab_size;  // of hidden states, of the MLP
-  int64_t num_heads, num_kv_heads, head_size;
-  int64_t rotary;  // how many numbers of a head are rotated
-  double epsilon, scale;
+  int64_t size, vocab_size;  // of hidden states
+  double embedding_scale;
+  double logit_scale, logit_softcap;  // softcap 0: none
 };
 
 // The weight of a linear layer [outputs, inputs]; see Matrix.
@@ -29,27 +31,49 @@ struct Weight {
   int64_t bits, group;
 };
 
+inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
+  return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs};
+}
+
 // The caller keeps these as long as the decoder, except the head if weights are packed.
 struct ModelWeights {
-  Weight embedding;              // [vocab_size, size]
-  const float *cosine, *sine;    // [positions, rotary]
-  const void* norm;              // [size]
-  Weight head;                   // [vocab_size, size]
+  Weight embedding;       // [vocab_size, size]
+  Norm norm;              // [size]
+  Weight head;            // [vocab_size, size]
+  const void* head_bias;  // [vocab_size], may be null
 };
 
-// The caller keeps norms, K and V, and weights that are not packed as long as the decoder, which copies the
-// rest. Biases, query_norm and key_norm may be null.
-struct LayerWeights {
-  const void* input_norm;             // [size]
-  Weight query, key, value;           // [num_heads head_size, size] and [num_kv_heads head_size, size]
-  const void* qkv_bias;               // of all three, one after the other
-  const void *query_norm, *key_norm;  // [head_size]
-  Weight output;                      // [size, num_heads head_size]
+// `cache` has the head size and the number of KV heads.
+struct AttentionWeights {
+  int64_t num_heads;
+  Weight query, key, value;         // [num_heads head_size, size] and [num_kv_heads head_size, size]; without
+                                    // numbers in `key`, `query` has the rows of all three
+  const void* qkv_bias;             // of all three, one after the other
+  Norm query_norm, key_norm;        // of each head; `norms_whole_rows`: of all heads of a row together
+  int64_t norms_whole_rows, norms_rotated;  // `norms_rotated`: they follow the rotation
+  Rotation rotation;
+  Scoring scoring;
+  Weight output;                    // [size, num_heads head_size]
   const void* output_bias;
-  const void* inner_norm;             // [size]
-  Weight gate, up;                    // [inner_size, size]
-  Weight down;                        // [size, inner_size]
   LayerCache cache;
+};
+
+struct MlpWeights {
+  int64_t inner_size, activation, is_gated;
+  Weight gate, up;                  // [inner_size, size]; without numbers in `up`, `gate` has the rows of both
+  const void* input_bias;           // of both, one after the other
+  Weight down;                      // [size, inner_size]
+  const void* down_bias;
+};
+
+// The caller keeps norms, rotations, sinks, K and V, and weights that are not packed as long as the decoder,
+// which copies the rest. Biases may be null.
+struct LayerWeights {
+  Norm before_attention, after_attention, before_mlp, after_mlp;  // [size]
+  int64_t is_parallel;              // the MLP has the input of the attention
+  double residual_scale;            // of what attention and MLP add to the hidden states
+  AttentionWeights attention;
+  MlpWeights mlp;
 };
 
 // The caller keeps these as long as the call. A step has T rows.
@@ -113,7 +137,7 @@ void keep_freed_memory();
 // Computes attention of rows [T, num_heads * head_size] over a cache that already has their K and V.
 const char* paged_attention(
     int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
-    const promptq::Layout* layout, double scale, void* out);
+    const promptq::Layout* layout, const promptq::Scoring* scoring, void* out);
 // y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs], with `in_tiles` in tile
 // registers, if has_tile_registers().
 const char* linear(

@@ -144,7 +144,8 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
         queries + query * padded_size, rows, size, scores + query * length + i, length);
   });
   for (int64_t query = 0; query < num_queries; ++query)
-    piece.template weigh<Factor<R>>(query % queries_each, begin, scores + query * length);
+    piece.template weigh<Factor<R>>(
+        query / queries_each, query % queries_each, begin, scores + query * length);
   over_blocks(piece, stretches, piece.values, begin, widened, [&](auto group, int64_t query, int64_t i,
                                                                   const R* const* rows) {
     accumulate<group(), NumSpans>(
@@ -164,6 +165,7 @@ void attend_over(const Piece<T>& piece, std::vector<float>& scratch) {
   switch (piece.size) {  // the usual sizes, as constants
     case 64: return attend<64 / kSpan, R>(piece, scratch);
     case 128: return attend<128 / kSpan, R>(piece, scratch);
+    case 256: return attend<256 / kSpan, R>(piece, scratch);
     default: return attend<0, R>(piece, scratch);
   }
 }

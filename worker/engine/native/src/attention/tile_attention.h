@@ -69,7 +69,7 @@ class TileAttention {
         [&](const Tile& tile, int64_t head, const CacheTile& keys) { score(tile, head, keys); });
     for (int64_t head = 0; head < num_heads; ++head)
       for (int64_t query = 0; query < queries_each_; ++query)
-        piece_.weigh<Bf16>(query, begin_, scores_of(head, query));
+        piece_.weigh<Bf16>(head, query, begin_, scores_of(head, query));
     for_tiles(
         piece_.values,
         [&](int64_t num_queries) {

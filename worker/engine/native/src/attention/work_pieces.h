@@ -25,6 +25,13 @@ struct Pattern {
   }
 };
 
+// The scores of keys for queries (Scoring in attention/types.py). `softcap` is 0 without a cap. `sinks`
+// [num_heads] may be null.
+struct Scoring {
+  double scale, softcap;
+  const float* sinks;
+};
+
 // One layer's K [num_blocks, num_kv_heads, block_size] of rows, and V likewise. A row has head_size of the
 // model's numbers, or the format of cache_rows.h. The strides are in bytes.
 struct LayerCache {
@@ -72,7 +79,7 @@ struct Piece {
   bool is_int8;
   int64_t block_size, num_kv_heads, group, size;
   Pattern pattern;
-  float scale;
+  Scoring scoring;  // with the sinks of these heads
 
   int64_t queries_each() const { return num_rows * group; }  // of a KV head
   int64_t position_of(int64_t query) const { return rows[query / group].position; }
@@ -98,13 +105,19 @@ struct Piece {
 
   // Turns a query's scores into weights of type W. `begin` is begin().
   template <typename W>
-  void weigh(int64_t query, int64_t begin, float* scores) const {
+  void weigh(int64_t head, int64_t query, int64_t begin, float* scores) const {
     const int64_t position = position_of(query);
     // A query has scores up to the position of the last row of its sequence.
     const int64_t last = (shared > 0 ? position : rows[num_rows - 1].position) + 1;
+    const int64_t length = round_up(last - begin, kLanes);
+    float scale = static_cast<float>(scoring.scale);
+    if (const float cap = static_cast<float>(scoring.softcap); cap > 0.0f) {
+      cap_scores(scores, length, scale, cap);
+      scale = 1.0f;
+    }
     softmax<W>(
-        scores, round_up(last - begin, kLanes), pattern.first(position) - begin,
-        position + 1 - begin, scale);
+        scores, length, pattern.first(position) - begin, position + 1 - begin, scale,
+        scoring.sinks ? scoring.sinks + head * group + query % group : nullptr);
   }
 
   // Returns, by ascending position, the shared positions, then the other positions of each sequence.
@@ -142,7 +155,7 @@ struct Piece {
 // A step's pieces, longest first. No piece takes much longer than a thread's share.
 class Pieces {
  public:
-  // `cache` is that of any layer. `group` query heads have one KV head.
+  // `cache` is that of a layer for which these pieces are. `group` query heads have one KV head.
   Pieces(const Layout& layout, const LayerCache& cache, int64_t group, int64_t num_threads)
       : num_kv_heads_(cache.num_kv_heads), group_(group), block_size_(cache.block_size) {
     const int64_t *starts = layout.query_starts, *contexts = layout.context_lens;
@@ -166,16 +179,18 @@ class Pieces {
   // `query` and `out` are [T, num_heads * size].
   template <typename T>
   Piece<T> at(
-      int64_t index, const T* query, T* out, const LayerCache& cache, float scale) const {
+      int64_t index, const T* query, T* out, const LayerCache& cache, const Scoring& scoring) const {
     const Part& part = parts_[index];
     const int64_t size = cache.head_size, offset = part.kv_head * group_ * size;
     const int64_t in_block = part.kv_head * cache.head_stride;
+    Scoring of_heads = scoring;
+    if (scoring.sinks) of_heads.sinks += part.kv_head * group_;
     return Piece<T>{
         query + offset, out + offset, num_kv_heads_ * group_ * size, &rows_[part.first_row], part.num_rows,
         part.shared, static_cast<const uint8_t*>(cache.keys) + in_block,
         static_cast<const uint8_t*>(cache.values) + in_block, cache.block_stride, cache.head_stride,
         cache.position_stride, cache.is_int8 != 0, block_size_,
-        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size, cache.pattern, scale};
+        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size, cache.pattern, of_heads};
   }
 
  private:

@@ -39,6 +39,9 @@ struct Range {
   int64_t first, count;
 };
 
+// Slices of weights end at multiples of this number of columns, unless heads must stay whole.
+constexpr int64_t kGranule = 64;
+
 // The rows of weights that a slice of a layer's outputs needs, in the order of its results.
 using WeightsOf = std::function<std::vector<Matrix>(Range outputs)>;
 
@@ -69,9 +72,9 @@ inline WeightsOf one_after_another(const std::vector<Matrix>& weights) {
 template <typename T>
 class Linear {
  public:
-  // `bias` [outputs] may be null. With a bias, each output has one result. Slices end at multiples of
-  // `granule` outputs. Each thread has at most `slices_each` slices. Weights are copied into `memory`, or
-  // read in place if `memory` is null.
+  // `bias` is [results of an output, outputs], or null. Slices end at multiples of `granule` outputs. Each
+  // thread has at most `slices_each` slices. Weights are copied into `memory`, or read in place if `memory` is
+  // null.
   Linear(
       int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
       WeightMemory* memory, int64_t slices_each = 1) {
@@ -83,7 +86,7 @@ class Linear {
         const int64_t first = std::min(outputs, granules * slice / count * granule);
         const int64_t last = std::min(outputs, granules * (slice + 1) / count * granule);
         const Range range{first, last - first};
-        slices_[slice] = slice_of(weights_of(range), bias, range, memory);
+        slices_[slice] = slice_of(weights_of(range), bias, outputs, range, memory);
       });
     });
   }
@@ -128,7 +131,9 @@ class Linear {
   }
 
   // Packs neighbours of one format as one weight.
-  static Slice slice_of(const std::vector<Matrix>& parts, const T* bias, Range outputs, WeightMemory* memory) {
+  static Slice slice_of(
+      const std::vector<Matrix>& parts, const T* bias, int64_t num_outputs, Range outputs,
+      WeightMemory* memory) {
     Slice slice{{}, 0, {}, outputs};
     const auto add = [&](std::unique_ptr<Packed<T>> weight) {
       slice.num_results += weight->outputs();
@@ -141,7 +146,11 @@ class Linear {
       }
     else if constexpr (std::is_same_v<T, float>)
       for (const Matrix& part : parts) add(std::make_unique<UnpackedLinear>(part));
-    if (bias) slice.bias.assign(bias + outputs.first, bias + outputs.first + outputs.count);
+    if (bias && outputs.count > 0)
+      for (int64_t i = 0; i < slice.num_results / outputs.count; ++i) {
+        const T* first = bias + i * num_outputs + outputs.first;
+        slice.bias.insert(slice.bias.end(), first, first + outputs.count);
+      }
     return slice;
   }
 

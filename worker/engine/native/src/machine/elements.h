@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "machine/exponential.h"
-
 namespace promptq {
 
 using Bf16 = uint16_t;
@@ -66,15 +64,11 @@ auto with_type(bool is_bf16, const void* numbers, const Work& work) {
   return is_bf16 ? work(static_cast<const Bf16*>(numbers)) : work(static_cast<const float*>(numbers));
 }
 
-// out[d] = row[d] / rms(row) * weight[d], computed in fp32.
+// row *= factor
 template <typename T>
-void rms_norm_row(const T* row, const T* weight, float epsilon, int64_t size, T* out) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t d = 0; d < size; ++d) sum += load(row[d]) * load(row[d]);
-  const float scale = 1.0f / std::sqrt(sum / size + epsilon);
+void scale_row(T* row, float factor, int64_t size) {
 #pragma omp simd
-  for (int64_t d = 0; d < size; ++d) store(out[d], load(row[d]) * scale * load(weight[d]));
+  for (int64_t d = 0; d < size; ++d) store(row[d], load(row[d]) * factor);
 }
 
 // row += delta
@@ -82,29 +76,6 @@ template <typename T>
 void add_row(T* row, const T* delta, int64_t size) {
 #pragma omp simd
   for (int64_t d = 0; d < size; ++d) store(row[d], load(row[d]) + load(delta[d]));
-}
-
-// out = silu(gate) * up
-template <typename T>
-void silu_and_multiply_row(const T* gate, const T* up, int64_t size, T* out) {
-#pragma omp simd
-  for (int64_t d = 0; d < size; ++d) {
-    const float x = load(gate[d]);
-    store(out[d], x / (1.0f + exponential(-x)) * load(up[d]));
-  }
-}
-
-// Rotates the first `rotary` dimensions of a head in place, each of the first half with its partner
-// in the second (RoFormer, as Llama lays it out). `cosine` and `sine` have `rotary` numbers.
-template <typename T>
-void rotate_row(T* head, const float* cosine, const float* sine, int64_t rotary) {
-  const int64_t half = rotary / 2;
-#pragma omp simd
-  for (int64_t d = 0; d < half; ++d) {
-    const float first = load(head[d]), second = load(head[d + half]);
-    store(head[d], first * cosine[d] - second * sine[d]);
-    store(head[d + half], second * cosine[d + half] + first * sine[d + half]);
-  }
 }
 
 }  // namespace promptq

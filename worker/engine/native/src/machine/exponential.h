@@ -26,4 +26,15 @@ inline float exponential(float x) {
   return series * power;
 }
 
+// Returns the hyperbolic tangent of x with a relative error of at most 4e-7.
+inline float hyperbolic_tangent(float x) {
+  const float square = x * x, magnitude = std::fabs(x);
+  float series = -5.70498872745e-3f;
+  for (const float factor : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+    series = series * square + factor;
+  const float near = x + x * square * series;
+  const float far = std::copysign(1.0f - 2.0f / (exponential(2.0f * magnitude) + 1.0f), x);
+  return magnitude < 0.625f ? near : far;
+}
+
 }  // namespace promptq

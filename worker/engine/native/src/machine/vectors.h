@@ -11,6 +11,7 @@
 #endif
 
 #include "machine/elements.h"
+#include "machine/exponential.h"
 
 namespace promptq {
 
@@ -234,12 +235,19 @@ inline Vector sum_each(const Vector* vectors) {
 }
 #endif
 
+// Scales scores, and limits them smoothly to (-cap, cap). `length` is a multiple of kLanes.
+inline void cap_scores(float* scores, int64_t length, float scale, float cap) {
+#pragma omp simd
+  for (int64_t i = 0; i < length; ++i) scores[i] = cap * hyperbolic_tangent(scores[i] * scale / cap);
+}
+
 // Turns scores in [first, last) into weights that sum to 1, and the others into zeros. `length` is a multiple
-// of kLanes. Weights of type W replace the scores.
+// of kLanes. Weights of type W replace the scores. The weight of a `sink`, a further score, is left out.
 //
 // Each place has a fixed lane, so the result does not depend on the scores outside.
 template <typename W>
-void softmax(float* scores, int64_t length, int64_t first, int64_t last, float scale) {
+void softmax(
+    float* scores, int64_t length, int64_t first, int64_t last, float scale, const float* sink = nullptr) {
   constexpr float kNever = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + first, kNever);
   std::fill(scores + last, scores + length, kNever);
@@ -250,6 +258,7 @@ void softmax(float* scores, int64_t length, int64_t first, int64_t last, float s
   }
   float most = kNever;
   for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
+  if (sink) most = std::max(most, *sink / scale);
 #pragma omp simd
   for (int64_t i = 0; i < length; ++i)
     scores[i] = scores[i] == kNever ? 0.0f : exponential(scale * (scores[i] - most));
@@ -257,6 +266,7 @@ void softmax(float* scores, int64_t length, int64_t first, int64_t last, float s
   for (int64_t i = 0; i < length; i += kLanes) sums += load_as<Vector>(scores + i);
   float total = 0.0f;
   for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
+  if (sink) total += exponential(*sink - scale * most);
   const float share = 1.0f / total;
   W* weights = reinterpret_cast<W*>(scores);
   for (int64_t i = 0; i < length; i += kLanes)

@@ -1,0 +1,331 @@
+"""Describes a library's model as layers that are put together from known parts.
+
+The names, shapes and types of modules show which parts a layer has. The formula of a norm, an
+activation or a rotation shows in what the module computes from a few numbers. The check at load
+compares a decoder's result with the library's model. So it detects a family that has the same
+names but another formula. The library's modules serve such a family.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
+from promptq.worker.engine.decoders.rotation_parts import Rotation
+from promptq.worker.engine.quantization.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    embedding_scale,
+)
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+    "relu2": lambda x: nn.functional.relu(x).square(),
+}
+"""Known activations, in the order of native/src/layers/activation.h."""
+
+_NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
+    frozenset(name for name in names if name): names
+    for names in (
+        # Norms before the attention, after it, before the MLP, and after it.
+        ("input_layernorm", "", "post_attention_layernorm", ""),
+        (
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ),
+        ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        (
+            *("input_layernorm", "post_self_attn_layernorm"),
+            *("post_attention_layernorm", "post_mlp_layernorm"),
+        ),
+        ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
+    )
+}
+"""What the names of a layer's norms say about their places."""
+
+_SYNONYMS = {
+    "final_layernorm": "norm",
+    "dense": "o_proj",
+    "fc1": "up_proj",
+    "fc2": "down_proj",
+    "c_fc": "up_proj",
+    "c_proj": "down_proj",
+    "act": "act_fn",
+    "activation_fn": "act_fn",
+}
+"""Some families' names of a part."""
+
+_KEEPS_HEADS: dict[str, Callable[[Any], bool]] = {
+    "SmolLM3Attention": lambda attention: not attention.use_rope,
+    "Cohere2Attention": lambda attention: attention.sliding_window is None,
+    "Exaone4Attention": lambda each: each.sliding_window is not None and not each.is_sliding,
+}
+"""Families of which some layers do not rotate heads, and whether a layer does not."""
+
+_BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+"""The latter follow the rotation."""
+_ATTENTION_PARTS = {"o_proj", "sinks"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
+_MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn"}
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention over the KV cache: `output(attend(place(qkv(x))))`."""
+
+    qkv: tuple[nn.Linear, ...]
+    """Their outputs, one after the other, are queries, keys and values."""
+    output: nn.Linear
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    """The scale of scores."""
+    softcap: float | None
+    sinks: torch.Tensor | None  # [num_heads]
+    query_norm: Norm | None  # there are both norms, or none
+    key_norm: Norm | None
+    norms_whole_rows: bool
+    """Whether a norm is of all heads of a row together."""
+    norms_rotated: bool
+    """Whether the norms follow the rotation."""
+    rotation: Rotation | None
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return (*self.qkv, self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMLP:
+    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
+
+    inputs: tuple[nn.Linear, ...]
+    """Their outputs, one after the other, are those of the gate, if there is one, and `up`."""
+    down: nn.Linear
+    is_gated: bool
+    activation: str
+    """Its name in ACTIVATIONS."""
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return (*self.inputs, self.down)
+
+
+MLP = DenseMLP
+"""The kinds of MLP that a layer may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: `hidden += scale * after(attention(before(hidden)))`, then the same with the MLP.
+
+    Any of the norms may be missing.
+    """
+
+    attention: Attention
+    mlp: MLP
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    is_parallel: bool
+    """Whether the MLP has the input of the attention."""
+    residual_scale: float
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return (*self.attention.linears, *self.mlp.linears)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A whole model. Linear layers and the embedding may be quantized. Tensors are the model's
+    parameters, not copies."""
+
+    embedding: nn.Embedding
+    embedding_scale: float
+    layers: list[Layer]
+    norm: Norm
+    head: nn.Linear  # its weight may be that of the embedding
+    logit_scale: float
+    logit_softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> ModelParts:
+        """Returns the parts of a model, of which `num_attending` layers attend, if that is known.
+
+        Raises NotOfThisKindError if the model has an unknown part.
+        """
+        whole: Any = model  # its class is only partly typed
+        config = whole.config.get_text_config(decoder=True)
+        body = whole.get_decoder()
+        parts = _parts(body)
+        require(parts.keys() == _BODY_PARTS, f"other parts: {sorted(parts)}")
+        embedding, head = parts["embed_tokens"], whole.get_output_embeddings()
+        scale = embedding_scale(embedding)
+        is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
+        require(is_known, f"an embedding of type {type(embedding).__name__}")
+        require(_is_linear(head), "an output layer of another kind")
+        layers = [_layer(layer, parts["rotary_emb"]) for layer in parts["layers"]]
+        require(num_attending in (None, len(layers)), "layers without attention")
+        dtype = parts["norm"].weight.dtype
+        return cls(
+            embedding=embedding,
+            embedding_scale=getattr(body, "embedding_multiplier", 1.0)
+            if scale is None
+            else float(torch.tensor(scale, device="cpu").to(dtype)),
+            layers=layers,
+            norm=Norm.of(parts["norm"]),
+            head=head,
+            logit_scale=getattr(whole, "logit_scale", 1.0)
+            / (getattr(config, "logits_scaling", None) or 1.0),
+            logit_softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+
+def has_known_parts(model: PreTrainedModel) -> bool:
+    """Whether all parts of a model are known. The check at load compares the formula."""
+    try:
+        ModelParts.of(model)
+    except Exception:  # a family may have anything under these names
+        return False
+    return True
+
+
+def _layer(layer: Any, rotary: nn.Module) -> Layer:
+    parts = _parts(layer)
+    norms = parts.keys() - {"self_attn", "mlp"}
+    is_known = frozenset(norms) in _NORM_PLACES and {"self_attn", "mlp"} <= parts.keys()
+    require(is_known, f"a layer of {sorted(parts)}")
+    places = _NORM_PLACES[frozenset(norms)]
+    before_attention, after_attention, before_mlp, after_mlp = (
+        Norm.of(parts[name]) if name else None for name in places
+    )
+    return Layer(
+        attention=_attention(parts["self_attn"], rotary),
+        mlp=_mlp(parts["mlp"]),
+        before_attention=before_attention,
+        after_attention=after_attention,
+        before_mlp=before_mlp,
+        after_mlp=after_mlp,
+        is_parallel=not any(places[1:]),
+        residual_scale=getattr(layer, "residual_multiplier", 1.0),
+    )
+
+
+def _attention(attention: Any, rotary: nn.Module) -> Attention:
+    parts = _parts(attention)
+    names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
+    is_known = names and "o_proj" in parts and parts.keys() <= _ATTENTION_PARTS
+    require(bool(is_known), f"attention of {sorted(parts)}")
+    qkv, output = _linears(parts, names), _linears(parts, ("o_proj",))[0]
+    size, group = attention.head_dim, attention.num_key_value_groups
+    num_kv_heads = sum(linear.out_features for linear in qkv) // ((group + 2) * size)
+    num_heads = num_kv_heads * group
+    sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
+    outputs = [linear.out_features for linear in qkv]
+    is_whole = outputs in (sizes, [sum(sizes)]) and output.in_features == sizes[0]
+    require(is_whole, "projections that are not whole heads")
+    norms, norms_rotated = _norms_of_heads(parts)
+    norm_sizes = [len(norm.weight) for norm in norms if norm is not None]
+    norms_whole_rows = norm_sizes == sizes[:2] != [size, size]
+    require(norms_whole_rows or {*norm_sizes} <= {size}, f"norms of heads of size {norm_sizes}")
+    return Attention(
+        qkv=qkv,
+        output=output,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=size,
+        scale=float(attention.scaling),
+        softcap=getattr(attention, "attn_logit_softcapping", None),
+        sinks=parts.get("sinks"),
+        query_norm=norms[0],
+        key_norm=norms[1],
+        norms_whole_rows=norms_whole_rows,
+        norms_rotated=norms_rotated,
+        rotation=_rotation(attention, rotary),
+    )
+
+
+def _norms_of_heads(parts: dict[str, Any]) -> tuple[list[Norm | None], bool]:
+    """Returns the norms of queries and keys, and whether they follow the rotation."""
+    for names in _NORMS_OF_HEADS:
+        if present := [name for name in names if name in parts]:
+            require(len(present) == len(names), "a norm of queries or keys alone")
+            return [Norm.of(parts[name]) for name in names], names != _NORMS_OF_HEADS[0]
+    return [None, None], False
+
+
+def _rotation(attention: Any, rotary: Any) -> Rotation | None:
+    if _KEEPS_HEADS.get(type(attention).__name__, lambda _: False)(attention):
+        return None
+    layer_type = None
+    if "layer_type" in signature(rotary.forward).parameters:  # a table for each type of layer
+        layer_type = attention.config.layer_types[attention.layer_idx]
+    family = sys.modules[type(attention).__module__]
+    return Rotation(rotary, layer_type, getattr(family, "apply_rotary_pos_emb", None))
+
+
+def _mlp(mlp: Any) -> MLP:
+    parts = _parts(mlp)
+    inputs = next(
+        (
+            each
+            for each in (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
+            if parts.keys() - {"down_proj", "act_fn"} == {*each}
+        ),
+        (),
+    )
+    is_known = inputs and {"down_proj", "act_fn"} <= parts.keys() <= _MLP_PARTS
+    require(bool(is_known), f"an MLP of {sorted(parts)}")
+    return DenseMLP(
+        inputs=_linears(parts, inputs),
+        down=_linears(parts, ("down_proj",))[0],
+        is_gated=inputs != ("up_proj",),
+        activation=_activation(parts["act_fn"]),
+    )
+
+
+def _linears(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
+    linears = tuple(parts[name] for name in names)
+    for linear in linears:
+        require(_is_linear(linear), f"a linear layer of type {type(linear).__name__}")
+    return linears
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, QuantizedLinear)
+
+
+def _parts(module: nn.Module) -> dict[str, Any]:
+    """Returns modules and parameters by their usual names, except modules that have no effect."""
+    parts: dict[str, Any] = {
+        **{name: each for name, each in module.named_children() if type(each) is not nn.Dropout},
+        **dict(module.named_parameters(recurse=False)),
+    }
+    return {_SYNONYMS.get(name, name): part for name, part in parts.items()}
+
+
+def _activation(activation: Any) -> str:
+    probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
+    try:
+        found = activation(probe)
+    except Exception:  # it may have parameters anywhere
+        found = torch.full_like(probe, torch.nan)
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(found, known(probe), atol=1e-6):
+            return name
+    raise NotOfThisKindError(f"it has an activation of type {type(activation).__name__}")

@@ -1,0 +1,117 @@
+"""Finds out what a norm of a library's model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+
+class NotOfThisKindError(Exception):
+    """The model has a part that promptq's decoders do not know; the message says which."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raises NotOfThisKindError, unless the model is of a known kind."""
+    if not holds:
+        raise NotOfThisKindError(f"it has {otherwise}")
+
+
+@dataclass(frozen=True, slots=True)
+class NormFormula:
+    """`normed * weight + bias`, computed in fp32."""
+
+    is_centered: bool
+    """Whether the mean is subtracted first, as in a LayerNorm."""
+    adds_one: bool
+    """Whether the factor is `1 + weight`."""
+    rounds_twice: bool
+    """Whether the row is rounded before it is multiplied with the weight, and again after it."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        row = x.float()
+        row = row - row.mean(-1, keepdim=True) if self.is_centered else row
+        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + epsilon)
+        row = row.to(x.dtype).float() if self.rounds_twice else row
+        row = row * self.factor(weight)
+        return (row if bias is None else row + bias.float()).to(x.dtype)
+
+    def factor(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the factor of a normed row, in fp32."""
+        if self.adds_one and self.is_centered:  # Nemotron's module rounds the sum, Gemma's does not
+            return (weight + 1.0).float()
+        return weight.float() + float(self.adds_one)
+
+
+RMS_NORM = NormFormula(is_centered=False, adds_one=False, rounds_twice=True)
+"""As in Llama."""
+
+_FORMULAS = [
+    NormFormula(is_centered, adds_one, rounds_twice)
+    for is_centered in (False, True)
+    for adds_one in (False, True)
+    for rounds_twice in (True, False)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of rows, or of heads."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+    formula: NormFormula
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """Raises NotOfThisKindError if the module computes something else."""
+        name = type(module).__name__
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+        if not (isinstance(weight, torch.Tensor) and weight.dim() == 1 and epsilon):
+            raise NotOfThisKindError(f"it has a norm of type {name}")
+        formula = _formula(module, float(epsilon))
+        if formula is None:
+            raise NotOfThisKindError(f"it has a norm of type {name}")
+        return cls(weight, bias, float(epsilon), formula)
+
+
+_found: dict[tuple[Any, ...], NormFormula | None] = {}
+
+
+def _formula(norm: Any, epsilon: float) -> NormFormula | None:
+    """Returns the formula that gives what the module gives, if there is one.
+
+    Weights are random, because those of the module may be on another device, or without values.
+    """
+    key = type(norm), norm.weight.shape, getattr(norm, "bias", None) is None, epsilon
+    if key not in _found:
+        _found[key] = _tried(norm, epsilon)
+    return _found[key]
+
+
+def _tried(norm: Any, epsilon: float) -> NormFormula | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    names = [name for name, _ in norm.named_parameters()]
+    if not {*names} <= {"weight", "bias"}:
+        return None
+    drawn = {
+        name: torch.randn(norm.weight.shape, generator=generator, device="cpu") for name in names
+    }
+    rows = torch.randn(8, *norm.weight.shape, generator=generator, device="cpu") * 0.01
+
+    def distances(dtype: torch.dtype) -> list[float]:
+        x, given = rows.to(dtype), {name: each.to(dtype) for name, each in drawn.items()}
+        wanted = functional_call(norm, given, (x,))
+        weight, bias = given["weight"], given.get("bias")
+        found = [formula(x, weight, bias, epsilon) for formula in _FORMULAS]
+        return [float((each - wanted).abs().mean()) for each in found]
+
+    exact, rounded = distances(torch.float32), distances(torch.bfloat16)
+    near = [index for index, distance in enumerate(exact) if distance < 1e-5]
+    return _FORMULAS[min(near, key=rounded.__getitem__)] if near else None
