@@ -69,7 +69,7 @@ class Rotation:
 
     def _is_by(self, tables: RotationTables, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
         """Whether the family rotates a few heads by these tables."""
-        if self.apply is None:  # the check at load will show
+        if self.apply is None or cosine.is_meta:  # the check at load will show
             return True
         few = slice(9)
         tables = RotationTables(
