@@ -151,6 +151,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {  # two tables of rotations
         **LLAMA_SHAPED,
         **MIXED_LAYERS,
+        "tie_word_embeddings": True,
         "query_pre_attn_scalar": 8,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},

@@ -15,14 +15,25 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.native import NativeDecoder, native_weight
+from promptq.worker.engine.device.precision import in_float32
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import NativeError
 from promptq.worker.engine.quantization import modules
-from promptq.worker.engine.quantization.modules import QuantizedLinear, quantize_model
+from promptq.worker.engine.quantization.modules import (
+    QuantizedLinear,
+    quantize_model,
+    with_plain_modules,
+)
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import LLAMA_SHAPED, VOCAB_SIZE, make_model, save_model
+from tests.worker.engine.tiny_models import (
+    FAMILIES,
+    LLAMA_SHAPED,
+    VOCAB_SIZE,
+    make_model,
+    save_model,
+)
 
 SEED = 5
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
@@ -94,13 +105,13 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
         QuantizedWeight.of(weight, 8)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3"])
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 1.0)])
 def test_log_probabilities_are_near_those_of_the_whole_numbers(
     family: str, quantization: str, most: float, tmp_path: Path, seed: int
 ) -> None:
     """Relative to their spread. They are nearer to the library's model with the rounded weights."""
-    sizes = {**LLAMA_SHAPED, **SHAPE, "initializer_range": 0.1}
+    sizes = {**FAMILIES.get(family, LLAMA_SHAPED), **SHAPE, "initializer_range": 0.1}
     directory = save_model(tmp_path, family, SEED, **sizes)
     runner = ModelRunner.load(str(directory), options(quantization, dtype="float32"))
     assert runner.why_no_own_code == ""
@@ -142,6 +153,29 @@ def test_the_embedding_and_the_head_are_rounded_if_asked(
     kinds = {type(module) for module in loaded.model.modules()}
     assert (modules.QuantizedEmbedding in kinds) == embeddings
     assert isinstance(loaded.model.get_output_embeddings(), QuantizedLinear) == embeddings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@torch.inference_mode()
+def test_a_rounded_embedding_keeps_its_scale(dtype: torch.dtype, seed: int) -> None:
+    """As Gemma's have one: while it is quantized, widened again, and in fp32 for the check."""
+    model: Any = make_model("gemma3_text", seed).to(dtype)
+    ids = torch.arange(3, VOCAB_SIZE)
+    wanted = model.get_input_embeddings()(ids)
+
+    def off_by() -> float:
+        found = model.get_input_embeddings()(ids)
+        assert found.dtype == wanted.dtype
+        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+    quantize_model(model, 8, embeddings=True)
+    assert off_by() < 0.02
+    with_plain_modules(model)
+    assert off_by() < 0.02
+    with in_float32(model, by_parts=True):
+        found = model.get_input_embeddings()(ids)
+    assert found.dtype == torch.float32
+    assert float((found - wanted.float()).norm() / wanted.float().norm()) < 0.02
 
 
 def test_a_cache_in_int8_holds_nearly_twice_the_tokens(tmp_path: Path, seed: int) -> None:
