@@ -49,6 +49,7 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
             *("input_layernorm", "post_self_attn_layernorm"),
             *("post_attention_layernorm", "post_mlp_layernorm"),
         ),
+        ("attention_layernorm", "", "feedforward_layernorm", ""),
         ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
     )
 }
