@@ -27,6 +27,11 @@ TESTS = {
         "tests/worker/engine/attention/test_attention.py",
         "tests/worker/engine/runner/test_right_tokens.py::test_every_attention_backend",
     ],
+    "model-family": [
+        *("--whole", "-k", "vaultgemma"),
+        "tests/worker/engine/decoders/test_layer_parts.py",
+        "tests/worker/engine/runner/test_right_tokens.py",
+    ],
 }
 
 

@@ -53,7 +53,7 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
         ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
     )
 }
-"""What the names of a layer's norms say about their places."""
+"""The places of a layer's norms, by the set of their names."""
 
 _SYNONYMS = {
     "final_layernorm": "norm",

@@ -48,7 +48,7 @@ class NormFormula:
 
 
 RMS_NORM = NormFormula(is_centered=False, adds_one=False, rounds_twice=True)
-"""As in Llama."""
+"""The norm of Llama."""
 
 _FORMULAS = [
     NormFormula(is_centered, adds_one, rounds_twice)

@@ -158,7 +158,7 @@ def test_the_embedding_and_the_head_are_rounded_if_asked(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @torch.inference_mode()
 def test_a_rounded_embedding_keeps_its_scale(dtype: torch.dtype, seed: int) -> None:
-    """As Gemma's have one: while it is quantized, widened again, and in fp32 for the check."""
+    """Gemma's embeddings have a scale: quantized, widened again, and in fp32 for the check."""
     model: Any = make_model("gemma3_text", seed).to(dtype)
     ids = torch.arange(3, VOCAB_SIZE)
     wanted = model.get_input_embeddings()(ids)
