@@ -29,7 +29,7 @@ void score(
     Vector sums[Group] = {};
     for (int64_t s = 0; s < num_spans; ++s) {
       T padded[kSpan];
-      const T* key = whole_span(rows[i], s, size, padded);
+      const T* key = NumSpans ? rows[i] + s * kSpan : whole_span(rows[i], s, size, padded);
 #pragma GCC unroll 8
       for (int g = 0; g < Group; ++g) add_dot<T>(sums[g], query + (g * num_spans + s) * kSpan, key);
     }
@@ -60,9 +60,10 @@ void accumulate(
 #pragma GCC unroll 8
       for (int s = 0; s < kTile; ++s) {
         T padded[2][kSpan];
-        const TwoValues<T> values(
-            whole_span(rows[i], from + s, size, padded[0]),
-            whole_span(rows[i + 1], from + s, size, padded[1]));
+        const auto span_of = [&](int64_t row, T* copy) {
+          return NumSpans ? rows[row] + (from + s) * kSpan : whole_span(rows[row], from + s, size, copy);
+        };
+        const TwoValues<T> values(span_of(i, padded[0]), span_of(i + 1, padded[1]));
 #pragma GCC unroll 8
         for (int g = 0; g < Group; ++g) values.add_to(totals[g][s], weights + g * stride + i);
       }
