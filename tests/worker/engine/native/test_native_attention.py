@@ -121,7 +121,9 @@ def test_caps_scores_and_leaves_weight_to_sinks(
         expected = case.expected(scoring)
         assert off_by(case.attend(Native(), scoring), expected) < TOLERANCE[dtype], shape
         plain = case.expected(Scoring(0.3, Pattern("sliding", 33)))
-        assert (off_by(plain, expected) > 2 * TOLERANCE[dtype]) == (has_sinks or softcap is not None)
+        assert (off_by(plain, expected) > 2 * TOLERANCE[dtype]) == (
+            has_sinks or softcap is not None
+        )
 
 
 def in_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
