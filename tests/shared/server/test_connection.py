@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import redis
-import uvloop
 
 from promptq import AsyncClient, Client
 from promptq.shared.errors import (
@@ -233,8 +232,12 @@ async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> 
     await client.aclose()
 
 
-def test_a_connection_that_the_server_has_just_closed_is_opened_again(redis_url: str) -> None:
+@pytest.mark.parametrize("package", ["asyncio", "uvloop"])
+def test_a_connection_that_the_server_has_just_closed_is_opened_again(
+    package: str, redis_url: str
+) -> None:
     """Before the event loop could report that. uvloop is the gateway's."""
+    loops = pytest.importorskip(package)
 
     async def call_twice() -> None:
         client = await open_async_redis(redis_url)
@@ -245,9 +248,8 @@ def test_a_connection_that_the_server_has_just_closed_is_opened_again(redis_url:
         assert await client.exists("promptq:{a}:request:nothing") == 0
         await client.aclose()
 
-    for loop in (uvloop.new_event_loop, asyncio.new_event_loop):
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(call_twice())
+    with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
+        runner.run(call_twice())
 
 
 async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> None:
