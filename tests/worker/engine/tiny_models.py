@@ -136,7 +136,56 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 PARTIAL_ROTATION = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
+_MIXTURE = {**LLAMA_SHAPED, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_MIXTURE, "num_experts": 8, "norm_topk_prob": True},
+    "mixtral": {**_MIXTURE, "num_local_experts": 8, "sliding_window": None},
+    "olmoe": {**_MIXTURE, "num_experts": 8, "norm_topk_prob": False},
+    "qwen2_moe": {
+        **_MIXTURE,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+    },
+    "glm4_moe": {
+        **_MIXTURE,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+    },
+    "gpt_oss": {
+        **LLAMA_SHAPED,
+        **MIXED_LAYERS,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "flex_olmo": {**_MIXTURE, "num_experts": 8, "norm_topk_prob": True},
+    "minimax_m2": {**_MIXTURE, "num_local_experts": 8},
+    "ernie4_5_moe": {
+        **_MIXTURE,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "phimoe": {
+        **_MIXTURE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.1,
+    },
+    "granitemoe": {**_MIXTURE, "num_local_experts": 8},
+}
+"""Mixtures of experts, with all that their routers may have."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
+    **MIXTURES,
     "llama": LLAMA_SHAPED,
     "qwen3": LLAMA_SHAPED,
     "gpt2": GPT_SHAPED,
@@ -180,25 +229,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {**LLAMA_SHAPED, **MIXED_LAYERS},
     "helium": LLAMA_SHAPED,
     "starcoder2": LLAMA_SHAPED,
-    "mixtral": {
-        **LLAMA_SHAPED,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
-    "qwen3_moe": {
-        **LLAMA_SHAPED,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    },
-    "gpt_oss": {
-        **LLAMA_SHAPED,
-        **MIXED_LAYERS,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
     "llama4_text": {
         **LLAMA_SHAPED,
         "num_hidden_layers": 4,
@@ -254,6 +284,7 @@ NATIVE = {
     *("llama", "qwen3", "mistral", "phi", "gemma2", "gemma3_text", "olmo2", "olmo3", "granite"),
     *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
     *("cohere2", "helium", "starcoder2"),
+    *MIXTURES,
 }
 """Families of which all parts have native code."""
 
@@ -275,6 +306,9 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     return model.eval()
 
 

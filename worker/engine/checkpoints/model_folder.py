@@ -24,7 +24,12 @@ from promptq.worker.engine.checkpoints.fp8 import FP8
 from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_weights
-from promptq.worker.engine.checkpoints.safe_files import check_config, check_sizes, shards_of
+from promptq.worker.engine.checkpoints.safe_files import (
+    check_config,
+    check_experts,
+    check_sizes,
+    shards_of,
+)
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.modules import FewBits
 
@@ -79,6 +84,7 @@ class ModelFolder:
             raise UnsupportedModelError(
                 f"{source}: config.json has a text_config that the model's type does not have"
             )
+        check_experts(source, text_config)
         if Path(source).is_dir() and (numbers := self._num_numbers):
             check_sizes(source, text_config, numbers)
 

@@ -27,6 +27,8 @@ _SIZES = (
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
 """Sizes of a model's matrices. All but the first are multiplied with the hidden size."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _CONTENTS = ("vocab", "merges")
 """Settings of tokenizers that hold a file's content or a file's name."""
 _LONGEST_NAME = 200
@@ -113,6 +115,24 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
                 f"{source}: config.json has {name} {size}, and a matrix of {size} x {others} has"
                 f" more numbers than all its weights ({num_numbers})"
             )
+
+
+def check_experts(source: str, config: Any) -> None:
+    """Refuses more active experts than there are, or none. A dense model may have 0 of 0."""
+
+    def count(names: tuple[str, ...]) -> tuple[str, int] | None:
+        in_file = [config.attribute_map.get(name, name) for name in names]
+        counts = {name: vars(config).get(name) for name in in_file}
+        return next(((name, it) for name, it in counts.items() if isinstance(it, int)), None)
+
+    experts, active = count(_EXPERTS), count(_ACTIVE_EXPERTS)
+    if experts is None or active is None or experts[1] == active[1] == 0:
+        return
+    if not 1 <= active[1] <= experts[1]:
+        raise UnsupportedModelError(
+            f"{source}: config.json has {active[0]} {active[1]} and {experts[0]} {experts[1]}; a"
+            " token needs at least one expert, and at most all of them"
+        )
 
 
 def read_config(file: Path, source: str) -> dict[str, Any]:

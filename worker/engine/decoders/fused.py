@@ -20,6 +20,7 @@ from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
 from promptq.worker.engine.decoders.kernels.heads import place_heads
@@ -27,6 +28,7 @@ from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
 from promptq.worker.engine.decoders.layer_parts import Layer, ModelParts
+from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import (
     RMS_NORM,
     NotOfThisKindError,
@@ -43,7 +45,7 @@ class _Layer:
         assert layer.before_attention is not None
         assert layer.before_mlp is not None
         self.qkv, self.gate_up = _fuse(layer)
-        self.output, self.down = fused(attention.output), fused(layer.mlp.down)
+        self.output, self.down = fused(attention.output), fused(_dense(layer).down)
         self.input_norm = layer.before_attention.weight
         self.inner_norm = layer.before_mlp.weight
         norms = [norm.weight for norm in (attention.query_norm, attention.key_norm) if norm]
@@ -145,7 +147,7 @@ def _require_known(parts: ModelParts) -> tuple[float, Rotation]:
     require(not parts.logit_softcap, "a softcap of logits")
     norms, rotations = [parts.norm], set[Rotation]()
     for layer in parts.layers:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.attention, _dense(layer)
         before = [norm for norm in (layer.before_attention, layer.before_mlp) if norm]
         is_known = len(before) == 2 and layer.after_attention is layer.after_mlp is None
         require(is_known, "norms elsewhere than before attention and MLP")
@@ -171,4 +173,10 @@ def _require_known(parts: ModelParts) -> tuple[float, Rotation]:
 
 def _fuse(layer: Layer) -> tuple[Product, Product]:
     """Returns the layer's QKV, and its gate and up."""
-    return fused(*layer.attention.qkv), fused(*layer.mlp.inputs)
+    return fused(*layer.attention.qkv), fused(*_dense(layer).inputs)
+
+
+def _dense(layer: Layer) -> DenseMLP:
+    if isinstance(layer.mlp, ExpertParts):
+        raise NotOfThisKindError("it has experts, for which there are no fused kernels")
+    return layer.mlp

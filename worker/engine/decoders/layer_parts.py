@@ -18,22 +18,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
+from promptq.worker.engine.decoders.expert_parts import ExpertParts
+from promptq.worker.engine.decoders.mlp_parts import DenseMLP, activation_of
+from promptq.worker.engine.decoders.norm_parts import Norm, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation
 from promptq.worker.engine.quantization.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
     embedding_scale,
 )
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-    "relu": nn.functional.relu,
-    "relu2": lambda x: nn.functional.relu(x).square(),
-}
-"""Known activations, in the order of native/src/layers/activation.h."""
 
 _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
     frozenset(name for name in names if name): names
@@ -64,6 +57,7 @@ _SYNONYMS = {
     "c_proj": "down_proj",
     "act": "act_fn",
     "activation_fn": "act_fn",
+    "block_sparse_moe": "mlp",
 }
 """Some families' names of a part."""
 
@@ -109,23 +103,7 @@ class Attention:
         return (*self.qkv, self.output)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseMLP:
-    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
-
-    inputs: tuple[nn.Linear, ...]
-    """Their outputs, one after the other, are those of the gate, if there is one, and `up`."""
-    down: nn.Linear
-    is_gated: bool
-    activation: str
-    """Its name in ACTIVATIONS."""
-
-    @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        return (*self.inputs, self.down)
-
-
-MLP = DenseMLP
+MLP = DenseMLP | ExpertParts
 """The kinds of MLP that a layer may have."""
 
 
@@ -147,8 +125,9 @@ class Layer:
     residual_scale: float
 
     @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        return (*self.attention.linears, *self.mlp.linears)
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules of the large weights."""
+        return (*self.attention.linears, *self.mlp.modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +260,11 @@ def _rotation(attention: Any, rotary: Any) -> Rotation | None:
 
 
 def _mlp(mlp: Any) -> MLP:
+    return ExpertParts.of(mlp, dense_mlp) if hasattr(mlp, "experts") else dense_mlp(mlp)
+
+
+def dense_mlp(mlp: Any) -> DenseMLP:
+    """Returns the parts of an MLP. Raises NotOfThisKindError if it has an unknown one."""
     parts = _parts(mlp)
     inputs = next(
         (
@@ -296,7 +280,7 @@ def _mlp(mlp: Any) -> MLP:
         inputs=_linears(parts, inputs),
         down=_linears(parts, ("down_proj",))[0],
         is_gated=inputs != ("up_proj",),
-        activation=_activation(parts["act_fn"]),
+        activation=activation_of(parts["act_fn"]),
     )
 
 
@@ -318,15 +302,3 @@ def _parts(module: nn.Module) -> dict[str, Any]:
         **dict(module.named_parameters(recurse=False)),
     }
     return {_SYNONYMS.get(name, name): part for name, part in parts.items()}
-
-
-def _activation(activation: Any) -> str:
-    probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
-    try:
-        found = activation(probe)
-    except Exception:  # it may have parameters anywhere
-        found = torch.full_like(probe, torch.nan)
-    for name, known in ACTIVATIONS.items():
-        if torch.allclose(found, known(probe), atol=1e-6):
-            return name
-    raise NotOfThisKindError(f"it has an activation of type {type(activation).__name__}")

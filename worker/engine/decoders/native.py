@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from ctypes import byref, c_void_p
+from ctypes import byref, c_void_p, pointer
 from typing import Any, cast
 
 import torch
@@ -16,13 +16,9 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import LlamaDecoder
-from promptq.worker.engine.decoders.layer_parts import (
-    ACTIVATIONS,
-    MLP,
-    Attention,
-    Layer,
-    ModelParts,
-)
+from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
+from promptq.worker.engine.decoders.layer_parts import Attention, Layer, ModelParts
+from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from promptq.worker.engine.device.memory import give_back
@@ -32,6 +28,7 @@ from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.quantization.modules import (
     FewBits,
     QuantizedEmbedding,
+    QuantizedExperts,
     QuantizedLinear,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
@@ -70,8 +67,8 @@ class NativeDecoder(LlamaDecoder):
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
         self._dtype = parts.norm.weight.dtype if self._is_packed else torch.float32
-        self._kept: list[torch.Tensor] = []  # all that the native code refers to
-        self._biases: list[torch.Tensor] = []  # which it copies
+        self._kept: list[Any] = []  # all that the native code refers to
+        self._copied: list[Any] = []  # what it copies while a layer is added
         self._max_length = max_length
         self._tables: dict[Rotation, RotationTables] = {}
         shape = library.ModelShape(
@@ -99,7 +96,7 @@ class NativeDecoder(LlamaDecoder):
         freed_bytes = 0
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
-            if releases and (freed_bytes := freed_bytes + release(layer.linears)) >= _FREED_BYTES:
+            if releases and (freed_bytes := freed_bytes + release(layer.modules)) >= _FREED_BYTES:
                 give_back(parts.norm.weight.device)
                 freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)
@@ -153,6 +150,8 @@ class NativeDecoder(LlamaDecoder):
         return isinstance(weight, QuantizedWeight) and weight.has_native_products
 
     def _add(self, layer: Layer, cache: LayerCache, pattern: Pattern) -> None:
+        mlp = layer.mlp
+        experts = self._experts(mlp) if isinstance(mlp, ExpertParts) else None
         self._native.decoder_add_layer(
             self._decoder,
             library.LayerWeights(
@@ -163,10 +162,11 @@ class NativeDecoder(LlamaDecoder):
                 is_parallel=layer.is_parallel,
                 residual_scale=layer.residual_scale,
                 attention=self._attention(layer.attention, cache, pattern),
-                mlp=self._mlp(layer.mlp),
+                mlp=self._mlp(mlp) if isinstance(mlp, DenseMLP) else library.MlpWeights(),
+                experts=None if experts is None else pointer(experts),
             ),
         )
-        self._biases.clear()
+        self._copied.clear()
 
     def _attention(
         self, attention: Attention, cache: LayerCache, pattern: Pattern
@@ -194,7 +194,7 @@ class NativeDecoder(LlamaDecoder):
             cache=native_cache(cache, pattern),
         )
 
-    def _mlp(self, mlp: MLP) -> library.MlpWeights:
+    def _mlp(self, mlp: DenseMLP) -> library.MlpWeights:
         gate, up = self._weights(mlp.inputs, 2)
         if not mlp.is_gated:
             gate, up = up, gate
@@ -208,6 +208,51 @@ class NativeDecoder(LlamaDecoder):
             down=self._weight(mlp.down),
             down_bias=self._bias([mlp.down]),
         )
+
+    def _experts(self, parts: ExpertParts) -> library.ExpertWeights:
+        mlps = [self._expert(expert, parts) for expert in parts.experts()]
+        if parts.shared is not None:
+            mlps.append(self._mlp(parts.shared))
+        routing = parts.routing
+        self._read(parts)
+        return library.ExpertWeights(
+            routing=library.Routing(
+                num_experts=routing.num_experts,
+                top_k=routing.top_k,
+                scores=SCORES.index(routing.scores),
+                choice_bias=self._in_float32(routing.choice_bias),
+                num_groups=routing.num_groups,
+                top_groups=routing.top_groups,
+                normalizes=routing.normalizes,
+                least_sum=routing.least_sum,
+                scale=routing.scale,
+                jitter=routing.jitter,
+            ),
+            router=library.Weight(numbers=parts.router.data_ptr(), bits=32),
+            router_bias=self._in_float32(parts.router_bias),
+            has_shared_gate=parts.has_shared_gate,
+            num_mlps=len(mlps),
+            mlps=(library.MlpWeights * len(mlps))(*mlps),
+        )
+
+    def _expert(self, expert: Expert, parts: ExpertParts) -> library.MlpWeights:
+        self._read(expert)
+        return library.MlpWeights(
+            inner_size=expert.up.shape[0],
+            activation=[*ACTIVATIONS].index(parts.activation),
+            is_gated=True,
+            alpha=parts.limits.alpha,
+            limit=parts.limits.limit,
+            gate=self._weight_at(expert.gate),
+            up=self._weight_at(expert.up),
+            input_bias=self._address(expert.input_bias),
+            down=self._weight_at(expert.down),
+            down_bias=self._address(expert.down_bias),
+        )
+
+    def _read(self, weights: object) -> None:
+        """Keeps weights as long as native code reads them."""
+        (self._copied if self._is_packed else self._kept).append(weights)
 
     def _norm(self, norm: Norm | None) -> library.Norm:
         if norm is None:
@@ -247,17 +292,25 @@ class NativeDecoder(LlamaDecoder):
             torch.zeros(each.out_features, dtype=self._dtype) if each.bias is None else each.bias
             for each in linears
         ]
-        self._biases.append(bias := torch.cat(tuple(biases)))
+        self._copied.append(bias := torch.cat(tuple(biases)))
         return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
         """Describes a weight to the native code. `keeps`: packing does not copy this weight, so the
         decoder keeps its memory."""
         weight = _weight_of(module)
+        if keeps and not isinstance(weight, QuantizedWeight):
+            # The model's tensor may be part of a whole file in memory.
+            weight = weight.clone()
+        if keeps:
+            self._kept.append(weight)
+        return self._weight_at(weight)
+
+    def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
+        """Describes a weight, where it is."""
         if isinstance(weight, QuantizedWeight):
-            self._kept += weight.tensors if keeps else []
             return native_weight(weight)
-        numbers = self._keep(weight) if keeps else self._address(weight, *self._dtypes)
+        numbers = self._address(weight, *self._dtypes)
         return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
 
     def _address(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
@@ -268,12 +321,6 @@ class NativeDecoder(LlamaDecoder):
         if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
             raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
         return weight.data_ptr()
-
-    def _keep(self, weight: torch.Tensor) -> int | None:
-        """Returns the address of a copy, and keeps it for native code. The model's tensor may be
-        part of a whole file in memory."""
-        self._kept.append(weight := weight.clone())
-        return self._address(weight)
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
         """Returns the address of a copy in fp32, if there are numbers, and keeps it."""
@@ -348,4 +395,8 @@ def release(modules: Iterable[nn.Module]) -> int:
             weight = cast("QuantizedWeight", module.quantized)  # the decoder takes no others
             num_bytes += sum(tensor.nbytes for tensor in weight.tensors)
             module.quantized = weight.released()
+        elif isinstance(module, QuantizedExperts):
+            weights = [weight for expert in module.quantized for weight in expert]
+            num_bytes += sum(tensor.nbytes for weight in weights for tensor in weight.tensors)
+            module.quantized = []
     return num_bytes

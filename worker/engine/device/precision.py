@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from promptq.worker.engine.device.expert_weights import (
+    expert_weights,
+    has_experts,
+    sum_of_experts,
+)
 from promptq.worker.engine.device.memory import free_bytes
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -63,9 +68,10 @@ def _without_tf32() -> Iterator[None]:
 def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     """Make a model with 16-bit weights compute in fp32, and restore it on exit.
 
-    `by_parts`: linear layers and embeddings keep their weights, and widen a part of them at a time
-    while they run. Otherwise, all weights are converted. Yields whether the model now computes in
-    fp32. It is left unchanged if there is too little memory, or if some weights have another type.
+    `by_parts`: linear layers, embeddings and experts keep their weights, and widen a part of them
+    at a time while they run. Otherwise, all weights are converted. Yields whether the model now
+    computes in fp32. It is left unchanged if there is too little memory, or if some weights have
+    another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     if any(
@@ -75,7 +81,7 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
         yield False
         return
     widening = [module for module in model.modules() if by_parts and _widens(module)]
-    kept = {id(module.weight) for module in widening}
+    kept = {id(weight) for module in widening for weight in _large_weights(module)}
     halves = [tensor for tensor in tensors if tensor.dtype in _HALVES and id(tensor) not in kept]
     needed = sum(4 * tensor.numel() for tensor in halves)
     if halves and needed > _SHARE * free_bytes(halves[0].device):
@@ -86,7 +92,7 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
         for tensor in halves:
             tensor.data = tensor.data.float()
         for module in widening:
-            module.forward = partial(_WIDENING[_kind(module)], module)
+            module.forward = partial(_widening_forward(module), module)
         yield True
     finally:
         for module in widening:
@@ -96,8 +102,19 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
 
 
 def _widens(module: Any) -> bool:
-    is_plain = _kind(module) in _WIDENING and "forward" not in vars(module)
-    return is_plain and module.weight.dtype in _HALVES
+    is_plain = "forward" not in vars(module)
+    return is_plain and any(weight.dtype in _HALVES for weight in _large_weights(module))
+
+
+def _large_weights(module: Any) -> list[torch.Tensor]:
+    """Returns the weights that a module can widen part by part."""
+    if has_experts(module):
+        return [module.gate_up_proj, module.down_proj]
+    return [module.weight] if _kind(module) in _WIDENING else []
+
+
+def _widening_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    return _widening_experts if has_experts(module) else _WIDENING[_kind(module)]
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -126,6 +143,12 @@ def _widening_embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
     rows = nn.functional.embedding(ids, module.weight).float()
     scale = getattr(module, "scalar_embed_scale", None)  # of Gemma's embeddings
     return rows if scale is None else rows * scale
+
+
+def _widening_experts(
+    module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    return sum_of_experts(module, hidden, chosen, shares, partial(expert_weights, module))
 
 
 _WIDENING: dict[type[nn.Module], Callable[..., torch.Tensor]] = {

@@ -88,10 +88,30 @@ class AttentionWeights(Structure):
 class MlpWeights(Structure):
     _fields_ = (
         *_all(c_int64, "inner_size", "activation", "is_gated"),
+        *_all(c_double, "alpha", "limit"),
         *_all(Weight, "gate", "up"),
         ("input_bias", c_void_p),
         ("down", Weight),
         ("down_bias", c_void_p),
+    )
+
+
+class Routing(Structure):
+    _fields_ = (
+        *_all(c_int64, "num_experts", "top_k", "scores"),
+        ("choice_bias", c_void_p),
+        *_all(c_int64, "num_groups", "top_groups", "normalizes"),
+        *_all(c_double, "least_sum", "scale", "jitter"),
+    )
+
+
+class ExpertWeights(Structure):
+    _fields_ = (
+        ("routing", Routing),
+        ("router", Weight),
+        ("router_bias", c_void_p),
+        *_all(c_int64, "has_shared_gate", "num_mlps"),
+        ("mlps", POINTER(MlpWeights)),
     )
 
 
@@ -102,6 +122,7 @@ class LayerWeights(Structure):
         ("residual_scale", c_double),
         ("attention", AttentionWeights),
         ("mlp", MlpWeights),
+        ("experts", POINTER(ExpertWeights)),
     )
 
 
@@ -145,6 +166,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "linear": (
         *(c_int64, c_int64, c_void_p, c_int64, POINTER(Weight)),
         *(c_int64, c_int64, c_void_p, c_void_p),
+    ),
+    "experts": (
+        *(c_int64, c_int64, c_void_p, c_int64, c_int64),
+        *(POINTER(ExpertWeights), c_int64, c_void_p),
     ),
 }
 """The functions that can fail, with the types of their arguments."""

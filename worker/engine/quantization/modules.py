@@ -7,12 +7,19 @@ decoders can be compared with them. They are too slow to serve.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from promptq.worker.engine.device.expert_weights import (
+    ExpertWeights,
+    expert_weights,
+    has_experts,
+    sum_of_experts,
+)
 from promptq.worker.engine.device.precision import product
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.weight import QuantizedWeight
@@ -81,6 +88,36 @@ def embedding_scale(module: nn.Module) -> float | None:
     return getattr(module, "scalar_embed_scale", None)
 
 
+class QuantizedExperts(nn.Module):
+    """The experts of a layer with quantized weights."""
+
+    plain: Any
+    """The library's module, without weights."""
+    quantized: list[tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]]
+    """Gate, up and down of each expert."""
+
+    def __init__(self, plain: nn.Module, bits: int, group: int | None) -> None:
+        """Rounds the weights of the library's module `plain`, and frees them."""
+        super().__init__()
+        self.plain = plain
+        rounded = partial(QuantizedWeight.of, bits=bits, group=group)
+        self.quantized = []
+        for index in range(len(self.plain.down_proj)):
+            gate, up, down = map(rounded, expert_weights(plain, index))
+            self.quantized.append((gate, up, down))
+        for parameter in (self.plain.gate_up_proj, self.plain.down_proj):
+            parameter.data = parameter.new_empty(0)
+
+    def forward(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        total = sum_of_experts(self.plain, hidden, chosen, shares, self._dequantized)
+        return total.to(hidden.dtype)
+
+    def _dequantized(self, index: int) -> ExpertWeights:
+        return ExpertWeights(*(each.dequantized() for each in self.quantized[index]))
+
+
 def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
     """Returns an empty parameter with the dtype of the model, on the device of the weight."""
     return nn.Parameter(weight.scales.new_empty(0, dtype=dtype), requires_grad=False)
@@ -94,7 +131,7 @@ def quantize_model(
     embeddings: bool = False,
     saved: Mapping[str, FewBits] | None = None,
 ) -> None:
-    """Replaces linear layers by quantized ones, and frees their weights.
+    """Replaces linear layers and experts by quantized ones, and frees their weights.
 
     Modules get the quantized weights that `saved` has under their names. With `bits`, the other
     weights are rounded. The embedding and the output layer are rounded only with `embeddings`, and
@@ -117,6 +154,8 @@ def quantize_model(
         is_inner = type(module) is nn.Linear and module is not head
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
+        elif bits is not None and has_experts(module):
+            model.set_submodule(name, QuantizedExperts(module, bits, group if bits == 4 else None))
     bits_of_ends = 8 if bits is not None and embeddings else None
     is_tied = head.weight is embedding.weight
     of_embedding = quantized(embedding, bits_of_ends)

@@ -153,6 +153,24 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_local_experts": 0}, "has num_experts_per_tok 3 and num_local_experts 0;"),
+        ({"num_experts_per_tok": 9}, "has num_experts_per_tok 9 and num_local_experts 8;"),
+        ({"num_experts_per_tok": 0}, "has num_experts_per_tok 0 and num_local_experts 8;"),
+        ({"num_experts_per_tok": -2}, "has num_experts_per_tok -2 and num_local_experts 8;"),
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_cannot_be_are_refused(
+    family: str, fields: dict[str, int], expected: str, tmp_path: Path
+) -> None:
+    file = save_model(tmp_path, family, 1) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert expected in refusal(lambda: load_model(str(tmp_path), device=CPU))
+
+
 NESTED = "[" * 100_000
 
 

@@ -98,6 +98,7 @@ def test_heads_of_all_shapes(
     [
         *(("qwen3", 64, None), ("qwen3", 128, None), ("mistral", 24, 20), ("llama", 40, None)),
         *(("gemma2", 256, 20), ("olmo2", 24, None), ("cohere2", 64, 20)),
+        *(("glm4_moe", 64, None), ("gpt_oss", 40, 20)),
     ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it(

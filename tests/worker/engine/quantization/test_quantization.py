@@ -274,7 +274,7 @@ def test_products_that_are_wrong_on_a_processor_are_found_out(
         ModelRunner.load(str(directory), options("none", dtype=dtype))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "llama4_text"])
 def test_other_families_are_refused_by_name(family: str) -> None:
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
     with pytest.raises(

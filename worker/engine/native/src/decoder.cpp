@@ -9,6 +9,7 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "attention/paged_attention.h"
@@ -16,6 +17,7 @@
 #include "interface.h"
 #include "layers/attention.h"
 #include "layers/dense_mlp.h"
+#include "layers/experts.h"
 #include "layers/norm.h"
 #include "linear/linear.h"
 #include "machine/buffer.h"
@@ -39,15 +41,19 @@ class DecoderOf : public Decoder {
         weights.before_attention, weights.after_attention, weights.before_mlp, weights.after_mlp,
         weights.is_parallel != 0, static_cast<float>(weights.residual_scale),
         Attention<T>(weights.attention, shape_.size, num_threads_, packed_),
-        DenseMlp<T>(weights.mlp, shape_.size, num_threads_, packed_), 0});
+        nullptr, nullptr, 0});
     Layer& layer = layers_.back();
+    if (weights.experts)
+      layer.experts = std::make_unique<Experts<T>>(*weights.experts, shape_.size, num_threads_, packed_);
+    else
+      layer.mlp = std::make_unique<DenseMlp<T>>(weights.mlp, shape_.size, num_threads_, packed_);
     const auto is_like = [&](size_t first) { return layers_[first].attention.has_pieces_of(layer.attention); };
     layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
                    with_other_pieces_.begin();
     if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
     query_size_ = std::max(query_size_, layer.attention.query_size());
     qkv_size_ = std::max(qkv_size_, layer.attention.whole_row_size());
-    inner_size_ = std::max(inner_size_, layer.mlp.inner_size());
+    if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
   }
 
   void run(const Step& step) override {
@@ -59,6 +65,8 @@ class DecoderOf : public Decoder {
         attended_.reserve(num_rows * query_size_)};
     T *last = last_.reserve(step.num_outputs * size), *states = static_cast<T*>(step.states);
     for (int64_t row = 0; row < num_rows; ++row) embed(step.ids[row], hidden + row * size);
+    for (const Layer& layer : layers_)
+      if (layer.experts) layer.experts->reserve(num_rows, experts_memory_);
     std::vector<Pieces> pieces;
     for (const size_t first : with_other_pieces_) {
       const Attention<T>& attention = layers_[first].attention;
@@ -85,9 +93,9 @@ class DecoderOf : public Decoder {
         pending = nullptr;
         return before ? normed : hidden;
       };
-      // Ends a part of a layer: hidden += after(linear(x)), at once or pending.
-      const auto leave = [&](const Linear<T>& linear, const T* x, const Norm& after, float scale) {
-        linear.multiply(team, x, num_rows, [&](T* y, Range rows, Range columns) {
+      // Ends a part of a layer: hidden += after(product), at once or pending.
+      const auto leave = [&](const auto& multiply, const Norm& after, float scale) {
+        multiply([&](T* y, Range rows, Range columns) {
           for (int64_t i = 0; i < rows.count; ++i) {
             T* row = y + i * columns.count;
             const int64_t place = (rows.first + i) * size + columns.first;
@@ -104,10 +112,17 @@ class DecoderOf : public Decoder {
         const T* x = enter(layer.before_attention, scale);
         scale = layer.residual_scale;
         layer.attention.attend(team, x, step, pieces[layer.pieces], heads, scratch);
-        leave(layer.attention.output(), heads.attended, layer.after_attention, scale);
+        const auto attended = [&](const auto& use) {
+          layer.attention.output().multiply(team, heads.attended, num_rows, use);
+        };
+        leave(attended, layer.after_attention, scale);
         if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
-        layer.mlp.activate(team, x, num_rows, inner);
-        leave(layer.mlp.down(), inner, layer.after_mlp, scale);
+        const auto mlp = [&](const auto& use) {
+          if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
+          layer.mlp->activate(team, x, num_rows, inner);
+          layer.mlp->down().multiply(team, inner, num_rows, use);
+        };
+        leave(mlp, layer.after_mlp, scale);
       }
       enter(Norm{}, scale);
       const auto norm_rows = [&](const int64_t* rows, int64_t count, T* out) {
@@ -132,7 +147,8 @@ class DecoderOf : public Decoder {
     bool is_parallel;
     float residual_scale;
     Attention<T> attention;
-    DenseMlp<T> mlp;
+    std::unique_ptr<DenseMlp<T>> mlp;  // null if there are experts
+    std::unique_ptr<Experts<T>> experts;
     size_t pieces;  // the index of its pieces in a step
   };
 
@@ -174,6 +190,7 @@ class DecoderOf : public Decoder {
   std::vector<size_t> with_other_pieces_;  // than the layers before
   int64_t query_size_ = 0, qkv_size_ = 0, inner_size_ = 0;  // the largest of all layers
   Buffer<T> hidden_, normed_, update_, qkv_, query_, attended_, inner_, last_;
+  ExpertsMemory<T> experts_memory_;
 };
 
 }  // namespace promptq
@@ -236,6 +253,28 @@ const char* linear(
       multiply(pack<Bf16>(numbers, memory));
     else
       multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(numbers, memory)));
+  });
+}
+
+const char* experts(
+    int64_t is_bf16, int64_t is_packed, const void* x, int64_t rows, int64_t size,
+    const promptq::ExpertWeights* weights, int64_t num_threads, void* y) {
+  using namespace promptq;
+  return guarded([&] {
+    with_type(is_bf16, x, [&]<typename T>(const T* from) {
+      WeightMemory packed;
+      const Experts<T> mixture(*weights, size, num_threads, is_packed ? &packed : nullptr);
+      ExpertsMemory<T> memory;
+      mixture.reserve(rows, memory);
+      Team::run(num_threads, [&](Team& team) {
+        mixture.multiply(team, from, rows, memory, [&](const T* result, Range range, Range columns) {
+          for (int64_t i = 0; i < range.count; ++i)
+            std::copy_n(
+                result + i * columns.count, columns.count,
+                static_cast<T*>(y) + (range.first + i) * size + columns.first);
+        });
+      });
+    });
   });
 }
 

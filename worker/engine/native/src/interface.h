@@ -60,10 +60,32 @@ struct AttentionWeights {
 
 struct MlpWeights {
   int64_t inner_size, activation, is_gated;
+  double alpha, limit;              // of a limited gate (layers/activation.h); limit 0: of none
   Weight gate, up;                  // [inner_size, size]; without numbers in `up`, `gate` has the rows of both
   const void* input_bias;           // of both, one after the other
   Weight down;                      // [size, inner_size]
   const void* down_bias;
+};
+
+enum Scores : int64_t { kSoftmax, kSigmoid, kSparsemixer };
+
+// How experts and their shares follow from the logits of a router.
+struct Routing {
+  int64_t num_experts, top_k;
+  int64_t scores;                   // one of Scores
+  const float* choice_bias;         // [num_experts], added to the scores for the choice alone; may be null
+  int64_t num_groups, top_groups;   // experts are chosen from the best groups, of equal size
+  int64_t normalizes;               // whether shares sum to 1; their sum counts as at least `least_sum`
+  double least_sum, scale, jitter;
+};
+
+struct ExpertWeights {
+  Routing routing;
+  Weight router;                    // fp32 [num_experts + has_shared_gate, size]
+  const float* router_bias;         // of the same outputs, may be null
+  int64_t has_shared_gate;          // whether the last output of the router scales the shared experts
+  int64_t num_mlps;
+  const MlpWeights* mlps;           // of the experts, then of the shared ones
 };
 
 // The caller keeps norms, rotations, sinks, K and V, and weights that are not packed as long as the decoder,
@@ -74,6 +96,7 @@ struct LayerWeights {
   double residual_scale;            // of what attention and MLP add to the hidden states
   AttentionWeights attention;
   MlpWeights mlp;
+  const ExpertWeights* experts;     // in place of `mlp`, or null
 };
 
 // The caller keeps these as long as the call. A step has T rows.
@@ -143,5 +166,9 @@ const char* paged_attention(
 const char* linear(
     int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const promptq::Weight* weight,
     int64_t outputs, int64_t inputs, const void* bias, void* y);
+// y [rows, size] = a mixture of experts of `x` [rows, size]. Weights are read in place unless `is_packed`.
+const char* experts(
+    int64_t is_bf16, int64_t is_packed, const void* x, int64_t rows, int64_t size,
+    const promptq::ExpertWeights* weights, int64_t num_threads, void* y);
 bool has_tile_registers();
 }

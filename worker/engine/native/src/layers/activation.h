@@ -52,4 +52,15 @@ void activate_row(Activation activation, const T* gate, const T* up, int64_t siz
   }
 }
 
+// out = g sigmoid(alpha g) (u + 1), where g and u are a gate and an up of at most `limit`, and u is at least
+// -limit.
+template <typename T>
+void limited_gate_row(const T* gate, const T* up, float alpha, float limit, int64_t size, T* out) {
+#pragma omp simd
+  for (int64_t d = 0; d < size; ++d) {
+    const float g = std::min(load(gate[d]), limit), u = std::min(std::max(load(up[d]), -limit), limit);
+    store(out[d], gated(g, alpha * g) * (u + 1.0f));
+  }
+}
+
 }  // namespace promptq

@@ -97,20 +97,27 @@ class Linear {
   void multiply(Team& team, const T* x, int64_t num_rows, const Use& use) const {
     const int64_t num_slices = slices_.size(), num_parts = ceil_div(num_rows, kMostRows);
     team.share(num_parts * num_slices, [&](int64_t item) {
-      const Slice& slice = slices_[item % num_slices];
       const int64_t part = item / num_slices, first = num_rows * part / num_parts;
-      const Range rows{first, num_rows * (part + 1) / num_parts - first};
-      T* y = results(rows.count * slice.num_results);
-      const T* bias = slice.bias.empty() ? nullptr : slice.bias.data();
-      int64_t column = 0;
-      for (const auto& weight : slice.weights) {
-        weight->multiply(
-            x + first * weight->inputs(), rows.count, bias ? bias + column : nullptr, y + column,
-            slice.num_results);
-        column += weight->outputs();
-      }
-      use(y, rows, slice.outputs);
+      multiply_slice(item % num_slices, x, {first, num_rows * (part + 1) / num_parts - first}, use);
     });
+  }
+
+  int64_t num_slices() const { return slices_.size(); }
+
+  // The same for one slice and some rows of `x`, on this thread.
+  template <typename Use>
+  void multiply_slice(int64_t index, const T* x, Range rows, const Use& use) const {
+    const Slice& slice = slices_[index];
+    T* y = results(rows.count * slice.num_results);
+    const T* bias = slice.bias.empty() ? nullptr : slice.bias.data();
+    int64_t column = 0;
+    for (const auto& weight : slice.weights) {
+      weight->multiply(
+          x + rows.first * weight->inputs(), rows.count, bias ? bias + column : nullptr, y + column,
+          slice.num_results);
+      column += weight->outputs();
+    }
+    use(y, rows, slice.outputs);
   }
 
  private:

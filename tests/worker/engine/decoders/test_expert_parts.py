@@ -1,0 +1,80 @@
+"""Which mixtures of experts are taken apart, and the reasons why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+
+from promptq.worker.engine.decoders.expert_parts import ExpertParts
+from promptq.worker.engine.decoders.layer_parts import dense_mlp
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
+from tests.worker.engine.tiny_models import MIXTURES, make_model
+
+FORMULAS = {
+    "qwen3_moe": ("softmax", True),
+    "mixtral": ("softmax", True),
+    "olmoe": ("softmax", False),
+    "qwen2_moe": ("softmax", False),
+    "glm4_moe": ("sigmoid", True),
+    "gpt_oss": ("softmax", True),
+    "flex_olmo": ("softmax", True),
+    "minimax_m2": ("sigmoid", True),
+    "ernie4_5_moe": ("softmax", True),
+    "phimoe": ("sparsemixer", False),
+    "granitemoe": ("softmax", True),
+}
+
+
+def mixture(family: str, seed: int) -> Any:
+    model: Any = make_model(family, seed)
+    layer = model.model.layers[-1]
+    return layer.block_sparse_moe if family == "granitemoe" else layer.mlp
+
+
+def parts_of(mlp: Any) -> ExpertParts:
+    return ExpertParts.of(mlp, dense_mlp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_router_shows_its_formula(family: str, dtype: torch.dtype, seed: int) -> None:
+    """Whatever rounding hides in 16 bits."""
+    parts = parts_of(mixture(family, seed).to(dtype))
+    assert (parts.routing.scores, parts.routing.normalizes) == FORMULAS[family]
+    assert parts.router.dtype == torch.float32
+
+
+class OtherRouter(Qwen2MoeTopKRouter):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, shares, chosen = super().forward(hidden_states)
+        return logits, shares**2, chosen
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an MLP of .*further": lambda mlp: mlp.add_module("further", nn.Identity()),
+    "experts of type Identity": lambda mlp: setattr(mlp, "experts", nn.Identity()),
+    "experts of type Qwen2MoeExperts": lambda mlp: setattr(
+        mlp.experts, "has_post_expert_norm", True
+    ),
+    "a router of type Linear": lambda mlp: setattr(mlp, "gate", nn.Linear(32, 8)),
+    "a router of type Qwen2MoeTopKRouter": lambda mlp: mlp.gate.add_module("other", nn.Identity()),
+    "a router with an unknown formula": lambda mlp: setattr(mlp.gate, "__class__", OtherRouter),
+    "experts with an unknown activation": lambda mlp: setattr(mlp.experts, "act_fn", nn.Mish()),
+    "9 active experts of 8": lambda mlp: setattr(mlp.gate, "top_k", 9),
+    "a gate with a bias": lambda mlp: setattr(mlp, "shared_expert_gate", nn.Linear(32, 1)),
+    "an activation of type Mish": lambda mlp: setattr(mlp.shared_expert, "act_fn", nn.Mish()),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_a_mixture_with_another_part_is_refused(reason: str, seed: int) -> None:
+    mlp = mixture("qwen2_moe", seed)
+    parts_of(mlp)
+    CHANGES[reason](mlp)
+    with pytest.raises(NotOfThisKindError, match=reason):
+        parts_of(mlp)

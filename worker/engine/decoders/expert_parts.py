@@ -1,0 +1,267 @@
+"""Splits a layer's mixture of experts into its parts.
+
+A router's formula is not visible in its modules. So the formulas that promptq knows are tried on
+probes, and the one that gives what the library's router gives is taken. A family needs no special
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
+from promptq.worker.engine.device.expert_weights import expert_weights, has_experts
+from promptq.worker.engine.quantization.modules import QuantizedExperts, QuantizedLinear
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+SCORES = ("softmax", "sigmoid", "sparsemixer")
+"""How logits become scores, as native/src/interface.h numbers it."""
+_PARTS = {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate"}
+_PARTS_OF_ROUTER = {"moe_statics"}
+_NUM_PROBES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts and their shares follow from the logits of a router."""
+
+    num_experts: int
+    top_k: int
+    scores: str = "softmax"
+    choice_bias: torch.Tensor | None = None
+    """fp32 [num_experts], added to the scores for the choice alone."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Experts are chosen from the groups whose two best experts have the largest sums."""
+    normalizes: bool = False
+    """Whether a row's shares sum to 1. Their sum counts as at least `least_sum`."""
+    least_sum: float = 1e-20
+    scale: float = 1.0
+    jitter: float = 0.0
+    """Half of the distance, relative to the best logit, that rules out others (sparsemixer)."""
+
+    def shares(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns [rows, num_experts], with 0 for experts that are not chosen."""
+        if self.scores == "sparsemixer":
+            return self._mixed(logits)
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        ranks = scores if self.choice_bias is None else scores + self.choice_bias
+        if self.top_groups < self.num_groups:
+            groups = ranks.reshape(-1, self.num_groups, self.num_experts // self.num_groups)
+            best = groups.topk(2).values.sum(-1).topk(self.top_groups).indices
+            is_kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            ranks = groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen = ranks.topk(self.top_k).indices
+        shares = scores.gather(-1, chosen)
+        if self.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True).clamp_min(self.least_sum)
+        return torch.zeros_like(scores).scatter(-1, chosen, self.scale * shares)
+
+    def _mixed(self, logits: torch.Tensor) -> torch.Tensor:
+        left, shares = logits.clone(), torch.zeros_like(logits)
+        for _ in range(self.top_k):
+            best, index = left.max(-1, keepdim=True)
+            is_far = (best - logits) / logits.abs().maximum(best) > 2 * self.jitter
+            near = left.masked_fill(is_far, -torch.inf).softmax(-1)
+            shares.scatter_(-1, index, near.gather(-1, index))
+            left.scatter_(-1, index, -torch.inf)
+        return shares
+
+
+class Limits(NamedTuple):
+    """Of a limited gate: `g * sigmoid(alpha * g) * (u + 1)` of a gate `g` and an up `u`, which are
+    first cut to at most `limit`, and `u` to at least `-limit`. Limit 0: the gate is another one."""
+
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * (self.alpha * gate).sigmoid() * (up + 1)
+
+
+class Expert(NamedTuple):
+    """One gated MLP. Weights are [outputs, inputs]."""
+
+    gate: torch.Tensor | QuantizedWeight
+    up: torch.Tensor | QuantizedWeight
+    down: torch.Tensor | QuantizedWeight
+    input_bias: torch.Tensor | None
+    """Of the gate, then of `up`."""
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """The sum of a row's experts, each times its share, and of the shared experts."""
+
+    routing: Routing
+    router: torch.Tensor
+    """fp32 [num_experts, hidden size]. A further output scales the shared expert, if that has a
+    gate."""
+    router_bias: torch.Tensor | None
+    """fp32, of the same outputs."""
+    activation: str
+    """Its name in ACTIVATIONS."""
+    limits: Limits
+    fused: nn.Module
+    """The library's module with the weights of the experts."""
+    shared: DenseMLP | None
+
+    @classmethod
+    def of(cls, mlp: Any, dense_mlp: Callable[[Any], DenseMLP]) -> ExpertParts:
+        """Returns the parts of a layer's MLP. `dense_mlp` takes a dense MLP apart.
+
+        Raises NotOfThisKindError if the MLP has an unknown part.
+        """
+        names = {name for name, _ in mlp.named_children()}
+        require(names <= _PARTS, f"an MLP of {sorted(names)}")
+        fused, router = mlp.experts, mlp.gate if "gate" in names else mlp.router
+        plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
+        require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
+        routing = _routing(mlp, router)
+        weight, bias = router.weight.float(), getattr(router, "bias", None)
+        if gate := getattr(mlp, "shared_expert_gate", None):
+            require(isinstance(gate, nn.Linear) and gate.bias is None, "a gate with a bias")
+            is_quantized = isinstance(gate, QuantizedLinear)
+            its = gate.quantized.dequantized() if is_quantized else gate.weight.float()
+            weight = torch.cat([weight, its])
+            bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
+        shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+        activation, limits = _activation(plain)
+        return cls(
+            routing=routing,
+            router=weight,
+            router_bias=None if bias is None else bias.float(),
+            activation=activation,
+            limits=limits,
+            fused=fused,
+            shared=None if shared is None else dense_mlp(shared),
+        )
+
+    @property
+    def has_shared_gate(self) -> bool:
+        return len(self.router) > self.routing.num_experts
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.fused, *(self.shared.modules if self.shared else ()))
+
+    def experts(self) -> Iterator[Expert]:
+        """Yields all experts but the shared one."""
+        for index in range(self.routing.num_experts):
+            if isinstance(self.fused, QuantizedExperts):
+                gate, up, down = self.fused.quantized[index]
+                yield Expert(gate, up, down, *_biases(self.fused.plain, index))
+            else:
+                weights = expert_weights(self.fused, index)
+                yield Expert(*weights, *_biases(self.fused, index))
+
+
+def _biases(fused: Any, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not fused.has_bias:
+        return None, None
+    of_inputs = fused.gate_up_proj_bias[index]
+    if not fused.is_concatenated:
+        of_inputs = torch.cat([of_inputs[::2], of_inputs[1::2]])
+    return of_inputs, fused.down_proj_bias[index]
+
+
+_Formula = tuple[str, bool]
+"""The fields `scores` and `normalizes` of Routing."""
+_found: dict[tuple[Any, ...], _Formula | None] = {}
+
+
+def _routing(mlp: Any, router: Any) -> Routing:
+    """Raises NotOfThisKindError if no known formula gives what the library's router gives."""
+    names = {name for name, _ in router.named_children()}
+    is_known = hasattr(router, "top_k") and hasattr(router, "weight") and names <= _PARTS_OF_ROUTER
+    require(is_known, f"a router of type {type(router).__name__}")
+    num_experts = len(router.weight)
+    owners = [mlp, router, getattr(router, "moe_statics", router)]
+    bias = next((it for owner in owners if (it := _choice_bias(owner)) is not None), None)
+    routing = Routing(
+        num_experts=num_experts,
+        top_k=router.top_k,
+        num_groups=getattr(router, "num_group", 1),
+        top_groups=getattr(router, "topk_group", 1),
+        least_sum=getattr(router, "norm_min", 1e-20),
+        scale=getattr(router, "routed_scaling_factor", 1.0),
+        jitter=getattr(router, "router_jitter_noise", 0.0),
+    )
+    in_group = num_experts // routing.num_groups
+    require(
+        1 <= routing.top_k <= routing.top_groups * in_group <= num_experts,
+        f"{routing.top_k} active experts of {num_experts}",
+    )
+    key = type(router), router.weight.shape, bias is None, routing
+    if key not in _found:
+        _found[key] = _formula(routing, mlp, router)
+    if (formula := _found[key]) is None:
+        raise NotOfThisKindError("it has a router with an unknown formula")
+    scores, normalizes = formula
+    its_bias = None if bias is None else bias.float().flatten()
+    return replace(routing, scores=scores, normalizes=normalizes, choice_bias=its_bias)
+
+
+def _choice_bias(module: Any) -> torch.Tensor | None:
+    return getattr(module, "e_score_correction_bias", None)
+
+
+def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
+    """Tries the formulas with random weights, because those of the module may be on another device,
+    or without values."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu")
+
+    given = {
+        name: drawn(*each.shape) * (0.1 if each.numel() == routing.num_experts else 1.0)
+        for name, each in chain(router.named_parameters(), router.named_buffers())
+    }
+    weight, logit_bias = given["weight"], given.get("bias")
+    probes = drawn(_NUM_PROBES, weight.shape[1]) / weight.shape[1] ** 0.5
+    biases = [each for name, each in given.items() if name.endswith("e_score_correction_bias")]
+    arguments = []
+    if _choice_bias(mlp) is not None:
+        biases = arguments = [0.1 * drawn(routing.num_experts)]
+    try:
+        _, shares, chosen = functional_call(router, given, (probes, *arguments))
+    except Exception:  # it may take and return anything
+        return None
+    logits = nn.functional.linear(probes, weight, logit_bias)
+    wanted = torch.zeros_like(logits).scatter(-1, chosen, shares.float())
+    for scores, normalizes in product(SCORES, (False, True)):
+        tried = replace(routing, scores=scores, normalizes=normalizes)
+        if biases:
+            tried = replace(tried, choice_bias=biases[0].flatten())
+        if torch.allclose(tried.shares(logits), wanted, rtol=1e-3, atol=1e-5):
+            return scores, normalizes
+    return None
+
+
+def _activation(fused: Any) -> tuple[str, Limits]:
+    """Returns the formula that gives what the library's experts compute."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    gate, up = 6 * torch.randn(2, _NUM_PROBES, 8, generator=generator, device="cpu")
+    gate_up = torch.stack([gate, up], -1).flatten(-2)
+    if fused.is_concatenated:
+        gate_up = torch.cat([gate, up], -1)
+    expected = fused._apply_gate(gate_up)
+    for name, activation in ACTIVATIONS.items():
+        if torch.allclose(activation(gate) * up, expected, rtol=1e-4, atol=1e-5):
+            return name, Limits()
+    if hasattr(fused, "alpha") and hasattr(fused, "limit"):
+        limits = Limits(fused.alpha, fused.limit)
+        if torch.allclose(limits.gated(gate, up), expected, rtol=1e-4, atol=1e-5):
+            return "silu", limits
+    raise NotOfThisKindError("it has experts with an unknown activation")
