@@ -130,10 +130,11 @@ class ExpertParts:
         routing = _routing(mlp, router)
         weight, bias = router.weight.float(), getattr(router, "bias", None)
         if gate := getattr(mlp, "shared_expert_gate", None):
-            require(isinstance(gate, nn.Linear) and gate.bias is None, "a gate with a bias")
+            is_plain = isinstance(gate, nn.Linear) and gate.bias is None and gate.out_features == 1
+            require(is_plain, "a gate of shared experts with a bias")
             is_quantized = isinstance(gate, QuantizedLinear)
-            its = gate.quantized.dequantized() if is_quantized else gate.weight.float()
-            weight = torch.cat([weight, its])
+            of_gate = gate.quantized.dequantized() if is_quantized else gate.weight.float()
+            weight = torch.cat([weight, of_gate])
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
         shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
         activation, limits = _activation(plain)
@@ -202,7 +203,8 @@ def _routing(mlp: Any, router: Any) -> Routing:
         1 <= routing.top_k <= routing.top_groups * in_group <= num_experts,
         f"{routing.top_k} active experts of {num_experts}",
     )
-    key = type(router), router.weight.shape, bias is None, routing
+    settings = {name: it for name, it in vars(router).items() if isinstance(it, int | float | str)}
+    key = type(router), router.weight.shape, bias is None, tuple(settings.items())
     if key not in _found:
         _found[key] = _formula(routing, mlp, router)
     if (formula := _found[key]) is None:

@@ -24,6 +24,15 @@ def has_experts(module: Any) -> bool:
     return are_fused and getattr(module, "has_post_expert_norm", True) is False
 
 
+def take_any_sizes(model: Any) -> None:
+    """Makes the library multiply experts one by one if their rows have a size that its grouped
+    products refuse."""
+    experts = [module for module in model.modules() if has_experts(module)]
+    weights = [each for module in experts for each in (module.gate_up_proj, module.down_proj)]
+    if any(weight.shape[2] * weight.itemsize % 16 for weight in weights):
+        model.set_experts_implementation("eager")
+
+
 def expert_weights(module: Any, index: int) -> ExpertWeights:
     """Returns the weights of an expert: views, unless the library stores them transposed."""
     gate_up, down = module.gate_up_proj[index], module.down_proj[index]

@@ -22,6 +22,7 @@ from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.decoders.base import LlamaDecoder
 from promptq.worker.engine.decoders.layer_parts import has_known_parts
+from promptq.worker.engine.device.expert_weights import take_any_sizes
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import (
@@ -189,6 +190,7 @@ def load_model(
         )
     module: torch.nn.Module = model  # the library's class has untyped methods instead
     module.requires_grad_(False).eval()
+    take_any_sizes(model)
     if kept:
         quantize_model(model, saved=kept)
         move_quantized(model, device)

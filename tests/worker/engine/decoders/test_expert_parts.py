@@ -49,6 +49,12 @@ def test_a_router_shows_its_formula(family: str, dtype: torch.dtype, seed: int) 
     assert parts.router.dtype == torch.float32
 
 
+def test_two_models_of_a_family_may_have_different_formulas(seed: int) -> None:
+    for normalizes in (True, False):
+        model: Any = make_model("qwen3_moe", seed, norm_topk_prob=normalizes)
+        assert parts_of(model.model.layers[-1].mlp).routing.normalizes == normalizes
+
+
 class OtherRouter(Qwen2MoeTopKRouter):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, shares, chosen = super().forward(hidden_states)
@@ -66,7 +72,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a router with an unknown formula": lambda mlp: setattr(mlp.gate, "__class__", OtherRouter),
     "experts with an unknown activation": lambda mlp: setattr(mlp.experts, "act_fn", nn.Mish()),
     "9 active experts of 8": lambda mlp: setattr(mlp.gate, "top_k", 9),
-    "a gate with a bias": lambda mlp: setattr(mlp, "shared_expert_gate", nn.Linear(32, 1)),
+    "a gate of shared experts with a bias": lambda mlp: setattr(
+        mlp, "shared_expert_gate", nn.Linear(32, 1)
+    ),
     "an activation of type Mish": lambda mlp: setattr(mlp.shared_expert, "act_fn", nn.Mish()),
 }
 

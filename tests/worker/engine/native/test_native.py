@@ -21,7 +21,14 @@ from promptq.worker.engine.native.build import NativeCodeError, library_path
 from promptq.worker.engine.native.library import NativeError, Weight, load_native
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import FAMILIES, NATIVE, VOCAB_SIZE, make_model, save_model
+from tests.worker.engine.tiny_models import (
+    FAMILIES,
+    NATIVE,
+    VOCAB_SIZE,
+    generate,
+    make_model,
+    save_model,
+)
 
 SEED = 11
 SHAPES = [
@@ -70,6 +77,22 @@ def test_serves_what_is_of_the_llama_kind(family: str, tmp_path: Path) -> None:
     outputs = outputs_of(native)
     assert outputs == outputs_of(modules)
     assert len({token for tokens in outputs for token in tokens}) > 10
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
+def test_experts_of_odd_sizes_are_served(native: bool, tmp_path: Path) -> None:
+    """The library's grouped products refuse such rows."""
+    shape = {"moe_intermediate_size": 21, "num_experts": 5, "num_experts_per_tok": 1}
+    directory = save_model(tmp_path, "qwen3_moe", SEED, **shape)
+    model: Any = make_model("qwen3_moe", SEED, **shape)
+    model.set_experts_implementation("eager")
+    runner = load(directory, dtype="float32", native=native)
+    assert (runner.why_no_own_code == "") == native
+    [tokens] = outputs_of(runner, 1)
+    prompts = torch.Generator().manual_seed(SEED)
+    length = int(torch.randint(1, 40, (1,), generator=prompts))
+    prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=prompts).tolist()
+    assert tokens == generate(model, prompt, len(tokens))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
