@@ -123,7 +123,7 @@ def check_experts(source: str, config: Any) -> None:
     def count(names: tuple[str, ...]) -> tuple[str, int] | None:
         in_file = [config.attribute_map.get(name, name) for name in names]
         counts = {name: vars(config).get(name) for name in in_file}
-        return next(((name, it) for name, it in counts.items() if isinstance(it, int)), None)
+        return next(((name, each) for name, each in counts.items() if isinstance(each, int)), None)
 
     experts, active = count(_EXPERTS), count(_ACTIVE_EXPERTS)
     if experts is None or active is None or experts[1] == active[1] == 0:

@@ -188,7 +188,7 @@ def _routing(mlp: Any, router: Any) -> Routing:
     require(is_known, f"a router of type {type(router).__name__}")
     num_experts = len(router.weight)
     owners = [mlp, router, getattr(router, "moe_statics", router)]
-    bias = next((it for owner in owners if (it := _choice_bias(owner)) is not None), None)
+    bias = next((each for each in map(_choice_bias, owners) if each is not None), None)
     routing = Routing(
         num_experts=num_experts,
         top_k=router.top_k,
@@ -203,8 +203,9 @@ def _routing(mlp: Any, router: Any) -> Routing:
         1 <= routing.top_k <= routing.top_groups * in_group <= num_experts,
         f"{routing.top_k} active experts of {num_experts}",
     )
-    settings = {name: it for name, it in vars(router).items() if isinstance(it, int | float | str)}
-    key = type(router), router.weight.shape, bias is None, tuple(settings.items())
+    fields = vars(router).items()
+    settings = tuple((name, each) for name, each in fields if isinstance(each, int | float | str))
+    key = type(router), router.weight.shape, bias is None, settings
     if key not in _found:
         _found[key] = _formula(routing, mlp, router)
     if (formula := _found[key]) is None:
