@@ -176,8 +176,8 @@ def _biases(fused: Any, index: int) -> tuple[torch.Tensor | None, torch.Tensor |
     return of_inputs, fused.down_proj_bias[index]
 
 
-_Formula = tuple[str, bool]
-"""The fields `scores` and `normalizes` of Routing."""
+_Formula = tuple[str, bool, float]
+"""The fields `scores`, `normalizes` and `scale` of Routing."""
 _found: dict[tuple[Any, ...], _Formula | None] = {}
 
 
@@ -192,10 +192,9 @@ def _routing(mlp: Any, router: Any) -> Routing:
     routing = Routing(
         num_experts=num_experts,
         top_k=router.top_k,
-        num_groups=getattr(router, "num_group", 1),
-        top_groups=getattr(router, "topk_group", 1),
+        num_groups=getattr(router, "num_group", None) or 1,
+        top_groups=getattr(router, "topk_group", None) or 1,
         least_sum=getattr(router, "norm_min", 1e-20),
-        scale=getattr(router, "routed_scaling_factor", 1.0),
         jitter=getattr(router, "router_jitter_noise", 0.0),
     )
     in_group = num_experts // routing.num_groups
@@ -210,9 +209,9 @@ def _routing(mlp: Any, router: Any) -> Routing:
         _found[key] = _formula(routing, mlp, router)
     if (formula := _found[key]) is None:
         raise NotOfThisKindError("it has a router with an unknown formula")
-    scores, normalizes = formula
-    its_bias = None if bias is None else bias.float().flatten()
-    return replace(routing, scores=scores, normalizes=normalizes, choice_bias=its_bias)
+    scores, normalizes, scale = formula
+    known = replace(routing, scores=scores, normalizes=normalizes, scale=scale)
+    return known if bias is None else replace(known, choice_bias=bias.float().flatten())
 
 
 def _choice_bias(module: Any) -> torch.Tensor | None:
@@ -247,8 +246,10 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
         tried = replace(routing, scores=scores, normalizes=normalizes)
         if biases:
             tried = replace(tried, choice_bias=biases[0].flatten())
-        if torch.allclose(tried.shares(logits), wanted, rtol=1e-3, atol=1e-5):
-            return scores, normalizes
+        found = tried.shares(logits)
+        scale = float((found * wanted).sum() / found.square().sum())
+        if torch.allclose(scale * found, wanted, rtol=1e-3, atol=1e-5):
+            return scores, normalizes, 1.0 if abs(scale - 1) < 1e-6 else scale
     return None
 
 
