@@ -22,6 +22,7 @@ from promptq.worker.engine.native.build import KINDS, processor_features
 TESTS = [
     "tests/worker/engine/native/test_native.py",
     "tests/worker/engine/native/test_native_attention.py",
+    "tests/worker/engine/native/test_native_experts.py",
     "tests/worker/engine/quantization/test_quantization.py",
     "tests/worker/engine/sampling/test_sampler.py",
 ]
@@ -65,7 +66,7 @@ EMULATED = {
     ],
 }
 """What a processor with AVX2 lacks, and flags that emulate it."""
-QUICK = ["-k", "products or plain_attention or int8 or near_those"]
+QUICK = ["-k", "products or plain_attention or int8 or near_those or experts"]
 """Tests that take minutes and not hours with it."""
 
 
