@@ -144,21 +144,22 @@ def test_a_finished_request_whose_end_was_lost_is_finished_once_more(tmp_path: P
         master_and_replica(tmp_path) as (master, replica),
         replica.client() as own,
     ):
+        num = 1500  # more than come before the replica is promoted
         network = Network(master.port)
         queue = RequestQueue(own)
         options = ["--lease-ms", "1000", "--max-events-per-second", "inf"]
         with started(tmp_path, network.url, *options, module=FAULTY), master.client() as at_master:
-            request_id = put(RequestQueue(at_master), seed=1, max_tokens=300)
+            request_id = put(RequestQueue(at_master), seed=1, max_tokens=num)
             until(lambda: num_tokens(queue, request_id) > 20)
             promote(replica)
-            assert result_of(RequestQueue(at_master), request_id)["text"] == text_of(1, 300)
+            assert result_of(RequestQueue(at_master), request_id)["text"] == text_of(1, num)
             kept = num_tokens(queue, request_id)
             assert queue.state(request_id) == "active"
             network.lead_to(replica.port)
             network.cut()
             network.mend()
             result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(1, 300), 2)
-            log = check_log(queue, request_id, text_of(1, 300))
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(1, num), 2)
+            log = check_log(queue, request_id, text_of(1, num))
             assert [event["attempt"] for event in log] == [1] * kept + [2] * (len(log) - kept)
         network.close()

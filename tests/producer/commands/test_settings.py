@@ -42,12 +42,12 @@ def test_each_setting_is_in_one_class() -> None:
     assert counts == {
         Settings: 5,
         ReaperSettings: 5 + 4,
-        WorkerSettings: 5 + 4 + 41,
+        WorkerSettings: 5 + 4 + 42,
         FilesSettings: 5 + 1,
         GatewaySettings: 5 + 1 + 20,
         JobsSettings: 5 + 4 + 1 + 11,
     }
-    assert len(NAMES) == len({*NAMES}) == 82
+    assert len(NAMES) == len({*NAMES}) == 83
 
 
 @pytest.mark.parametrize(
