@@ -1,47 +1,74 @@
-"""The JSON types that a schema allows."""
+"""The JSON types that a schema allows, and the targets of its references."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
-_MOST_STEPS = 16
-"""References and branches that are followed, so that no schema leads in circles."""
 _OF_VALUES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array",
     type(None): "null",
 }  # fmt: skip
+_EITHER = ("anyOf", "oneOf")
 
 
-def types_of(schema: Any, root: Any, steps: int = _MOST_STEPS) -> frozenset[str]:
+def types_of(schema: Any, root: Any) -> frozenset[str]:
     """Returns the types that a schema names; none if it names none in a known way.
 
-    `root` is the schema to whose parts references point.
+    `root` is the schema to whose parts references point. Each reference is followed once, so that
+    no schema leads in circles.
     """
-    if not isinstance(schema, Mapping) or not steps:
-        return frozenset()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset({kind})
-    if isinstance(kind, list):
-        return frozenset(name for name in kind if isinstance(name, str))
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_target(reference, root), root, steps - 1)
-    for either in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(either), list) and branches:
-            of_each = [types_of(branch, root, steps - 1) for branch in branches]
-            return frozenset[str]().union(*of_each) if all(of_each) else frozenset()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(_OF_VALUES[type(value)] for value in values if type(value) in _OF_VALUES)
-    return frozenset()
+    found = set[str]()
+    followed = set[str]()
+    left = [schema]
+    while left:
+        item = left.pop()
+        if not isinstance(item, Mapping):
+            return frozenset()
+        kind = item.get("type")
+        kinds = [kind] if isinstance(kind, str) else kind
+        branches = next((each for each in map(item.get, _EITHER) if each), None)
+        values = [item["const"]] if "const" in item else item.get("enum")
+        if isinstance(kinds, list):
+            names = {name for name in kinds if isinstance(name, str)}
+        elif isinstance(reference := item.get("$ref"), str):
+            if reference not in followed:
+                followed.add(reference)
+                left.append(target_of(reference, root))
+            continue
+        elif isinstance(branches, list):
+            left += branches
+            continue
+        elif isinstance(values, list):
+            names = {_OF_VALUES[type(value)] for value in values if type(value) in _OF_VALUES}
+        else:
+            names = set()
+        if not names:
+            return frozenset()
+        found |= names
+    return frozenset(found)
 
 
-def _target(reference: str, root: Any) -> Any:
-    """Returns what a JSON pointer names; None if that is not in the root."""
-    if not reference.startswith("#"):
+def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields each step to a reference's target: a container, a key, and the value there.
+
+    Ends early where there is no such key.
+    """
+    item = root
+    for name in unquote(reference).removeprefix("#").split("/")[1:]:
+        key: Any = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(item, list) and key.isdecimal() and int(key[:9]) < len(item):
+            key = int(key[:9])
+        elif not (isinstance(item, Mapping) and key in item):
+            yield item, key, None
+            return
+        yield item, key, item[key]
+        item = item[key]
+
+
+def target_of(reference: Any, root: Any) -> Any:
+    """Returns the target of a reference; None if it is not in the same schema."""
+    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
         return None
-    for step in filter(None, reference.removeprefix("#").split("/")):
-        key = step.replace("~1", "/").replace("~0", "~")
-        root = root.get(key) if isinstance(root, Mapping) else None
-    return root
+    return [root, *(value for _, _, value in steps_of(reference, root))][-1]

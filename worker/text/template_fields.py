@@ -41,8 +41,8 @@ def _renamed(
                 clean.append({**call, "id": ids[call.get("id")]})
                 num_calls += 1
             message = {**message, "tool_calls": clean}
-        elif message.get("tool_call_id") in ids:
-            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        elif (id_ := message.get("tool_call_id")) is not None and id_ in ids:
+            message = {**message, "tool_call_id": ids[id_]}
         renamed.append(message)
     return renamed
 

@@ -59,6 +59,7 @@ class ToolText:
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._held = ""  # text that may still turn out to be a call
+        self._follows_call = False  # but for white space
         self._object: list[str] = []  # a call whose members come in another order
         self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
         self._dense = ""  # what is matched, without white space
@@ -146,8 +147,8 @@ class ToolText:
 
     def _in_content(self, letter: str) -> None:
         self._held += letter
-        if letter == "{" and self.num_calls and self._is_bare and self._held.strip() == letter:
-            self._held = self._held[:-1]  # an object that follows a call may be another one
+        if letter == "{" and self._follows_call and self._is_bare and self._held.strip() == "{":
+            self._held = self._held[:-1]  # this object may be another call
             self._expect(0)
             self._state(letter)
             return
@@ -166,6 +167,7 @@ class ToolText:
                     return
             self._content.append(self._held[0])
             self._held = self._held[1:]
+            self._follows_call = False
 
     def _mark_begun(self) -> str:
         """Returns the held text if it may begin a mark.
@@ -272,7 +274,7 @@ class ToolText:
             self._state(letter)
 
     def _begin_call(self, arguments: str) -> None:
-        self._held, self._is_at_start = "", False
+        self._held, self._is_at_start, self._follows_call = "", False, True
         self._deltas.append(ToolDelta(self.num_calls, arguments, self._name))
         self.num_calls += 1
         self._json = JsonDepth(1)

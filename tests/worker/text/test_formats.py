@@ -369,3 +369,10 @@ def test_the_reasoning_of_gpt_oss_is_in_the_field_that_its_template_reads() -> N
     assert with_fields_of("", [message]) == [message]
     both = {**message, "content": "I look.", "tool_calls": [call("f", {})]}
     assert with_fields_of(template, [both]) == [both], "the template refuses both"
+
+
+@pytest.mark.parametrize("template", ["<|tool_call_argument_begin|>", "[TOOL_CALLS]"])
+def test_calls_without_ids_change_no_other_message(template: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Hi"}]
+    assert with_fields_of(template, messages)[1] == messages[1]

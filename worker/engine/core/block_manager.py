@@ -189,6 +189,7 @@ class BlockManager:
             assert self.kept_states is not None, "only then there are places"
             self.kept_states.publish(sequence.block_hashes[last - 1], sequence.state_target)
             sequence.state_target = None
+            self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks back. Findable ones stay cached; the last ones are evicted first."""

@@ -96,7 +96,7 @@ def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]
-        if num_rows < num_tokens:
+        if num_rows < num_tokens and num_seqs > 1:
             yield [(num_rows, 1), (num_rows, num_rows)]
     for num_decodes in powers_of_two(min(num_seqs, num_tokens)):
         yield [(1, 1)] * num_decodes

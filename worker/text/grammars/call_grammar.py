@@ -19,9 +19,9 @@ from promptq.shared.protocol.output_style import (
     TAGGED,
     OutputStyle,
 )
-from promptq.shared.protocol.schema_types import types_of
-from promptq.worker.text.grammars.references import all_references, target_of
-from promptq.worker.text.grammars.terms import any_of, terms
+from promptq.shared.protocol.schema_types import target_of, types_of
+from promptq.worker.text.grammars.references import all_references
+from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
 """Patterns of ids behind a name: Kimi counts calls, Mistral writes nine letters."""
@@ -36,6 +36,8 @@ _TEXT = _NOTES | {"type", "minLength", "maxLength"}
 _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
+_MOST_BRANCHES = 4096
+"""Branches of all tools together. More, or more in each other than references, make an object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 """A name that the schema does not know. Without a limit a weak model may write it for ever."""
 
@@ -63,6 +65,7 @@ class CallGrammar:
         self._rules: list[str] = []
         self._tool = ToolSchema("", {}, True)
         self._options: dict[str, Any] = {}
+        self._num_branches = self._num_chars = 0
         self._by_reference: dict[str, str] = {}
         self._terminals: dict[tuple[str, str], str] = {}
 
@@ -140,7 +143,11 @@ class CallGrammar:
         root = self._tool.parameters
         if schema != root and all_references(schema):
             schema = {**_moved(schema), "$defs": {"root": _moved(root)}}
-        return f"%json {json.dumps({**schema, 'x-guidance': self._options})}"
+        text = f"%json {json.dumps({**schema, 'x-guidance': self._options})}"
+        self._num_chars += len(text)
+        if self._num_chars > MAX_GRAMMAR_CHARS and schema != root:
+            raise _UnfitError  # each of these values has a copy of the whole schema
+        return text
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
         """Returns a schema without a reference at its top."""
@@ -221,17 +228,21 @@ class CallGrammar:
             raise _UnfitError
         return " | ".join([*as_text, *as_json])
 
-    def _split(self, schema: Any) -> tuple[dict[str, bool], list[dict[str, Any]]]:
+    def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
         """Returns the texts, with the mark after them, and the schemas of other values.
 
-        For each text this says whether none of it can be taken for JSON.
+        For each text this says whether none of it can be taken for JSON. `depth` is the number of
+        branches around this one.
         """
+        self._num_branches += 1
+        if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
+            raise _UnfitError
         resolved, texts = self._resolved(schema), dict[str, bool]()
         branches = resolved.get("anyOf")
         if isinstance(branches, list) and not resolved.keys() - _NOTES - {"anyOf"}:
             others: list[dict[str, Any]] = []
             for branch in branches:
-                of_branch = self._split(branch)
+                of_branch = self._split(branch, depth + 1)
                 texts |= of_branch[0]
                 others += of_branch[1]
             return texts, others
@@ -256,7 +267,8 @@ class CallGrammar:
             kinds = frozenset(_TYPES)
         other_kinds = [kind for kind in _TYPES if kind in kinds and kind != "string"]
         if "string" in kinds:
-            if len(kinds) == 1 and resolved.keys() - _TEXT:
+            of_others = _OBJECT | _ARRAY | _NUMBER if other_kinds else frozenset()
+            if resolved.keys() - _TEXT - of_others:
                 raise _UnfitError
             texts[self._text(resolved, self._style.value_after)] = False
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from promptq.worker.text.grammars.references import target_of
+from promptq.shared.protocol.schema_types import target_of
 
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 12

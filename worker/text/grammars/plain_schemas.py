@@ -8,16 +8,11 @@ from functools import partial
 from math import inf, nan
 from typing import Any
 
+from promptq.shared.protocol.schema_types import steps_of, target_of
 from promptq.worker.text.grammars.closed_schemas import rebuilt
 from promptq.worker.text.grammars.disjoint_schemas import Disjointness
 from promptq.worker.text.grammars.lookaheads import without_lookaheads
-from promptq.worker.text.grammars.references import (
-    all_objects,
-    all_references,
-    steps_of,
-    target_of,
-    with_pointers,
-)
+from promptq.worker.text.grammars.references import all_objects, all_references, with_pointers
 
 _CONSTRAINTS = frozenset(
     {

@@ -78,30 +78,6 @@ def _text(schema: dict[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields each step to a reference's target: a container, a key, and the value there.
-
-    Ends early where there is no such key.
-    """
-    item = root
-    for name in unquote(reference).removeprefix("#").split("/")[1:]:
-        key: Any = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(item, list) and key.isdecimal() and int(key[:9]) < len(item):
-            key = int(key[:9])
-        elif not (isinstance(item, dict) and key in item):
-            yield item, key, None
-            return
-        yield item, key, item[key]
-        item = item[key]
-
-
-def target_of(reference: Any, root: Any) -> Any:
-    """Returns the target of a reference; None if it is not in the same schema."""
-    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
-        return None
-    return [root, *(value for _, _, value in steps_of(reference, root))][-1]
-
-
 def all_objects(schema: Any) -> Iterator[dict[str, Any]]:
     """Yields each object of a schema, at all depths."""
     left = [schema]

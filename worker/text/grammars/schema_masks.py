@@ -39,7 +39,7 @@ from promptq.worker.text.grammars.schema_patterns import (
     num_combined_patterns,
     num_patterns_of_lark,
 )
-from promptq.worker.text.grammars.terms import any_of, terms
+from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
@@ -54,7 +54,6 @@ weak model may write white space for ever."""
 
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
-_MAX_GRAMMAR_CHARS = 2**18
 _MAX_CACHED_CHARS = 2**21
 """The limit for all compiled grammars together. A character takes up to 40 bytes of memory."""
 _MAX_THREADS = 4
@@ -336,10 +335,10 @@ def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
 
 
 def _check_length(num_chars: int, field: str) -> None:
-    if num_chars > _MAX_GRAMMAR_CHARS:
+    if num_chars > MAX_GRAMMAR_CHARS:
         raise _error(
             field,
-            f"{field}: {num_chars} characters are more than the {_MAX_GRAMMAR_CHARS} allowed",
+            f"{field}: {num_chars} characters are more than the {MAX_GRAMMAR_CHARS} allowed",
         )
 
 

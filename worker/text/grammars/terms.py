@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
+MAX_GRAMMAR_CHARS = 2**18
+"""The most characters of a grammar."""
+
 
 @lru_cache(maxsize=4)
 def any_of(names: tuple[str, ...]) -> re.Pattern[str]:

@@ -90,3 +90,12 @@ def test_calls_in_a_text(
     for size in (2, 3, 7):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         assert read(style, pieces) == (content, calls)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_object_in_the_text_behind_a_call_is_no_call(size: int) -> None:
+    style = OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>")
+    behind = ' I suggest {"name": "g", "parameters": {"a": 1}} instead'
+    text = '{"name": "f", "parameters": {}}' + behind
+    content, calls = read(style, [text[at : at + size] for at in range(0, len(text), size)])
+    assert (content.strip(), calls) == (behind.strip(), [("f", "{}")])

@@ -27,6 +27,8 @@ from tests.worker.text.grammars.test_grammars import END, walk
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
 PAIRS = [it for it in FORMATS.values() if it.style.has_pairs]
+TAGS = [it for it in PAIRS if it.style.form != LITERALS]
+OF_TAGS = pytest.mark.parametrize("format", TAGS, ids=[it.name for it in TAGS])
 OF_PAIRS = pytest.mark.parametrize("format", PAIRS, ids=[it.name for it in PAIRS])
 
 
@@ -334,3 +336,33 @@ def test_a_call_that_an_earlier_release_began_goes_on_in_its_form(name: str, beg
     assert grammar.is_complete
     with pytest.raises(InvalidRequestError, match="what was emitted before does not fit"):
         grammar_behind([*tokens, tokens[0]])
+
+
+@OF_TAGS
+def test_a_text_beside_other_types_keeps_its_pattern(format: Format) -> None:
+    mixed = {"type": ["string", "null"], "pattern": "^[0-9]{5}$"}
+    request = forced(format, tool("f", {"properties": {"a": mixed}, "required": ["a"]}))
+    for text, is_right in (("12345", True), ("x", False)):
+        as_object = json.dumps({"name": "f", "arguments": {"a": text}})
+        assert is_accepted(format, request, as_object) == is_right
+        assert not is_accepted(format, request, written(format, "f", {"a": text}))
+
+
+@OF_TAGS
+@pytest.mark.parametrize("kind", ["itself", "doubled", "copied"])
+def test_a_schema_of_many_branches_or_references_makes_an_object(format: Format, kind: str) -> None:
+    """Each takes little time and memory, as the form of the family would not."""
+    definitions: dict[str, Any] = {
+        "itself": {"anyOf": [{"$ref": "#/$defs/itself"}, {"type": "null"}]},
+        "doubled": {"$ref": "#/$defs/d0"},
+        **{f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(12)},
+        "d12": {"type": "integer"},
+        "copied": {"type": "array", "items": {"$ref": "#/$defs/d12"}, "minItems": 1},
+    }
+    names = [f"p{n}" for n in range(400 if kind == "copied" else 1)]
+    properties = {name: {"$ref": f"#/$defs/{kind}"} for name in names}
+    parameters = {"properties": properties, "required": names, "$defs": definitions}
+    value = {"itself": None, "doubled": 7, "copied": [7]}[kind]
+    arguments = json.dumps(dict.fromkeys(names, value))
+    request = forced(format, tool("f", parameters))
+    assert is_accepted(format, request, f'{{"name": "f", "arguments": {arguments}}}')
