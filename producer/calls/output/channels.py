@@ -8,6 +8,8 @@ from promptq.producer.calls.output.tool_calls import ToolDelta, ToolText, merged
 from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
+_SLICE = 1024
+"""Letters that are read at once. Each mark among them is searched in the rest of them."""
 _BETWEEN_MESSAGES = "\n"
 _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 
@@ -49,14 +51,15 @@ class ChannelText:
 
     def feed(self, text: str) -> tuple[str, str, list[ToolDelta]]:
         """Reads more text. Returns the reasoning, the content and the pieces of calls."""
-        self._held += text
-        if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
-            self._object, self._is_at_start = ToolText(OutputStyle(), forced=True), False
+        for start in range(0, len(text), _SLICE):
+            self._held += text[start : start + _SLICE]
+            if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
+                self._object, self._is_at_start = ToolText(OutputStyle(), forced=True), False
+            while self._object is None and self._read_part():
+                pass
         if self._object is not None:
             text, self._held = self._held, ""
             return "", *self._object.feed(text)
-        while self._read_part():
-            pass
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
