@@ -28,8 +28,12 @@ def take_any_sizes(model: Any) -> None:
     """Makes the library multiply experts one by one if their rows have a size that its grouped
     products refuse."""
     experts = [module for module in model.modules() if has_experts(module)]
-    weights = [each for module in experts for each in (module.gate_up_proj, module.down_proj)]
-    if any(weight.shape[2] * weight.itemsize % 16 for weight in weights):
+    rows = [
+        weight.shape[1 if module.is_transposed else 2] * weight.itemsize
+        for module in experts
+        for weight in (module.gate_up_proj, module.down_proj)
+    ]
+    if any(num_bytes % 16 for num_bytes in rows):
         model.set_experts_implementation("eager")
 
 
