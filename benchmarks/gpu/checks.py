@@ -167,7 +167,11 @@ def _check_fp8_heads(device: torch.device, seed: int) -> None:
     for cache in (wide, narrow):
         place_heads(qkv, places, cosine, sine, None, 1e-6, cache, layout)
     for kept, exact in ((narrow.key, wide.key), (narrow.value, wide.value)):
-        if not torch.equal(kept.float(), exact.float().clamp(-448, 448).to(FP8).float()):
+        rounded = exact.float().clamp(-448, 448).to(FP8).float()
+        is_compared = exact.abs() >= 2.0**-6  # Triton's interpreter cuts smaller ones off
+        if device.type == "cuda":
+            is_compared = torch.ones_like(is_compared)
+        if not torch.equal(kept.float()[is_compared], rounded[is_compared]):
             raise AssertionError(f"fp8: K or V are rounded in another way, seed {seed}")
 
 
