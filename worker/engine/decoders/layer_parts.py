@@ -73,7 +73,6 @@ _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 """The latter follow the rotation."""
 _ATTENTION_PARTS = {"o_proj", "sinks"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
-_MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ def dense_mlp(mlp: Any) -> DenseMLP:
         ),
         (),
     )
-    is_known = inputs and {"down_proj", "act_fn"} <= parts.keys() <= _MLP_PARTS
+    is_known = inputs and {"down_proj", "act_fn"} <= parts.keys()
     require(bool(is_known), f"an MLP of {sorted(parts)}")
     return DenseMLP(
         inputs=_linears(parts, inputs),

@@ -10,7 +10,7 @@
 
 namespace promptq {
 
-// ACTIVATIONS in decoders/layer_parts.py has the same order.
+// ACTIVATIONS in decoders/mlp_parts.py has the same order.
 enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu };
 
 // Returns x / (1 + e^-by).
