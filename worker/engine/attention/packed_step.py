@@ -13,7 +13,7 @@ import torch
 
 from promptq.worker.engine.attention import decode_work, prefill_work
 from promptq.worker.engine.attention.types import RequestedLists, StepLayout
-from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, slot_of
 from promptq.worker.engine.device.async_copies import to_device_at_once
 
 UNKNOWN = 0
@@ -170,7 +170,7 @@ class Packer:
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
         """Returns [len(sequences), longest table]. Rewrites only the rows that changed."""
-        slots = [self._slot_of(sequence) for sequence in sequences]
+        slots = [slot_of(sequence) for sequence in sequences]
         width = max((len(sequence.block_table) for sequence in sequences), default=0)
         self._grow(max(slots, default=-1) + 1, width)
         for slot, sequence in zip(slots, sequences, strict=True):
@@ -179,12 +179,6 @@ class Packer:
                 self._tables[slot, : len(table)] = np.array(table, dtype=np.int64)
                 self._known[slot] = table  # only after it was written
         return self._tables[slots, :width]
-
-    @staticmethod
-    def _slot_of(sequence: Sequence) -> int:
-        if sequence.slot is None:
-            raise ValueError(f"sequence {sequence.sequence_id} is in a batch without a slot")
-        return sequence.slot
 
     def _grow(self, num_slots: int, width: int) -> None:
         rows, columns = self._tables.shape

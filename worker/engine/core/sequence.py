@@ -174,3 +174,10 @@ class Batch:
     @property
     def sampling(self) -> list[ScheduledSequence]:
         return [item for item in self.scheduled if item.samples]
+
+
+def slot_of(sequence: Sequence) -> int:
+    """Returns the slot of a sequence in a batch. Raises ValueError if the sequence has none."""
+    if sequence.slot is None:
+        raise ValueError(f"sequence {sequence.sequence_id} is in a batch without a slot")
+    return sequence.slot

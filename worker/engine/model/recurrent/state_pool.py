@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 
 from promptq.worker.engine.attention.kv_cache import zeros_in_pages
-from promptq.worker.engine.core.sequence import ScheduledSequence
+from promptq.worker.engine.core.sequence import ScheduledSequence, slot_of
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.model.recurrent.mixer import Mixer
 from promptq.worker.engine.model.recurrent.rows import RecurrentRows
@@ -66,7 +66,7 @@ class StatePool:
         """
         read, written, starts, num_decodes = [], [], [0], 0
         for item in items:
-            slot = self._slot_of(item)
+            slot = slot_of(item.sequence)
             held, kept = self._num_tokens[slot], item.sequence.state_source
             if item.start == 0 or kept is not None:
                 held[:] = [_NONE] * ENTRIES_PER_SLOT  # those of the slot's last sequence
@@ -93,7 +93,7 @@ class StatePool:
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
         """Note that a step with these shares has written its states, and copy those to keep."""
         for item in items:
-            slot, end = self._slot_of(item), item.start + item.num_rows
+            slot, end = slot_of(item.sequence), item.start + item.num_rows
             held = self._num_tokens[slot]
             source = held.index(item.start) if item.start in held else _NONE
             target = (source + 1) % ENTRIES_PER_SLOT
@@ -106,13 +106,7 @@ class StatePool:
     def pretend(self, items: Sequence[ScheduledSequence]) -> None:
         """Take whatever the slots hold for the states before these shares, which are trial ones."""
         for item in items:
-            self._num_tokens[self._slot_of(item)] = [item.start, _NONE]
-
-    @staticmethod
-    def _slot_of(item: ScheduledSequence) -> int:
-        if item.sequence.slot is None:
-            raise ValueError(f"sequence {item.sequence.sequence_id} is in a batch without a slot")
-        return item.sequence.slot
+            self._num_tokens[slot_of(item.sequence)] = [item.start, _NONE]
 
     @staticmethod
     def _entry(slot: int, which: int) -> int:
