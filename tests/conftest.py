@@ -66,7 +66,7 @@ def embedded_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """As `embedded_url`."""
+    """Returns the URL of a server without roles, like `embedded_url`."""
     yield from redis_server(tmp_path_factory)
 
 

@@ -26,7 +26,7 @@ MODEL_FREE = "model-free"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does. Names are those of MODELS, WORKLOADS (with poisson and queue) and ROWS."""
+    """The plan of a run. Names are those of MODELS, WORKLOADS (with poisson and queue) and ROWS."""
 
     models: Sequence[str]
     workloads: Sequence[str]
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a plan."""
+    """The results of a plan."""
 
     rates_of_rounds: list[Rates] = field(default_factory=list)
     rounds: dict[tuple[str, str, str], list[Figures]] = field(

@@ -29,7 +29,7 @@ def warm_up(shape: Shape, seed: int) -> Workload:
 
 
 def burst(shape: Shape, seed: int, tokens: str = "") -> Workload:
-    """As many as the batch holds, all at once. With other `tokens` the lengths are the same."""
+    """A full batch of requests, all at once. With other `tokens` the lengths are the same."""
     sizes = f"burst {seed}"
     return Workload("burst", _mixed(shape.batch, sizes + tokens, sizes))
 

@@ -319,7 +319,7 @@ def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: 
 def test_a_collector_that_does_not_answer_keeps_no_process_from_its_end(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was not sent in time is lost, and the exporter still waits."""
+    """Spans that were not sent in time are lost, and the exporter still waits."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "5")
     monkeypatch.setattr(tracing_module, "_CLOSE_SECONDS", 0.05)
     asked, may_answer = threading.Event(), threading.Event()

@@ -60,7 +60,7 @@ class VirtualWorkers:
     made: float = 0.0
     """Tokens since the last sample."""
     begun: dict[str, float] = field(default_factory=dict)
-    """What the open sample saw at its beginning."""
+    """Counts at the beginning of the open sample."""
     samples: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     worker_rate: float = 0.0
     readings: list[Scaling] = field(default_factory=list)
@@ -93,7 +93,7 @@ class VirtualWorkers:
         self.made = 0.0
 
     def read(self, client: Client) -> Scaling:
-        """What the scripts make of it; then the workers are started or ended."""
+        """Returns the work as scripts measure it, and then starts or ends workers."""
         real = int(time.time() * 1000)
         pipeline = self.connection.pipeline()
         pipeline.delete(KEYS.pending, KEYS.leases, KEYS.statistics, KEYS.workers)

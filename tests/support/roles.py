@@ -78,7 +78,7 @@ def bring_in_roles(url: str) -> None:
 
 
 def password_of(role: str) -> str:
-    """As in deploy/redis.acl."""
+    """Returns a user's password in deploy/redis.acl."""
     return f"change-me-{role}"
 
 
@@ -89,9 +89,10 @@ def drop_password(url: str) -> None:
 
 
 def refusals(url: str) -> list[str]:
-    """What the server refused to any role since `forget_refusals`, also inside scripts.
+    """Returns the commands that the server refused to any role since `forget_refusals`, also in
+    scripts.
 
-    Not what a subscriber's stream asks for once, and then does without: the request's record.
+    It leaves out the request's hash, which a subscriber's stream tries to read once.
     """
     with redis.Redis.from_url(as_role("", url)) as client:
         entries: Any = client.acl_log()

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """What it says once that is true."""
+    """Waits until a condition is true, and returns its value."""
     while not (value := condition()):
         time.sleep(0.002)
     return value

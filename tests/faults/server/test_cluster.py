@@ -151,7 +151,7 @@ def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
 def test_what_plain_commands_enqueue_stays_on_no_node_that_the_queue_has_left(
     cluster: Cluster,
 ) -> None:
-    """As docs/protocol.md tells any client to: there is no PUBLISH in the transaction."""
+    """The client follows docs/protocol.md: there is no PUBLISH in the transaction."""
     with cluster.moving(KEYS.pending) as (source, _):
         with source.client.pipeline(transaction=True) as commands:
             commands.hset(KEYS.request("plain"), "payload", '{"prompt":"p"}')

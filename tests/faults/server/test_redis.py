@@ -280,7 +280,7 @@ def test_generation_pauses_at_the_bound_of_its_buffer_and_does_not_count_as_hung
 def test_events_that_a_server_lost_are_sent_again_as_they_were(
     queue: RequestQueue, server: OwnServer, tmp_path: Path
 ) -> None:
-    """As after a failover: the log is shorter than what its worker has sent, and its reader got."""
+    """After a failover, the log may lack events that the worker has sent and a reader has read."""
     with (
         started(tmp_path, server.url, "--lease-ms", "60000", module=FAULTY) as worker,
         Client(as_role("subscriber", server.url)) as reader,

@@ -239,8 +239,9 @@ def test_an_end_token_is_left_out(story: Story) -> None:
 
 
 def test_an_output_that_is_given_is_no_fork(story: Story) -> None:
-    """As a program asks that begins the assistant's answer: `max_tokens` and `min_tokens` are for
-    what the model adds, and an answer that is complete ends at once."""
+    """A program gives the beginning of the answer. `max_tokens` and `min_tokens` count only the
+    model's tokens, and an answer that is already complete ends at once.
+    """
     client = story.client
     chat = [{"role": "user", "content": "Tell me a story."}]
     given = {"text": "Certainly! It was"}

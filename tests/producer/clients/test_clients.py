@@ -190,7 +190,7 @@ def test_result_gives_up_after_its_timeout(any_client: Any) -> None:
 
 
 def test_cancel(any_client: Any, own_worker: Any) -> None:
-    """What waits ends at once; what runs is its worker's to end, with the usage so far."""
+    """A waiting request ends at once. The worker ends a running one, with the usage so far."""
     waiting, running = any_client.enqueue("Hi"), any_client.enqueue("Hi", priority=-1)
     claim = own_worker.take()
     own_worker.send(claim, "ab")

@@ -84,7 +84,7 @@ def test_a_pending_id_is_known(own_worker: HandWorker, hash_type: str, tenant: s
 
 
 def test_a_hole_in_the_log_is_not_jumped(own_worker: HandWorker) -> None:
-    """What is behind it would come without what is in it."""
+    """Otherwise a reader would get the later tokens without those in the hole."""
     own_worker.redis.hset(KEYS.request("x"), "payload", "{}")
     own_worker.redis.zadd(KEYS.pending, {"x": 1})
     claim = own_worker.take()

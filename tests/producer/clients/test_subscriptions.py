@@ -180,7 +180,9 @@ async def test_a_lost_connection_of_many_streams(
 async def test_tokens_that_were_lost_and_replaced_unheard(
     client: AsyncClient, readers: Readers, own_worker: HandWorker
 ) -> None:
-    """As by a failover in bf16: at the end at the latest a stream says that it read other ones."""
+    """This can happen after a failover in bf16. At the latest at its end, a stream reports that it
+    read other tokens.
+    """
     [claim] = await enqueue(client, own_worker, 1)
     readers.read(claim.request_id)
     own_worker.send(claim, "abc")

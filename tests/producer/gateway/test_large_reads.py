@@ -36,9 +36,9 @@ OF_PROMPT: dict[str, Any] = {
 async def answered_by(
     worker: HandWorker, calling: Awaitable[Any], **of_prompt: Any
 ) -> tuple[Any, Claim]:
-    """What comes of a call whose request the worker answers with many log-probabilities.
+    """Returns the gateway's answer to a call whose request gets many log-probabilities.
 
-    Those of its prompt are in one event, which is the last one, too.
+    The log-probabilities of the prompt are in one event, which is also the last.
     """
     call = asyncio.ensure_future(calling)
     claim = await asyncio.to_thread(worker.queue.take)

@@ -13,7 +13,7 @@ from heapq import merge
 
 
 class Fault(StrEnum):
-    """What may happen to a run. Poison, cancels and deadlines come with the requests."""
+    """The faults of a run. Poison, cancels and deadlines come with the requests."""
 
     KILL = "SIGKILL of a model-free worker"
     KILL_REAL = "SIGKILL of a shipped-model worker"

@@ -37,7 +37,7 @@ _CHANGING = (
     (re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|req)[-_][\w-]{8,}"), r"\1-ID"),
     (re.compile(r"/[\w./-]*/compat(?:-\w+)?/"), ""),
 )
-"""What differs from run to run."""
+"""Texts that differ from run to run."""
 
 
 @dataclass(frozen=True)

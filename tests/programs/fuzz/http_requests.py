@@ -97,7 +97,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Thrown:
-    """What is sent, and in which ways it was spoilt."""
+    """A malformed request, and the ways in which it was spoilt."""
 
     raw: bytes
     kinds: tuple[str, ...]

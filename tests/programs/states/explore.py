@@ -94,7 +94,9 @@ MOST_STATES = 1_000_000
 
 @dataclass
 class Explored:
-    """What was seen. `moves` are those made on the server, each with all invariants checked."""
+    """The result of an exploration. `moves` counts those made on the server, each with all
+    invariants checked.
+    """
 
     states: int = 0
     moves: int = 0
@@ -103,7 +105,7 @@ class Explored:
     kinds: dict[str, int] = field(default_factory=dict)
     """How many moves of each kind changed the state."""
     statuses: set[RowStatus] = field(default_factory=set)
-    """What rows were answered."""
+    """The statuses that rows got."""
 
 
 @dataclass(slots=True)

@@ -243,7 +243,9 @@ def test_a_tenant_has_so_many_unfinished_batches(
 
 
 async def test_batches_that_all_looked_before_any_was_added(redis_url: str) -> None:
-    """What each gateway saw does not count, but how many there are then."""
+    """The limit applies to the number when a batch is added, not to the number that its gateway saw
+    before.
+    """
     looked = asyncio.Barrier(12)
 
     class Together(redis.asyncio.Redis):

@@ -203,7 +203,7 @@ def stalled(gateway: LiveGateway, path: str, secret: str) -> socket.socket:
 
 
 def code_of(gateway: LiveGateway, path: str, secret: str) -> tuple[int, str]:
-    """What half as large a body gets, whose end is wrong."""
+    """Returns the error code for a body half as large whose end is malformed."""
     headers = bearer(secret)
     kind = "multipart/form-data; boundary=b" if path == FILES else "application/json"
     body = FORM + b" " * (MIB // 2)

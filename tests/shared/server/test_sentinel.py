@@ -47,7 +47,7 @@ def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
 
 
 def test_an_interrupted_call_leaves_no_reply_for_the_next(guarded: Guarded) -> None:
-    """What a signal's handler raises ends the call, as when one of RQ's workers is stopped."""
+    """An exception in a signal's handler ends the call, as when one of RQ's workers is stopped."""
 
     def raise_error(*_: object) -> None:
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> No
 
 
 async def check_both_clients(url: str) -> None:
-    """What one puts into the queue the other sees."""
+    """Each client sees the requests that the other enqueues."""
     with Client(url) as client:
         request_id = client.enqueue("a")
         async with AsyncClient(url) as asynchronous:

@@ -320,7 +320,7 @@ def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) ->
 
 @torch.inference_mode()
 def generate(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    """What the library's own greedy decoding makes of a prompt, end tokens ignored."""
+    """Returns the tokens of the library's greedy decoding, which ignores end tokens."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

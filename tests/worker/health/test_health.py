@@ -1,4 +1,4 @@
-"""What Kubernetes and systemd are told of a worker, from its start to its end."""
+"""A worker reports its health to Kubernetes and systemd, from its start to its end."""
 
 from __future__ import annotations
 

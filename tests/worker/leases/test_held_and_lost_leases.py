@@ -251,7 +251,7 @@ def test_the_length_of_a_prompt_is_told_until_the_server_has_taken_it(world: Wor
 
 
 class Server:
-    """What is true of each attempt, as the server says it: who holds it, and one outcome."""
+    """The server's record of each attempt: its holder, and one outcome."""
 
     def __init__(self) -> None:
         self.outcome: dict[Lease, Outcome] = {}

@@ -46,7 +46,7 @@ class CountingQueue(AsyncRequestQueue):
 
 
 class Policy(ClaimPolicy):
-    """As much as is to lie ready, of so many tokens."""
+    """A policy for how many requests, of a given number of tokens, are to be prepared."""
 
     free_tokens = 100_000
 

@@ -1,4 +1,4 @@
-"""What a worker answers: tokens, logprobs, stop strings, and errors of one request alone."""
+"""A worker's answers: tokens, logprobs, stop strings, and errors of one request alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the processes of models are told, in which order. They are real, but load nothing."""
+"""The owner sends commands to the processes of models in the right order. They are real, but load
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strange server may send, and what becomes of it."""
+"""Malformed answers of an inference server, and their results."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_what_a_server_says_of_itself_is_cut_in_messages() -> None:
 
 
 async def test_a_line_in_many_pieces_is_put_together_once() -> None:
-    """As fast as the same bytes in many lines, but for a small factor."""
+    """It is as fast as the same bytes in many lines, up to a small factor."""
 
     async def seconds_of(data: bytes) -> tuple[float, list[bytes]]:
         async def pieces() -> AsyncIterator[bytes]:

@@ -168,7 +168,9 @@ def test_says_what_options_lack(redis_url: str, options: tuple[str, ...], said: 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """What is called as `vllm serve MODEL --port N ...`, starts the stand-in and notes its pid."""
+    """Returns a program that is called like `vllm serve MODEL --port N ...`, starts the stand-in
+    and notes its pid.
+    """
     return program_of("vllm", tmp_path)
 
 

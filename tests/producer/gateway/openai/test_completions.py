@@ -48,7 +48,7 @@ def test_a_whole_answer_says_where_it_can_be_read_again(
 
 
 def test_a_completion_has_16_tokens_unless_told(letters: OpenAI) -> None:
-    """As in the OpenAI API; a chat goes on to the model's length."""
+    """This is OpenAI's default; a chat goes on to the model's length."""
     assert len(letters.completions.create(model="", prompt="Hi").choices[0].text) == 16
 
 

@@ -44,7 +44,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What the server holds of one queue at the end."""
+    """The contents of one queue on the server at the end."""
 
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each request's hash, with `result` as a dict."""

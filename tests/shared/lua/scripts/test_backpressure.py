@@ -32,7 +32,9 @@ def limit(client: Any, queue: RequestQueue, **settings: int) -> None:
 
 
 def tokens_of(request: NewRequest) -> int:
-    """What a request counts as: a quarter of its payload's bytes, and its `max_tokens`."""
+    """Returns the estimate of a request's tokens: a quarter of its payload's bytes, and its
+    `max_tokens`.
+    """
     return -(-len(request.request.to_payload()) // 4) + (request.request.max_tokens or 256)
 
 

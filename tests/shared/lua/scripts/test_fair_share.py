@@ -32,7 +32,7 @@ from tests.support.servers import Server
 LARGEST_PROMPT, LARGEST_OUTPUT = 40, 20
 ROOM = 5 * (LARGEST_PROMPT + LARGEST_OUTPUT)
 LONGEST_ESTIMATE = 60
-"""What the scripts take the longest prompt for before it is tokenised: a quarter of its payload."""
+"""The scripts' estimate for the longest prompt before it is tokenised: a quarter of its payload."""
 
 
 @pytest.fixture

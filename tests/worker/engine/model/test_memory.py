@@ -1,4 +1,4 @@
-"""What is measured before the KV cache is allocated, and that no cache outlives its use."""
+"""The worker measures memory before it allocates the KV cache, and no cache outlives its use."""
 
 from __future__ import annotations
 

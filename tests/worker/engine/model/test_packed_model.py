@@ -432,7 +432,9 @@ def batch_of_one() -> Batch:
 
 
 class CompilationError(Exception):
-    """As Triton's: of no standard kind, and with the whole source before its reason."""
+    """An error like Triton's: it has no standard base, and its text has the whole source before the
+    reason.
+    """
 
     def __init__(self, error_message: str | None = None) -> None:
         super().__init__(f"at 12:8:\n    key = tl.load(...)\n{error_message}")

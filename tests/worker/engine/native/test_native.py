@@ -357,7 +357,7 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_without_sources_or_a_folder_the_reason_is_told(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As in an image that is read only, or a wheel that lacks them: PyTorch serves then."""
+    """A read-only image, or a wheel, may lack sources or a folder for them. Then PyTorch serves."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     said = r"cannot be written \(Not a directory\).*XDG_CACHE_HOME"

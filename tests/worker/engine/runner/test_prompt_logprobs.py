@@ -31,7 +31,7 @@ LENGTHS = (1, 2, 33, 17, 64, 40, 5)
 
 @dataclass(frozen=True)
 class Told:
-    """What was told of one prompt, and what it took."""
+    """The log-probabilities of one prompt, and the steps that they took."""
 
     logprobs: list[float]
     ranks: list[int]

@@ -199,7 +199,7 @@ def test_every_attention_backend(
 
 
 def test_blocks_of_the_departed_leave_nothing(family_of: Callable[[str], Family]) -> None:
-    """What a former owner left in a block, be it not even a number, reaches nobody."""
+    """Values that a former owner left in a block, even NaN, reach nobody."""
     family = family_of("llama")
     engine = make_engine(family, num_blocks=40)
     runner: Any = engine._runner

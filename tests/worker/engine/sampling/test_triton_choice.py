@@ -27,7 +27,9 @@ TOP_P = [0.0001, 0.9, 0.999]
 def choose(
     logits: torch.Tensor, params: list[SamplingParams], numbers: list[float]
 ) -> tuple[list[int], list[int]]:
-    """What the kernel and torch choose from one row of logits, for each of the params."""
+    """Returns the choices of the kernel and of torch from one row of logits, for each of the
+    params.
+    """
     repeated = logits.expand(len(params), -1)
     asked = Distributions(params, logits.shape[1], CPU)
     draws = torch.from_numpy(asked.draws.copy())
