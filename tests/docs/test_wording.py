@@ -25,7 +25,7 @@ LIMITS = {
     "of tests, begin with The same": 14,
     "of tests, begin with Those": 17,
     "of tests, begin with Who": 14,
-    "words of docs": 30296,
+    "words of docs": 30292,
 }
 """Every other count is 0."""
 
