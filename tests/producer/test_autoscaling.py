@@ -267,7 +267,7 @@ def test_the_rate_of_a_worker_is_what_it_makes_while_requests_wait(connection: A
     assert samples.take(1200) == 120, "a worker that comes does not make the others faster"
 
 
-def test_a_full_queue_tells_when_there_is_room_by_the_same_rate(connection: Any) -> None:
+def test_a_full_queue_estimates_when_there_is_room_by_the_same_rate(connection: Any) -> None:
     """Two requests too many, of three tokens each, at ten tokens a second."""
     queue = RequestQueue(connection)
     now = int(time.time() * 1000)

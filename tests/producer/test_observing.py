@@ -36,7 +36,7 @@ def happenings(timeline: Timeline) -> list[Happened]:
     return [moment.what for moment in timeline.moments]
 
 
-async def test_a_workers_slots_tell_who_runs_and_how_far(
+async def test_a_workers_slots_show_running_requests_and_their_progress(
     redis_url: str, client: AsyncClient
 ) -> None:
     """Those of one prompt share its blocks, which the worker counts once."""

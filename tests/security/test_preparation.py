@@ -261,7 +261,7 @@ def test_a_machine_too_busy_to_vet_refuses_no_schema_for_good(
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it is read there")
-def test_the_vetting_process_is_not_told_how_to_reach_redis(
+def test_the_vetting_process_does_not_get_the_address_of_redis(
     vetter: Vetter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://:secret@127.0.0.1/0")

@@ -202,7 +202,7 @@ def test_a_client_that_is_closed_leaves_no_connection(cluster: Cluster, owner: r
     until(lambda: cluster.num_clients() == before)
 
 
-async def test_an_address_that_is_wrong_is_told_in_a_sentence(
+async def test_a_wrong_address_is_reported_in_a_sentence(
     cluster: Cluster, redis_url: str, owner: redis.Redis
 ) -> None:
     nodes = cluster.cluster_url.partition("//")[2]

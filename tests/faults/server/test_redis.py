@@ -88,7 +88,7 @@ def test_a_worker_that_is_cut_off_for_a_while_goes_on_with_what_it_has(
     check_log(queue, request_id, text_of(1, LONG))
 
 
-def test_a_worker_whose_links_were_forgotten_hears_what_it_is_told(
+def test_a_worker_whose_connections_were_forgotten_still_gets_messages(
     queue: RequestQueue, network: Network, server: OwnServer, tmp_path: Path
 ) -> None:
     """Its link to the control channel stays open and brings nothing any more."""

@@ -123,7 +123,7 @@ def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-def test_a_preparation_that_hangs_is_noticed_though_nobody_wants_its_request_any_more(
+def test_a_preparation_that_hangs_is_noticed_after_its_request_has_ended(
     queue: RequestQueue, redis_url: str, tmp_path: Path, how: str
 ) -> None:
     """Those that were claimed with it would else be held for ever. Nobody is to blame."""
@@ -153,7 +153,7 @@ def test_a_preparation_that_hangs_is_noticed_though_nobody_wants_its_request_any
         assert result_of(queue, behind)["text"] == text_of(2, 5)
 
 
-def test_a_worker_that_is_told_to_stop_waits_for_no_preparation_that_hangs(
+def test_a_stopping_worker_does_not_wait_for_a_preparation_that_hangs(
     queue: RequestQueue, redis_url: str, tmp_path: Path
 ) -> None:
     """It finishes what runs, though that takes longer than what counts as hung."""

@@ -138,7 +138,7 @@ def test_enqueue_many_is_all_or_none(any_client: Any, own_worker: Any) -> None:
     assert any_client.enqueue_many([]) == []
 
 
-def test_samples_are_requests_with_seeds_of_their_own(any_client: Any, own_worker: Any) -> None:
+def test_samples_are_requests_with_different_seeds(any_client: Any, own_worker: Any) -> None:
     """`n` requests, one id and one seed apart, enqueued at once."""
     ids = any_client.enqueue_samples(3, "Hi", request_id="s", seed=7, idempotency_key="k")
     assert ids == ["s:0", "s:1", "s:2"]

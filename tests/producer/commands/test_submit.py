@@ -115,7 +115,7 @@ def at_terminal(environment: dict[str, str], redis_url: str) -> Callable[..., Te
     return lambda *args: Terminal(*PROMPTQ, *args, "--redis", url, **options)
 
 
-def test_tells_at_a_terminal_how_it_went(
+def test_reports_the_outcome_at_a_terminal(
     own_worker: HandWorker, at_terminal: Callable[..., Terminal]
 ) -> None:
     """Who watches later does not know how long the first token took."""

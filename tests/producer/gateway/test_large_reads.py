@@ -126,7 +126,7 @@ async def test_the_event_loop_reads_large_answers_in_small_pieces(
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_so_it_reads_what_is_told_of_a_long_prompt(
+async def test_the_log_probabilities_of_a_long_prompt_are_read_in_pieces(
     redis_url: str, own_worker: HandWorker
 ) -> None:
     """All of it is one event. It is read, written and freed in small pieces."""

@@ -92,7 +92,7 @@ def jobs(settings: JobsSettings) -> Iterator[Jobs]:
         yield jobs
 
 
-def test_every_final_state_is_told(server: Server) -> None:
+def test_every_final_state_is_reported(server: Server) -> None:
     """Exactly those requests that asked for it are listed, whoever ended them and how; and their
     results are kept for longer than a day."""
     with closing(server.connect()) as client:
@@ -133,7 +133,7 @@ def test_every_final_state_is_told(server: Server) -> None:
         assert client.pttl(KEYS.request("nobody")) <= 3_600_000
 
 
-def test_a_webhook_is_signed_and_tells_the_result(
+def test_a_webhook_is_signed_and_has_the_result(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
     ask(own_worker.queue, "a/b", receiving.url("/ok"), metadata={"my": "id"})

@@ -54,7 +54,7 @@ async def test_so_they_do_with_asyncio(queue: RequestQueue, server: Server) -> N
     await client.aclose()
 
 
-async def test_a_script_that_the_server_has_forgotten_is_told_anew(embedded_url: str) -> None:
+async def test_a_script_that_the_server_has_forgotten_is_loaded_again(embedded_url: str) -> None:
     """This happens after a restart of the server, and to the first caller."""
     import redis.asyncio
 

@@ -21,7 +21,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
 
-def test_what_finished_is_not_run_again_and_its_end_is_told_again(
+def test_a_finished_request_is_not_run_again_and_its_end_is_sent_again(
     client: Any, queue: RequestQueue
 ) -> None:
     put(queue, "a")

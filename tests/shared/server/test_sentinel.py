@@ -129,7 +129,7 @@ async def test_a_sentinel_that_says_nothing_is_asked_once_and_then_the_next(
     network.close()
 
 
-async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
+async def test_sentinels_with_a_separate_password(tmp_path: Path) -> None:
     port, folder = free_port(), tmp_path / "sentinel"
     users = f"port {port}\nuser default off\nuser watcher on >their-secret ~* &* +@all\n"
     url = as_role("producer", f"redis+sentinel://127.0.0.1:{port}/{SERVICE}/0")

@@ -141,7 +141,7 @@ async def test_a_model_that_does_not_load_leaves_the_other_one_alone(
         assert not [it for it in notes() if it.startswith("a ")]
 
 
-async def test_if_the_first_one_does_not_load_that_is_told(
+async def test_if_the_first_model_does_not_load_that_is_reported(
     queue: AsyncRequestQueue, tmp_path: Path
 ) -> None:
     context = forking(__name__)

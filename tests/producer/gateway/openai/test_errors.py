@@ -289,7 +289,7 @@ def test_an_unknown_model(letters: OpenAI) -> None:
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
 
 
-def test_an_unknown_model_that_only_a_worker_can_tell(
+def test_an_unknown_model_that_only_a_worker_may_know(
     openai_client: OpenAI, own_worker: HandWorker
 ) -> None:
     """Until a worker comes to a queue, nobody knows which model it serves."""

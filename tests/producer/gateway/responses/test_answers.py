@@ -97,7 +97,7 @@ def test_a_whole_answer_says_the_same_as_its_stream(letters: OpenAI) -> None:
     assert all(len(it["top_logprobs"]) == 1 for it in part["logprobs"])
 
 
-def test_what_was_asked_for_is_told_again(gateway: LiveGateway, own_worker: HandWorker) -> None:
+def test_the_fields_of_the_call_are_returned(gateway: LiveGateway, own_worker: HandWorker) -> None:
     with openai_of(gateway) as client:
         got, _ = response_of(
             client, own_worker, input="Go", instructions="Be brief.", temperature=0.5, top_p=0.9,

@@ -66,7 +66,7 @@ def test_pending_tokens_of_the_queue_are_limited(client: Any, queue: RequestQueu
     put(queue, "c")
 
 
-def test_each_tenant_has_limits_of_its_own(client: Any, queue: RequestQueue) -> None:
+def test_each_tenant_has_separate_limits(client: Any, queue: RequestQueue) -> None:
     limit(client, queue, tenant_max_pending=2, max_pending__small=1, max_pending__free=0)
     put(queue, "s1", tenant="small")
     with pytest.raises(QueueFullError) as caught:

@@ -121,7 +121,7 @@ def test_short_memory_makes_steps_smaller_and_fails_nobody() -> None:
     assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}
 
 
-def test_an_engine_that_computes_nothing_any_more_blames_nobody() -> None:
+def test_an_engine_that_can_no_longer_compute_blames_nobody() -> None:
     def fault(_: Batch, num_launches: int) -> Exception | None:
         return OSError("the device is gone") if num_launches >= 3 else None
 

@@ -127,7 +127,7 @@ def test_a_row_is_chosen_alike_alone_and_beside_others(seed: int) -> None:
         assert torch.equal(alone, together[rows])
 
 
-def test_rows_without_a_choice_are_told_and_get_some_token() -> None:
+def test_rows_without_a_choice_are_reported_and_get_some_token() -> None:
     nothing = torch.full((1, 40), float("-inf"))
     broken = torch.full((1, 40), float("nan"))
     for logits in (nothing, broken):
