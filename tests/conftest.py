@@ -109,7 +109,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def _role_of(args: tuple[str, ...]) -> str:
-    """Who gives a command."""
+    """Returns the role that sends a command."""
     roles = dict.fromkeys(("up", "supervise", "worker"), "worker")
     roles |= {"jobs": "jobs", "gateway": "gateway"}
     steering = dict.fromkeys(("keys", "pause", "resume", "drain", "webhooks", "models"), "operator")

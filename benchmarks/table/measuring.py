@@ -121,7 +121,7 @@ def _poisson(plan: Plan, run: Run, tell: Callable[[str], None]) -> None:
 
 
 def _rows(plan: Plan, names: Sequence[str]) -> list[Row]:
-    """Those of the plan that have part in any of these workloads."""
+    """Returns the rows of the plan that run any of these workloads."""
     return [ROWS[name] for name in plan.rows if ROWS[name].workloads & set(names)]
 
 

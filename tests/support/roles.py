@@ -45,7 +45,7 @@ _ROLE_OF_SCRIPT = {
     "hold_lease": "jobs",
     "store_response": "gateway",
 }
-"""Who calls it; the worker calls `cancel` too."""
+"""The role that calls each script; the worker calls `cancel` too."""
 
 
 def as_role(role: str, url: str) -> str:
@@ -129,7 +129,7 @@ class QueueClient(redis.Redis):
 
 
 class AsyncQueueClient(redis.asyncio.Redis):
-    """The same for an `AsyncRequestQueue`."""
+    """`QueueClient` for an `AsyncRequestQueue`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

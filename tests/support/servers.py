@@ -93,7 +93,7 @@ def embedded_server() -> Iterator[str]:
 
 
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The same for a redis-server, until the generator goes on; skips where there is none."""
+    """Runs a redis-server until the generator goes on; skips the test if there is none."""
     program = server_program("redis-server")
     port = free_port()
     folder = tmp_path_factory.mktemp("redis-server")

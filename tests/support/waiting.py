@@ -17,7 +17,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 async def async_until(condition: Callable[[], Any]) -> Any:
-    """The same beside other tasks; what a condition says may be awaitable."""
+    """Waits like `until` beside other tasks; the condition may return an awaitable."""
     while True:
         value = condition()
         if inspect.isawaitable(value):

@@ -133,7 +133,7 @@ async def test_streams_outlive_a_change_of_the_cluster(
 def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
     cluster: Cluster, owner: redis.Redis
 ) -> None:
-    """It would take them for missing, and drop the requests."""
+    """Otherwise the script would take the keys for missing, and drop the requests."""
     queue = RequestQueue(owner, max_crashes=1)
     ids = queue.enqueue([NewRequest(f"r{n}", Request.build({"prompt": "p"})) for n in range(10)])
     with cluster.moving(KEYS.pending) as (source, target):

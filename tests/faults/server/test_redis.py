@@ -248,7 +248,7 @@ def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
 def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
     queue: RequestQueue, network: Network, tmp_path: Path, fault: str | None
 ) -> None:
-    """It waits for no preparation that hangs."""
+    """The worker waits for no preparation that hangs."""
     # It tries for the time of a lease to give its requests back.
     options = ["--redis-retry-seconds", "1", "--lease-ms", "2000"]
     environment = {"FAULT": fault, "FAULT_FOR": "3600"} if fault else {}

@@ -81,7 +81,7 @@ def text_of(events: list[TokenEvent]) -> str:
 
 
 def test_a_fork_of_a_running_request_survives_its_worker(story: Story) -> None:
-    """It has the tokens of the source, also from where another worker went on."""
+    """The fork has the tokens of the source, also those from another worker."""
     events, source = read(story.client, story.fork), story.told
     assert events[0].attempt == 1 < events[-1].attempt
     assert len(events[0].token_ids) == RUNNING_AT
@@ -122,7 +122,7 @@ def test_a_greedy_fork_has_the_tokens_of_its_source(
 
 
 def test_a_sampled_fork_goes_its_own_way(story: Story) -> None:
-    """It has a seed of its own. With that of its source it repeats it."""
+    """A fork has another seed than its source. With the same seed it repeats the source."""
     client, at = story.client, 10
     source = client.enqueue(
         PROMPT, max_tokens=40, temperature=1.0, seed=4, idempotency_key="of the source"

@@ -258,7 +258,7 @@ def test_an_id_that_cannot_be(any_client: Any, method: str) -> None:
 
 
 def test_a_closed_client(make_client: Make, redis_url: str) -> None:
-    """It refuses further use."""
+    """A closed client refuses further use."""
     client = make_client(redis_url)
     request_id = client.enqueue("Hi")
     client.close()
@@ -349,7 +349,7 @@ def test_a_lost_reply_to_enqueue(make_client: Make, redis_url: str, request_id: 
 
 
 def test_a_given_redis_client_is_used_and_left_open(redis_url: str) -> None:
-    """It stays its owner's."""
+    """The client stays its owner's."""
     with redis.Redis.from_url(redis_url) as connection:
         before = connection.client_id()
         with Client(connection) as client:
@@ -358,7 +358,7 @@ def test_a_given_redis_client_is_used_and_left_open(redis_url: str) -> None:
 
 
 async def test_a_given_async_redis_client_is_used_and_left_open(redis_url: str) -> None:
-    """It stays its owner's."""
+    """The client stays its owner's."""
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
         before = await connection.client_id()
         async with AsyncClient(connection) as client:

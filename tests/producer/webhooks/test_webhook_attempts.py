@@ -368,7 +368,7 @@ def test_a_server_that_refuses_strikes_nothing_off(
 def test_what_strangers_wrote_of_what_waits(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """It is struck off, and a key of another type gives way."""
+    """Malformed entries leave the list, and a key of another type is deleted."""
     server = own_worker.redis
     spoilt: dict[Any, str] = {
         b"\xff": "{}",
@@ -440,8 +440,8 @@ def test_it_is_sent_again_by_hand(jobs: Jobs, own_worker: HandWorker, receiving:
 def test_what_an_earlier_release_handed_to_rq(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """It is called too, as its request says, whether it waited for its first attempt or the next;
-    what is no webhook there goes."""
+    """Such a webhook is called too, as its request says, whether it waited for its first attempt or
+    the next. Other jobs there are deleted."""
     import zlib
 
     server = own_worker.redis

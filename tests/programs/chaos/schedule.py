@@ -83,7 +83,7 @@ MEAN_SECONDS_ON_A_CLUSTER = {
     Fault.SLOT_MOVE: 12.0,
     Fault.SLOT_MOVE_AT_ONCE: 20.0,
 }
-"""The same on a cluster, which is reached without the proxy that spoils links."""
+"""Mean times on a cluster, which is reached without the proxy that spoils connections."""
 
 MEAN_SECONDS_WHILE_SWAPPING = {
     Fault.KILL_FIRST: 15.0,

@@ -46,7 +46,7 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """It grows by less than 2 % an hour, or by no more than twice its standard error."""
+        """Whether the line grows by less than 2 % an hour, or at most twice its standard error."""
         is_small = self.share_per_hour < FLAT_SHARE_PER_HOUR
         return is_small or self.slope_per_hour <= _SURE * self.error_per_hour
 

@@ -47,8 +47,8 @@ def save_byte_model(directory: Path) -> Path:
 
 
 def save_byte_gguf(file: Path) -> Path:
-    """The same in a GGUF file. It cannot be without a merge, so it has one of two bytes that no
-    text has."""
+    """Saves the byte tokenizer in a GGUF file. The format needs a merge, so it has one of two bytes
+    that no text has."""
     characters = _characters()
     tokens = [*(characters[byte] for byte in range(256)), END, characters[255] * 2]
     writer = gguf.GGUFWriter(file, "llama")

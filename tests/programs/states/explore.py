@@ -36,7 +36,7 @@ _ANSWERS = ANSWER_INVARIANTS + CLAIM_INVARIANTS + UPKEEP_INVARIANTS
 
 @dataclass(frozen=True)
 class Invariants:
-    """Those to be checked; `progress` is about all states together."""
+    """The invariants to check; `progress` is about all states together."""
 
     states: Collection[StateInvariant] = STATE_INVARIANTS
     changes: Collection[StepInvariant] = CHANGE_INVARIANTS

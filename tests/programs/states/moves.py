@@ -165,7 +165,7 @@ def _hold(world: World, view: View, spec: Spec) -> Iterator[Move]:
 
 
 def _attempts(world: World, newest: int) -> range:
-    """Those that some worker may think it makes."""
+    """Returns the attempts that some worker may think it makes."""
     may_be_forgotten = world.moves & {"forget", "purge"}
     return range(FORGOTTEN if may_be_forgotten else 1, newest + 1)
 

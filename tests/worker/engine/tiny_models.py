@@ -313,7 +313,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
-    """The same as a directory."""
+    """Saves a tiny model as a directory."""
     make_model(family, seed, **overrides).save_pretrained(directory)
     return directory
 

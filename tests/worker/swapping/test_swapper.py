@@ -134,7 +134,7 @@ def test_what_this_process_starts_later_may_import_from_its_folder(
 async def test_a_model_that_does_not_load_leaves_the_other_one_alone(
     queue: AsyncRequestQueue, tmp_path: Path
 ) -> None:
-    """It is tried again, since memory may have become free."""
+    """The owner tries the model again, since memory may have become free."""
     async with swapping(queue, tmp_path / "notes", "broken") as notes:
         await async_put(AsyncRequestQueue(queue.redis, "b"))
         await async_until(lambda: notes().count("b load") == 2)

@@ -71,7 +71,7 @@ def num_open(queue: RequestQueue) -> int:
 
 
 def check(queue: RequestQueue, request_id: str, seed: int, length: int) -> None:
-    """It has all its tokens, once each."""
+    """Checks that the stream has all its tokens, once each."""
     until(lambda: is_complete(queue, request_id))
     check_log(queue, request_id, text_of(seed, length))
 

@@ -1,4 +1,4 @@
-"""Who sees the dashboard, and what a browser lets its page do."""
+"""Access to the dashboard, and the limits that the browser puts on its page."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_a_request_that_was_given_up(openai_client: OpenAI, own_worker: HandWork
 
 
 def test_a_batch_that_is_over(openai_client: OpenAI, redis_url: str) -> None:
-    """It cannot be cancelled, however often the client tries."""
+    """The batch cannot be cancelled, however often the client tries."""
     record = new_batch("/v1/completions", "file-1", ApiKey(name="web"))
 
     async def put_in() -> None:

@@ -71,7 +71,7 @@ class Sent:
     queue: Queue
     kind: Kind
     fields: dict[str, Any]
-    """Those of its payload."""
+    """The fields of its payload."""
     template: str = ""
     """In the queue of the shipped model: which reference answer it must give."""
     delay_ms: int = 0
@@ -223,8 +223,8 @@ class Ending:
     is_last: bool = False
     """The run was over, and all were told to end."""
     is_earlier: bool = False
-    """It was of the last release, which a SIGTERM kills that comes while its interpreter ends. This
-    release ignores it then."""
+    """Whether the process was of the last release. A SIGTERM kills such a process while its
+    interpreter ends; this release ignores it then."""
 
     @property
     def reason(self) -> str:

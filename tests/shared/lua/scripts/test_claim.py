@@ -1,4 +1,4 @@
-"""Who is handed what, and in which order."""
+"""Claims: which worker gets which requests, and in which order."""
 
 from __future__ import annotations
 

@@ -278,7 +278,9 @@ def test_a_share_that_nobody_uses_goes_to_the_others(world: World) -> None:
 
 
 def test_nothing_is_saved_up_nor_held_against_anyone(world: World) -> None:
-    """Who comes, or comes back, after long shares from there on as if it had always been there."""
+    """A tenant that comes, or comes back after long, shares from then on as if it had always been
+    there.
+    """
     world.put("back", 5, 5)
     for _ in range(300):
         while world.waiting["alone"] < 6:

@@ -149,7 +149,7 @@ def out_of_memory(since: int, times: int) -> Fault:
 def test_memory_that_is_short_at_one_token_for_a_while_fails_nobody(
     ahead: bool, since: int, times: int
 ) -> None:
-    """Who finds none waits without blocks, and goes on behind what it has."""
+    """A sequence that finds no memory waits without blocks, and continues after its tokens."""
     tokens, last, _, engine = run(out_of_memory(since, times), 5, async_scheduling=ahead)
     assert tokens == {n: tokens_of(n, 10) for n in range(5)}
     assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}

@@ -186,7 +186,7 @@ def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Fa
 def test_every_attention_backend(
     backend: AttentionBackend, name: str, family_of: Callable[[str], Family]
 ) -> None:
-    """It gives these tokens, or refuses the model by what it does not know."""
+    """Each backend computes these tokens, or refuses the model and names the reason."""
     family, refused = family_of(name), ""
     try:
         engine = make_engine(family, attention=backend.name, prefill_chunk=3)

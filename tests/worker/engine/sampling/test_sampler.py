@@ -147,7 +147,7 @@ def random_sequences(rows: int, vocab_size: int, seed: int = SEED) -> list[Seque
 
 
 def with_params(row: Sequence, **changed: Any) -> Sequence:
-    """The same row, but for these parameters."""
+    """Returns the row with these parameters changed."""
     params = row.request.params.model_copy(update=changed)
     other = Sequence.of(replace(row.request, sequence_id=next(_ids), params=params))
     other.token_ids = [*row.token_ids]
@@ -388,7 +388,7 @@ def test_a_step_after_the_other(native: bool) -> None:
 
 
 def test_rows_do_not_know_of_each_other(native: bool) -> None:
-    """The same token alone, in any batch and in any order."""
+    """A row gets its token alone, in any batch and in any order."""
     vocab_size = 3000
     logits = random_logits(48, vocab_size)
     sequences = random_sequences(48, vocab_size)
