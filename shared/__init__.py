@@ -1,1 +1,1 @@
-"""The agreement of producers and workers: keys, payloads, scripts, settings."""
+"""Code that producers and workers share: keys, payloads, scripts, settings."""

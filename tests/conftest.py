@@ -66,7 +66,7 @@ def embedded_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """As `embedded_url`."""
+    """Returns the URL of a server without roles, like `embedded_url`."""
     yield from redis_server(tmp_path_factory)
 
 
@@ -109,7 +109,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def _role_of(args: tuple[str, ...]) -> str:
-    """Who gives a command."""
+    """Returns the role that sends a command."""
     roles = dict.fromkeys(("up", "supervise", "worker"), "worker")
     roles |= {"jobs": "jobs", "gateway": "gateway"}
     steering = dict.fromkeys(("keys", "pause", "resume", "drain", "webhooks", "models"), "operator")

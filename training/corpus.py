@@ -1,4 +1,4 @@
-"""What the shipped model is trained on: documents of the grammar, cut into batches of tokens."""
+"""The training data of the shipped model: documents of the grammar, cut into batches of tokens."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -69,7 +69,7 @@ def _until_one_less(server: RealServer) -> None:
 
 
 async def measure_directly(server: RealServer, dialect: Dialect, count: int) -> list[float]:
-    """The same where a stream's connection is closed with neither Redis nor a worker between."""
+    """Measures a cancel by closing a stream's connection, without Redis and a worker between."""
     http = Server(server.url)
     found = []
     for _ in range(count):

@@ -80,7 +80,7 @@ def theirs(stack: ExitStack, folder: Path, format: str) -> Contender:
 
 
 def bytes_of_step(shape: Shape, format: str, workload: Workload) -> float:
-    """What a mean decode step of ours reads for the one request of `workload`."""
+    """Returns the bytes that our average decode step reads for the one request of `workload`."""
     [request] = workload.requests
     length = len(request.prompt) + request.num_output // 2
     embedding = VOCAB_SIZE * shape.hidden

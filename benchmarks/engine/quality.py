@@ -67,7 +67,7 @@ def documents(seed: int, count: int, folder: str) -> list[list[int]]:
 
 
 def written(runner: ModelRunner, seed: int, count: int) -> list[list[int]]:
-    """What the model writes by itself, 256 tokens each."""
+    """Returns texts that the model wrote by itself, 256 tokens each."""
     rng = random.Random(seed)
     engine = LLMEngine(runner, max_num_seqs=16, max_num_batched_tokens=2048)
     texts = [[rng.randrange(3, VOCAB_SIZE)] for _ in range(count)]

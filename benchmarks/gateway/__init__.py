@@ -1,1 +1,1 @@
-"""What the gateway adds to a token, with its load, its relay and its attacker."""
+"""Measures the gateway's delay of a token, with a load, a bare relay and an attacker."""

@@ -213,7 +213,7 @@ async def ask(ports: Sequence[int], share: Load, secret: str) -> list[HttpClient
 
 
 def read_noted(file: Path) -> Noted:
-    """What `observe` wrote."""
+    """Reads the notes of `observe`."""
     return [(at, data.encode("latin-1")) for at, data in json.loads(file.read_text())]
 
 

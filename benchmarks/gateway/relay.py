@@ -25,7 +25,7 @@ _TOKENS = re.compile(rb'"index":(\d+),"token_ids":\[([^\]]*)\]')
 
 
 class Relay:
-    """Who waits for which stream."""
+    """Passes events of streams on to the clients that wait for them."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.streams: dict[bytes, asyncio.Transport] = {}

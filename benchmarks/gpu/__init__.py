@@ -1,1 +1,1 @@
-"""What the engine does on a GPU, checked and measured: `python -m benchmarks.gpu`."""
+"""Checks and measures the engine on a GPU: `python -m benchmarks.gpu`."""

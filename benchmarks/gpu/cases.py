@@ -134,7 +134,7 @@ class Case:
             )
 
     def expected(self, scoring: Scoring) -> torch.Tensor:
-        """The same in fp64, each sequence by itself, straight from the definition."""
+        """Computes attention in fp64, each sequence by itself, straight from the definition."""
         outputs = []
         first_key = 0
         starts = self.layout.query_starts

@@ -46,7 +46,7 @@ FORMATS = {
 
 
 def check(size: Size, device: torch.device) -> CheckedModel:
-    """What the check at load finds of the model."""
+    """Runs the check at load on the model."""
     loaded = models.build(size, device)
     checked = check_model(loaded, [TritonPaged()], size.max_length)
     return replace(checked, modules=[], decoder=FusedDecoder)  # the model itself can go

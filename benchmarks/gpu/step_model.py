@@ -119,7 +119,7 @@ def seconds_of(kernels: Sequence[Kernel], bytes_per_second: float) -> float:
 
 
 def floor_bytes(size: Size, rows: int, context: int, wanted: Format = WIDE) -> int:
-    """What any program has to read: the weights of a step, and live K and V."""
+    """Returns the bytes that any program has to read: the weights of a step, and live K and V."""
     kv = size.kv_heads * size.head_size
     weights = size.layers * sum(_bytes_of(*shape, wanted) for shape in size.products)
     weights += _bytes_of(size.hidden, size.vocab, wanted.of_head)
@@ -176,7 +176,7 @@ def recorded() -> Iterator[Recorder]:
 def record_step(
     size: Size, rows: int, context: int, *, fused: bool, wanted: Format = WIDE
 ) -> Recorder:
-    """What a decode step launches: with the fused decoder, or through the library's modules."""
+    """Records the launches of a decode step, with the fused decoder or the library's modules."""
     decoder, step = _on_meta(size, rows, context, fused, wanted)
     with recorded():
         decoder.logits(step, step.positions[0])  # makes the step's plans, which graphs do not do

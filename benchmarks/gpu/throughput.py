@@ -98,7 +98,7 @@ def _rate(runner: ModelRunner, size: Size, device: torch.device) -> float:
 def peer_rate(
     loaded: LoadedModel, size: Size, device: torch.device, settings: dict[str, Any]
 ) -> float:
-    """The same of continuous batching, after a run of the same kind that warms it up."""
+    """Returns the rate of continuous batching, after a run of the same kind that warms it up."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")  # it changes to flash attention where that is installed
     config = ContinuousBatchingConfig(allow_block_sharing=False, **settings)

@@ -74,7 +74,7 @@ CARDS = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the memory and the matrix units reach here, on random data."""
+    """Rates that the memory and the matrix units reach here, on random data."""
 
     copied_per_second: float
     """Bytes of a copy from device to device; bytes read and bytes written are both counted."""
@@ -85,7 +85,7 @@ class Ceilings:
 
     @property
     def bytes_per_second(self) -> float:
-        """What the card is said to allow, or else what the copy reaches."""
+        """The rate of the card's data sheet, or if that is unknown, the rate of a copy."""
         return CARDS.get(self.card, self.copied_per_second)
 
 

@@ -1,1 +1,1 @@
-"""What rows use to start a server or a peer, send it a workload and note when tokens come."""
+"""Helpers of rows: they start a server or a peer, send a workload and note when tokens come."""

@@ -31,7 +31,7 @@ class Shape:
     intermediate: int
     batch: int
     kv_cache_bytes: int
-    """What each row gets for its KV cache."""
+    """Memory for the KV cache of each row."""
 
     @property
     def num_parameters(self) -> int:

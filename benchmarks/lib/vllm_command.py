@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.table.jobs import Job
 
 MODEL = "bench"
-"""What it calls its model."""
+"""The name by which vLLM serves its model."""
 
 
 def vllm_command(python: str, job: Job, port: int, *flags: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""What the queue costs: memory for each request, time in a long one."""
+"""Measures the queue: memory for each request, time in a long queue."""

@@ -1,4 +1,4 @@
-"""What the machine allows: rates measured in the same run, and the least a decode step can take."""
+"""The machine's limits: rates measured in the same run, and the least time of a decode step."""
 
 from __future__ import annotations
 

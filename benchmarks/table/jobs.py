@@ -1,4 +1,4 @@
-"""What the suite gives to a row's process and what comes back, as JSON files.
+"""Jobs and outcomes of a row's process, as JSON files.
 
 Rows of peers run in environments that hold little else than the peer, so this file and the rows
 keep to the standard library and to what their peer brings along.
@@ -45,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process of one row has to do: all workloads of one model, one after the other."""
+    """The job of one process of one row: all workloads of one model, one after the other."""
 
     model: str
     """Directory of the model."""
@@ -56,7 +56,7 @@ class Job:
     peers: str
     """Directory that holds the peers' environments."""
     torch_dtype: str
-    """What peers compute in that multiply through torch: floor.torch_dtype()."""
+    """Number format of peers that multiply through torch: floor.torch_dtype()."""
     format: str = ""
     """Of the weights, for the rows that are for one."""
 
@@ -73,14 +73,14 @@ class Trace:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one workload gave in one round."""
+    """The result of one workload in one round."""
 
     seconds: float
     """From the first request's arrival to the last token."""
     traces: list[Trace]
     peak_bytes: int = 0
     counters: dict[str, float] = field(default_factory=dict)
-    """What the engine counted during the workload, by the names of `EngineStats`."""
+    """The engine's counts during the workload, by the names of `EngineStats`."""
 
 
 def write_job(path: Path, job: Job) -> None:

@@ -26,7 +26,7 @@ MODEL_FREE = "model-free"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does. Names are those of MODELS, WORKLOADS (with poisson and queue) and ROWS."""
+    """The plan of a run. Names are those of MODELS, WORKLOADS (with poisson and queue) and ROWS."""
 
     models: Sequence[str]
     workloads: Sequence[str]
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a plan."""
+    """The results of a plan."""
 
     rates_of_rounds: list[Rates] = field(default_factory=list)
     rounds: dict[tuple[str, str, str], list[Figures]] = field(
@@ -121,7 +121,7 @@ def _poisson(plan: Plan, run: Run, tell: Callable[[str], None]) -> None:
 
 
 def _rows(plan: Plan, names: Sequence[str]) -> list[Row]:
-    """Those of the plan that have part in any of these workloads."""
+    """Returns the rows of the plan that run any of these workloads."""
     return [ROWS[name] for name in plan.rows if ROWS[name].workloads & set(names)]
 
 

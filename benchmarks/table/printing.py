@@ -1,4 +1,4 @@
-"""What a run found, for people: tables in the terminal."""
+"""Prints the results of a run as tables in the terminal."""
 
 from __future__ import annotations
 

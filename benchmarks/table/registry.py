@@ -44,7 +44,7 @@ class Row:
         return Path(sys.executable)
 
     def variables(self, peers: Path) -> dict[str, str]:
-        """What its process finds in the environment."""
+        """The environment variables of its process."""
         return vllm_variables(peers) if self.runs_in_peer else {}
 
 
@@ -53,7 +53,7 @@ def vllm_python(peers: Path) -> Path:
 
 
 def vllm_variables(peers: Path) -> dict[str, str]:
-    """What makes vLLM as fast on a CPU as it can be: all cores, tcmalloc, Intel's OpenMP."""
+    """Variables that make vLLM fastest on a CPU: all cores, tcmalloc, Intel's OpenMP."""
     libraries = [
         *sorted((peers / "tcmalloc").rglob("libtcmalloc_minimal.so.*"))[:1],
         peers / "vllm" / "lib" / "libiomp5.so",

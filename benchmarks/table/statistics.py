@@ -26,7 +26,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def figures(outcome: Outcome) -> Figures:
-    """What one round of one workload says."""
+    """Returns the figures of one round of one workload."""
     traces = outcome.traces
     found: Figures = dict(outcome.counters)
     found["requests_per_second"] = len(traces) / outcome.seconds

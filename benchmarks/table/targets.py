@@ -1,4 +1,4 @@
-"""What is to be reached, held against what was measured."""
+"""Compares the targets with the measurements."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def warm_up(shape: Shape, seed: int) -> Workload:
 
 
 def burst(shape: Shape, seed: int, tokens: str = "") -> Workload:
-    """As many as the batch holds, all at once. With other `tokens` the lengths are the same."""
+    """A full batch of requests, all at once. With other `tokens` the lengths are the same."""
     sizes = f"burst {seed}"
     return Workload("burst", _mixed(shape.batch, sizes + tokens, sizes))
 
@@ -109,11 +109,11 @@ WORKLOADS: dict[str, Callable[[Shape, int], Workload]] = {
     "loose": loose,
     "step": step,
 }
-"""Those that need nothing but a seed; `poisson` needs a rate, which the others give."""
+"""Workloads that need only a seed; `poisson` needs a rate, which the others measure."""
 
 
 def shortened(workload: Workload, times: int) -> Workload:
-    """The same with outputs so many times shorter, each at least a token."""
+    """Returns the workload with outputs of 1 / `times` the length, each at least a token."""
     requests = [replace(it, num_output=max(1, it.num_output // times)) for it in workload.requests]
     return Workload(workload.name, requests)
 

@@ -53,7 +53,7 @@ def create(
         int, typer.Option(min=0, help="Prompts and output together; 0: no limit.")
     ] = 0,
     admin: Annotated[
-        bool, typer.Option("--admin", help="It may see and control the whole queue.")
+        bool, typer.Option("--admin", help="The key may see and control the whole queue.")
     ] = False,
     scope: Annotated[
         list[str] | None,

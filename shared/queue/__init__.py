@@ -1,1 +1,1 @@
-"""The queue: its Lua scripts as calls, and what sends them."""
+"""The queue: calls of its Lua scripts, and the classes that send them."""

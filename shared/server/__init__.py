@@ -1,1 +1,1 @@
-"""Connections to a server, and a server of one's own."""
+"""Connections to a server, and the embedded server."""

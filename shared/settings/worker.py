@@ -59,8 +59,9 @@ class WorkerSettings(ReaperSettings):
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="auto: as the model was saved, but bfloat16 for float16 with quantized weights"
-        " on a CPU; float32 with another engine: its server computes in fp32, KV cache included",
+        description="number format; auto: as the model was saved, but bfloat16 instead of float16"
+        " for quantized weights on a CPU; with an inference server, float32 states that the server"
+        " computes in fp32, KV cache included",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
@@ -167,24 +168,24 @@ class WorkerSettings(ReaperSettings):
     swap_least_seconds: float = Field(
         15.0,
         ge=0,
-        description="of several models: seconds that one with work stays loaded at least",
+        description="with several models: least seconds that a model with work stays loaded",
     )
     swap_longest_wait: float = Field(
         60.0,
         gt=0,
-        description="of several models: seconds that requests wait at most for their model while"
-        " another one has work",
+        description="with several models: most seconds that a request waits for its model while"
+        " another model has work",
     )
     swap_idle_seconds: float = Field(
         300.0,
         gt=0,
-        description="of several models: seconds after which one without work is unloaded;"
-        " inf: it stays until another one is needed",
+        description="with several models: seconds after which a model without work is unloaded;"
+        " inf: it stays until another model is needed",
     )
     swap_overlap: bool = Field(
         True,
-        description="of several models: load the next one while the last one still runs, if there"
-        " is memory for both; on a GPU this takes --kv-cache-memory",
+        description="with several models: load the next one while the last one still runs, if there"
+        " is memory for both; on a GPU this needs --kv-cache-memory",
     )
     metrics_port: int | None = Field(
         None,

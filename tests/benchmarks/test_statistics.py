@@ -30,7 +30,7 @@ def test_figures_of_a_round() -> None:
     assert found["prompt_tokens"] == 9.0
 
 
-def test_a_row_that_only_tells_the_end_has_no_latencies() -> None:
+def test_a_row_with_only_the_end_has_no_latencies() -> None:
     found = figures(Outcome(1.0, [Trace(0.0, num_tokens=5)]))
     assert found["tokens_per_second"] == 5.0
     assert not {"first_token_p50", "gap_p50", "peak_bytes"} & found.keys()

@@ -44,7 +44,7 @@ NUM_STREAMS, LENGTH = 16, 400
 
 
 def said(*command: str | Path, **options: str) -> str:
-    """What a command prints. It must succeed."""
+    """Returns the output of a command, which must succeed."""
     done = subprocess.run([*map(str, command)], text=True, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\nexit code {done.returncode}")

@@ -313,7 +313,7 @@ def test_each_queue_has_jobs() -> None:
     assert queues({"jobs": {"queues": ["one"]}}) == ["one"]
 
 
-def test_jobs_on_a_cluster_want_a_server_of_their_own() -> None:
+def test_jobs_on_a_cluster_need_a_separate_server() -> None:
     values = {"redis": {"external": {"url": "redis+cluster://a:7000"}}}
     with pytest.raises(helm_python.HelmError, match="RQ needs a server without Cluster"):
         rendered(values)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import Counter
-from pathlib import Path
 
 from tests.docs.test_links import CODE, PAGES
 from tests.support.paths import ROOT
@@ -19,14 +19,9 @@ PHRASES = {
 }
 LIMITS = {
     "told, in code": 2,  # a JSON field and a log key
-    "words of docs": 30300,
+    "words of docs": 30292,
 }
 """Every other count is 0."""
-
-
-def product() -> list[Path]:
-    tops = ("producer", "shared", "worker")
-    return [path for path in CODE if path.relative_to(ROOT).parts[0] in tops]
 
 
 def docstrings(tree: ast.AST) -> list[str]:
@@ -42,20 +37,22 @@ def docstrings(tree: ast.AST) -> list[str]:
 
 def found() -> Counter[str]:
     counts: Counter[str] = Counter()
-    for path in product():
+    for path in CODE:
         text = path.read_text()
-        for name, phrase in PHRASES.items():
-            counts[f"{name}, in code"] += len(phrase.findall(text))
+        is_product = path.relative_to(ROOT).parts[0] in ("producer", "shared", "worker")
+        if is_product:
+            for name, phrase in PHRASES.items():
+                counts[f"{name}, in code"] += len(phrase.findall(text))
         if path.suffix != ".py":
             continue
         tree = ast.parse(text)
-        for docstring in docstrings(tree):
-            for word in FIRST_WORDS:
-                counts[f"docstrings that begin with {word}"] += docstring.startswith(f"{word} ")
-        counts["variables called it"] += sum(
-            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == "it"
-            for node in ast.walk(tree)
-        )
+        for docstring, word in itertools.product(docstrings(tree), FIRST_WORDS):
+            counts[f"docstrings that begin with {word}"] += docstring.startswith(f"{word} ")
+        if is_product:
+            counts["variables called it"] += sum(
+                isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == "it"
+                for node in ast.walk(tree)
+            )
     for page in PAGES:
         if page.name != "CHANGELOG.md":
             text = page.read_text()

@@ -115,7 +115,7 @@ def knows_all(guarded: Guarded) -> bool:
 
 
 def of_master(client: redis.Redis) -> dict[str, str]:
-    """What a sentinel says of the master; some versions of redis-py cannot read it."""
+    """Returns a sentinel's record of the master; some versions of redis-py cannot read it."""
     return text_map(client.execute_command("SENTINEL", "MASTER", SERVICE))
 
 

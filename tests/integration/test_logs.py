@@ -53,7 +53,7 @@ def logging(*command: str) -> Iterator[tuple[str, Lines]]:
 
 
 def about(lines: Lines, request_id: str) -> Lines:
-    """Those that mention the request anywhere."""
+    """Returns the log lines that mention the request anywhere."""
     return [line for line in lines if request_id in json.dumps(line)]
 
 

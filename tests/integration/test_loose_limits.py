@@ -48,7 +48,7 @@ class CountingRunner(ModelFreeRunner):
 
 
 def seeds() -> Iterator[int]:
-    """Those whose text comes to the stop token in time."""
+    """Returns seeds whose text comes to the stop token in time."""
     return (seed for seed in count() if SHORTEST <= text_of(seed, 100).find(STOP) < LONGEST)
 
 

@@ -121,7 +121,7 @@ def read(client: Client, request_id: str) -> list[TokenEvent]:
 
 
 def told(events: list[TokenEvent]) -> list[Any]:
-    """What a subscriber learns of the text, however it was cut into events and attempts."""
+    """Returns what a subscriber sees, however the text was cut into events and attempts."""
     return [
         "".join(event.text for event in events),
         [token_id for event in events for token_id in event.token_ids],

@@ -1,4 +1,4 @@
-"""What tests start hears signals that the tests themselves were started to ignore."""
+"""Processes that tests start react to signals that the tests' own process ignores."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.support.requests import new
 
 
 async def test_a_flood_does_not_hold_up_another_tenant(redis_url: str) -> None:
-    """Who comes last with a few requests is served among the first."""
+    """A tenant that comes last with a few requests is served among the first."""
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         queue = AsyncRequestQueue(client)
 

@@ -217,7 +217,7 @@ def test_each_call_of_the_api_is_one_trace(redis_url: str, collector: Collector)
         assert len(spans) == 1 + 2 + 2 + 2 * 3
 
 
-def test_a_call_behind_another_on_its_connection_is_a_trace_of_its_own(
+def test_a_second_call_on_a_connection_has_a_separate_trace(
     redis_url: str, collector: Collector
 ) -> None:
     head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
@@ -234,7 +234,9 @@ def test_a_call_behind_another_on_its_connection_is_a_trace_of_its_own(
     assert second.trace_id != first.trace_id
 
 
-def test_a_second_attempt_and_a_preemption_are_told(redis_url: str, collector: Collector) -> None:
+def test_a_second_attempt_and_a_preemption_are_reported(
+    redis_url: str, collector: Collector
+) -> None:
     """An attempt that is given back has a span, and so has the next, from its claim on."""
     of_worker = tracing_to(collector, "worker")
 
@@ -319,7 +321,7 @@ def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: 
 def test_a_collector_that_does_not_answer_keeps_no_process_from_its_end(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was not sent in time is lost, and the exporter still waits."""
+    """Spans that were not sent in time are lost, and the exporter still waits."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "5")
     monkeypatch.setattr(tracing_module, "_CLOSE_SECONDS", 0.05)
     asked, may_answer = threading.Event(), threading.Event()
@@ -390,7 +392,7 @@ def test_an_attempt_that_fails_is_a_span_that_says_so(
     assert "error.type" not in attributes(spans[False])
 
 
-def test_all_works_without_the_extra_and_who_asks_for_traces_is_told() -> None:
+def test_everything_works_without_the_extra_and_a_request_for_traces_gets_an_error() -> None:
     """Off, nothing is looked for, and payloads are what they were."""
     script = """
 import sys

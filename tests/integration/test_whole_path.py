@@ -104,9 +104,7 @@ async def test_greedy_tokens_are_those_of_generate(
                 assert (stats.num_preemptions, stats.recomputed_tokens) == (0, 0)
 
 
-async def test_another_worker_goes_on_with_states_of_its_own(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_another_worker_computes_the_states_again(redis_url: str, tmp_path: Path) -> None:
     """A state never leaves a worker: the next one computes it from the tokens."""
     family = "granitemoehybrid"
     directory = save_model(tmp_path / family, family, 11)

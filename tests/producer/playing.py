@@ -48,7 +48,7 @@ class HandWorker:
         return claim
 
     def payload(self, request_id: str) -> dict[str, Any]:
-        """What was asked for."""
+        """The payload of the request."""
         fields: dict[str, Any] = json.loads(self.redis.hget(KEYS.request(request_id), "payload"))
         return fields
 

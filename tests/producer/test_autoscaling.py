@@ -60,7 +60,7 @@ class VirtualWorkers:
     made: float = 0.0
     """Tokens since the last sample."""
     begun: dict[str, float] = field(default_factory=dict)
-    """What the open sample saw at its beginning."""
+    """Counts at the beginning of the open sample."""
     samples: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     worker_rate: float = 0.0
     readings: list[Scaling] = field(default_factory=list)
@@ -93,7 +93,7 @@ class VirtualWorkers:
         self.made = 0.0
 
     def read(self, client: Client) -> Scaling:
-        """What the scripts make of it; then the workers are started or ended."""
+        """Returns the work as scripts measure it, and then starts or ends workers."""
         real = int(time.time() * 1000)
         pipeline = self.connection.pipeline()
         pipeline.delete(KEYS.pending, KEYS.leases, KEYS.statistics, KEYS.workers)
@@ -267,7 +267,7 @@ def test_the_rate_of_a_worker_is_what_it_makes_while_requests_wait(connection: A
     assert samples.take(1200) == 120, "a worker that comes does not make the others faster"
 
 
-def test_a_full_queue_tells_when_there_is_room_by_the_same_rate(connection: Any) -> None:
+def test_a_full_queue_estimates_when_there_is_room_by_the_same_rate(connection: Any) -> None:
     """Two requests too many, of three tokens each, at ten tokens a second."""
     queue = RequestQueue(connection)
     now = int(time.time() * 1000)

@@ -36,10 +36,10 @@ def happenings(timeline: Timeline) -> list[Happened]:
     return [moment.what for moment in timeline.moments]
 
 
-async def test_a_workers_slots_tell_who_runs_and_how_far(
+async def test_a_workers_slots_show_running_requests_and_their_progress(
     redis_url: str, client: AsyncClient
 ) -> None:
-    """Those of one prompt share its blocks, which the worker counts once."""
+    """Requests with one prompt share its blocks, which the worker counts once."""
     served = served_model_free(max_num_seqs=4, step_seconds=0.005, block_size=4)
     async with running_worker(redis_url, served) as worker:
         prompt = "a prompt of five blocks"  # 23 tokens
@@ -203,7 +203,7 @@ async def test_looking_takes_as_many_round_trips_however_many_workers_there_are(
 
 
 async def test_dead_letters_are_read_by_the_hundred(redis_url: str, client: AsyncClient) -> None:
-    """Those that were purged since their ids were read are left out."""
+    """Dead letters that were purged after their ids were read are left out."""
     names = [f"d{n:03}" for n in range(205)]
     async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as connection:
         await connection.zadd(KEYS.dead, {name: n for n, name in enumerate(names)})

@@ -48,7 +48,7 @@ def prometheus(folder: Path, *urls: str) -> Iterator[str]:
 
 
 def values(http: httpx2.Client, expression: str) -> list[float]:
-    """What it evaluates to now, one number a series; none while Prometheus is not ready."""
+    """Returns the present value of each series; none while Prometheus is not ready."""
     try:
         answer = http.get("/api/v1/query", params={"query": expression})
     except httpx2.ConnectError:
@@ -108,7 +108,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def check_exposition(text: str) -> None:
-    """What OpenMetrics' own parser makes of it: no name clashes, and each has its type."""
+    """OpenMetrics' parser must read the text: no name clashes, and each has its type."""
     families = list(text_string_to_metric_families(text))
     assert [it for it in families if it.name.startswith("promptq_")]
     assert not [it.name for it in families if it.type == "unknown"]

@@ -190,8 +190,9 @@ def spoil_lists(server: Any) -> None:
 async def test_rq_runs_our_functions_only(
     redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
 ) -> None:
-    """What somebody wrote to RQ's server is neither run nor imported, sends nothing, and hinders
-    nobody: behind all of it a batch, a webhook and the upkeep are served."""
+    """Strangers' jobs on RQ's server are neither run nor imported, send nothing, and stop nobody: a
+    batch, a webhook and the upkeep behind them are served.
+    """
     server, ran, log = own_worker.redis, tmp_path / "ran", tmp_path / "log"
     forget_refusals(redis_url)
     with receiver() as receiving, log.open("w") as logged:

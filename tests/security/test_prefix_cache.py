@@ -71,7 +71,7 @@ async def test_a_claim_that_is_given_once_more_names_the_tenant_again(
     assert claims[0].fence == claims[1].fence
 
 
-async def test_shared_on_purpose_each_is_told_what_it_would_be_told_alone(
+async def test_with_a_shared_cache_each_tenant_gets_the_counts_that_it_would_get_alone(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     served = served_model_free(share_prefix_cache=True)

@@ -1,5 +1,5 @@
-"""What a stranger sends costs others nothing while a worker prepares it: it is measured before any
-work, worked on beside the rest, or tried out where it can be killed.
+"""A stranger's request costs others nothing while a worker prepares it. The worker measures it
+first, prepares it beside other requests, or tries it out in a process that can be killed.
 
 Shown by order: the victim's request ends while the attacker's is still being prepared.
 """
@@ -233,7 +233,7 @@ def test_a_vetting_process_that_dies_by_itself_is_no_verdict() -> None:
 def test_who_ends_the_vetting_process_refuses_no_schema(
     vetter: Vetter, number: signal.Signals
 ) -> None:
-    """As systemd does, which signals all processes of a unit, or a kernel without memory."""
+    """systemd signals all processes of a unit, and a kernel without memory kills single ones."""
     assert vetter.vet(grammar({"type": "integer"})) == ""
     before = vetter._process
     assert before is not None
@@ -261,7 +261,7 @@ def test_a_machine_too_busy_to_vet_refuses_no_schema_for_good(
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it is read there")
-def test_the_vetting_process_is_not_told_how_to_reach_redis(
+def test_the_vetting_process_does_not_get_the_address_of_redis(
     vetter: Vetter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://:secret@127.0.0.1/0")

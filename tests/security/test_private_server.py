@@ -138,7 +138,7 @@ def test_nothing_goes_without_the_password() -> None:
             assert owner.client_list()[0]["laddr"].startswith("127.0.0.1:")
 
 
-def test_each_start_has_a_password_of_its_own(tmp_path: Path) -> None:
+def test_each_start_has_a_new_password(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with EmbeddedServer(data_dir=data) as first:
         pass
@@ -238,7 +238,7 @@ def test_what_another_user_owns_is_refused(owned: str, tmp_path: Path) -> None:
         EmbeddedServer(data_dir=data)
 
 
-def test_who_got_the_port_first_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_on_the_port_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setattr(embedded, "is_free", lambda _: True)
     with (
@@ -250,7 +250,7 @@ def test_who_got_the_port_first_is_told_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("args", [("submit", "a secret"), ("url",)])
-def test_a_command_tells_an_impostor_nothing(killed_url: str, args: tuple[str, ...]) -> None:
+def test_a_command_sends_nothing_to_an_impostor(killed_url: str, args: tuple[str, ...]) -> None:
     with closing(Impostor(_port(killed_url))) as impostor:
         done = run(*args)
     assert done.returncode == 1
@@ -290,7 +290,7 @@ async def test_a_connection_that_was_lost_is_not_opened_to_an_impostor(
     assert impostor.heard == b""
 
 
-async def test_an_address_that_was_kept_is_told_nothing_once_its_server_has_ended() -> None:
+async def test_nothing_is_sent_to_a_kept_address_after_its_server_has_ended() -> None:
     """However its server ended and whoever asks, with the address written in another way too."""
     with EmbeddedServer(is_advertised=True) as server:
         url = server.url

@@ -145,7 +145,7 @@ def test_what_a_server_answers(at_terminal: At) -> None:
 
 
 def test_a_character_that_an_encoding_lacks(own_worker: HandWorker, redis_url: str) -> None:
-    """It is no reason to fail."""
+    """A command does not fail at such a character."""
     answer(own_worker, redis_url, "caf\u00e9 \u2013 \u202e")
     environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([*PROMPTQ, "watch", "mine"], capture_output=True, env=environment)

@@ -145,7 +145,7 @@ def _check_batch(batch: Batch, pending: _Pending, before: Batch) -> None:
 
 
 def _tokens_by_sequence(step: ModelFreeStep) -> _Pending:
-    """What a step without drafts gave each sequence."""
+    """Returns the token that a step without drafts gave each sequence."""
     shares = zip(step.batch.sampling, step.sampled, strict=True)
     return {share.sequence.sequence_id: tokens[0].token_id for share, tokens in shares}
 
@@ -185,7 +185,7 @@ def served_model_free(*, name: str = "model-free", **options: Any) -> Served:
 
 
 def text_of(seed: int, num_tokens: int) -> str:
-    """What the model-free engine answers to any prompt with this seed."""
+    """Returns the model-free engine's answer to any prompt with this seed."""
     return bytes(tokens_of(seed, num_tokens)).decode()
 
 

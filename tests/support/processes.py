@@ -143,7 +143,7 @@ class Terminal:
 
     @property
     def plain(self) -> str:
-        """What was shown, without colours and moves of the cursor."""
+        """The output without colours and moves of the cursor."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
 
     def read(self) -> bool:

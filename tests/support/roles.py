@@ -45,7 +45,7 @@ _ROLE_OF_SCRIPT = {
     "hold_lease": "jobs",
     "store_response": "gateway",
 }
-"""Who calls it; the worker calls `cancel` too."""
+"""The role that calls each script; the worker calls `cancel` too."""
 
 
 def as_role(role: str, url: str) -> str:
@@ -78,7 +78,7 @@ def bring_in_roles(url: str) -> None:
 
 
 def password_of(role: str) -> str:
-    """As in deploy/redis.acl."""
+    """Returns a user's password in deploy/redis.acl."""
     return f"change-me-{role}"
 
 
@@ -89,9 +89,10 @@ def drop_password(url: str) -> None:
 
 
 def refusals(url: str) -> list[str]:
-    """What the server refused to any role since `forget_refusals`, also inside scripts.
+    """Returns the commands that the server refused to any role since `forget_refusals`, also in
+    scripts.
 
-    Not what a subscriber's stream asks for once, and then does without: the request's record.
+    It leaves out the request's hash, which a subscriber's stream tries to read once.
     """
     with redis.Redis.from_url(as_role("", url)) as client:
         entries: Any = client.acl_log()
@@ -128,7 +129,7 @@ class QueueClient(redis.Redis):
 
 
 class AsyncQueueClient(redis.asyncio.Redis):
-    """The same for an `AsyncRequestQueue`."""
+    """`QueueClient` for an `AsyncRequestQueue`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -93,7 +93,7 @@ def embedded_server() -> Iterator[str]:
 
 
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The same for a redis-server, until the generator goes on; skips where there is none."""
+    """Runs a redis-server until the generator goes on; skips the test if there is none."""
     program = server_program("redis-server")
     port = free_port()
     folder = tmp_path_factory.mktemp("redis-server")
@@ -233,7 +233,7 @@ async def check_that_answers_are_ones_own(url: str) -> None:
 
 @contextmanager
 def counted_round_trips() -> Iterator[list[Any]]:
-    """What this thread sends within, one item for each time that somebody waits for an answer.
+    """Counts the round trips of this thread: one item for each wait for an answer.
 
     A gateway that lasts over many tests sends in a thread of its own.
     """

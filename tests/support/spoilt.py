@@ -1,4 +1,4 @@
-"""What strangers and bad luck leave in records: values of 30 kinds, and keys of wrong types."""
+"""Spoilt records, as strangers or bad luck leave them: 30 kinds of values, keys of wrong types."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from typing import Any
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """What it says once that is true."""
+    """Waits until a condition is true, and returns its value."""
     while not (value := condition()):
         time.sleep(0.002)
     return value
 
 
 async def async_until(condition: Callable[[], Any]) -> Any:
-    """The same beside other tasks; what a condition says may be awaitable."""
+    """Waits like `until` beside other tasks; the condition may return an awaitable."""
     while True:
         value = condition()
         if inspect.isawaitable(value):

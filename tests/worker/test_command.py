@@ -23,7 +23,7 @@ COMMAND = [sys.executable, "-m", "promptq.worker"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_while_it_waits_for_a_server_it_ends(number: signal.Signals) -> None:
+def test_a_stop_signal_while_it_waits_for_a_server_ends_it(number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         command = [*COMMAND, "--model", "model-free", "--redis", url, "--redis-wait", "3600"]
@@ -46,7 +46,7 @@ main()
 """
 
 
-def test_told_to_stop_again_as_it_ends_it_has_ended_well(worker_url: str) -> None:
+def test_a_second_stop_signal_at_its_end_changes_no_exit_code(worker_url: str) -> None:
     """By an impatient supervisor, when all is given back and only the interpreter is left."""
     options = ["--model", "model-free", "--redis", worker_url]
     command = [sys.executable, "-c", TOLD_AGAIN_AT_THE_END, *options]
@@ -65,7 +65,7 @@ main()
 """
 
 
-def test_told_to_stop_while_it_loads_its_model_it_ends(worker_url: str) -> None:
+def test_a_stop_signal_while_its_model_loads_ends_it(worker_url: str) -> None:
     """The thread that loads is not waited for."""
     command = [sys.executable, "-c", LOADING_FOR_EVER, "--redis", worker_url]
     with running(*command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""What keeps a worker from starting, in one sentence, and its help."""
+"""Errors that prevent a worker's start are one sentence; and the command's help."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_training_begins_with_exercises_and_ends_nearly_without() -> None:
 
 
 def test_training_twice_gives_the_same_files(tmp_path: Path) -> None:
-    """What is shipped can be made again, byte for byte; another seed gives another model."""
+    """The shipped files can be made again, byte for byte; another seed gives another model."""
     losses = [train(tmp_path / name, seed, TINY) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
 
@@ -304,7 +304,7 @@ def test_training_twice_gives_the_same_files(tmp_path: Path) -> None:
 
 
 def test_each_format_of_weights_is_another_model_for_a_queue() -> None:
-    """As it writes other texts. What does not apply changes nothing."""
+    """Another format writes other texts. A setting that does not apply changes nothing."""
     formats: list[dict[str, Any]] = [
         {},
         {"quantization": "int8"},

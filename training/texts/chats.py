@@ -99,7 +99,7 @@ def greeting(rng: random.Random) -> tuple[str, str]:
 
 
 def definition(rng: random.Random) -> tuple[str, str]:
-    """What something is."""
+    """Returns a definition of something."""
     nouns = (KINDS, THINGS, PLACES)[rng.randrange(3)]
     noun = nouns[rng.randrange(len(nouns))]
     name = an(noun.name)

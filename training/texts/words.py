@@ -8,7 +8,7 @@ from training.texts.phrases import an, choose, listed, one_of
 
 @dataclass(frozen=True)
 class Kind:
-    """What somebody is: an animal or a trade."""
+    """A kind of character: an animal or a trade."""
 
     name: str
     ages: tuple[str, ...]
@@ -20,7 +20,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Trait:
-    """What somebody is like, and how one can tell."""
+    """A trait of a character, and how it shows."""
 
     name: str
     habit: str

@@ -13,7 +13,9 @@ from benchmarks.table.jobs import Job, Outcome, Request, main
 
 
 def command(peer: Path, model: Path, port: int, slots: int, context: int) -> list[str]:
-    """What starts the server. `context` is of each slot, as it shares its own out evenly."""
+    """The command that starts the server. `context` is for each slot, because the server divides
+    its own evenly.
+    """
     return [
         *(str(peer / "bin" / "llama-server"), "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),

@@ -100,7 +100,7 @@ def _fields(request: Request) -> dict[str, object]:
 
 
 async def _counters(client: redis.asyncio.Redis) -> dict[str, float]:
-    """What the worker's heartbeat says, once it says what has just happened."""
+    """Waits until the worker's heartbeat is up to date, and returns its counters."""
     await asyncio.sleep(1.5 * _HEARTBEAT_SECONDS)
     keys = Keys("default")
     worker_id = (await client.zrange(keys.workers, 0, 0))[0].decode()

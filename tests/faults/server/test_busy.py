@@ -28,7 +28,7 @@ ENDLESS = "while true do end"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[OwnServer]:
-    """It says BUSY after 10 ms of a script."""
+    """A server that replies BUSY after 10 ms of a script."""
     with OwnServer(tmp_path, "--lua-time-limit", "10") as server:
         yield server
 

@@ -133,7 +133,7 @@ async def test_streams_outlive_a_change_of_the_cluster(
 def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
     cluster: Cluster, owner: redis.Redis
 ) -> None:
-    """It would take them for missing, and drop the requests."""
+    """Otherwise the script would take the keys for missing, and drop the requests."""
     queue = RequestQueue(owner, max_crashes=1)
     ids = queue.enqueue([NewRequest(f"r{n}", Request.build({"prompt": "p"})) for n in range(10)])
     with cluster.moving(KEYS.pending) as (source, target):
@@ -151,7 +151,7 @@ def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
 def test_what_plain_commands_enqueue_stays_on_no_node_that_the_queue_has_left(
     cluster: Cluster,
 ) -> None:
-    """As docs/protocol.md tells any client to: there is no PUBLISH in the transaction."""
+    """The client follows docs/protocol.md: there is no PUBLISH in the transaction."""
     with cluster.moving(KEYS.pending) as (source, _):
         with source.client.pipeline(transaction=True) as commands:
             commands.hset(KEYS.request("plain"), "payload", '{"prompt":"p"}')
@@ -202,7 +202,7 @@ def test_a_client_that_is_closed_leaves_no_connection(cluster: Cluster, owner: r
     until(lambda: cluster.num_clients() == before)
 
 
-async def test_an_address_that_is_wrong_is_told_in_a_sentence(
+async def test_a_wrong_address_is_reported_in_a_sentence(
     cluster: Cluster, redis_url: str, owner: redis.Redis
 ) -> None:
     nodes = cluster.cluster_url.partition("//")[2]

@@ -88,7 +88,7 @@ def test_a_worker_that_is_cut_off_for_a_while_goes_on_with_what_it_has(
     check_log(queue, request_id, text_of(1, LONG))
 
 
-def test_a_worker_whose_links_were_forgotten_hears_what_it_is_told(
+def test_a_worker_whose_connections_were_forgotten_still_gets_messages(
     queue: RequestQueue, network: Network, server: OwnServer, tmp_path: Path
 ) -> None:
     """Its link to the control channel stays open and brings nothing any more."""
@@ -248,7 +248,7 @@ def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
 def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
     queue: RequestQueue, network: Network, tmp_path: Path, fault: str | None
 ) -> None:
-    """It waits for no preparation that hangs."""
+    """The worker waits for no preparation that hangs."""
     # It tries for the time of a lease to give its requests back.
     options = ["--redis-retry-seconds", "1", "--lease-ms", "2000"]
     environment = {"FAULT": fault, "FAULT_FOR": "3600"} if fault else {}
@@ -280,7 +280,7 @@ def test_generation_pauses_at_the_bound_of_its_buffer_and_does_not_count_as_hung
 def test_events_that_a_server_lost_are_sent_again_as_they_were(
     queue: RequestQueue, server: OwnServer, tmp_path: Path
 ) -> None:
-    """As after a failover: the log is shorter than what its worker has sent, and its reader got."""
+    """After a failover, the log may lack events that the worker has sent and a reader has read."""
     with (
         started(tmp_path, server.url, "--lease-ms", "60000", module=FAULTY) as worker,
         Client(as_role("subscriber", server.url)) as reader,

@@ -91,8 +91,8 @@ def test_a_failover_that_loses_writes_loses_no_stream(guarded: Guarded, tmp_path
 
 
 def test_a_claim_that_a_failover_lost_is_made_anew(guarded: Guarded, tmp_path: Path) -> None:
-    """What its worker sends is fenced off then, and the new attempt gives the same tokens, also to
-    a request that brings no seed.
+    """The old worker's events are fenced off, and the new attempt gives the same tokens, even
+    without a seed.
     """
     with guarded.master.client() as own, guarded.replica.client() as replica:
         before, after = RequestQueue(own), RequestQueue(replica)

@@ -63,7 +63,7 @@ def test_a_stream_goes_on_when_something_passes_again(
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_nothing_reaches_any_more_ends_with_an_error(
+def test_a_stream_that_gets_no_more_events_ends_with_an_error(
     hand: HandWorker,
     network: Network,
     beside: ThreadPoolExecutor,

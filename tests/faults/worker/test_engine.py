@@ -123,10 +123,10 @@ def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-def test_a_preparation_that_hangs_is_noticed_though_nobody_wants_its_request_any_more(
+def test_a_preparation_that_hangs_is_noticed_after_its_request_has_ended(
     queue: RequestQueue, redis_url: str, tmp_path: Path, how: str
 ) -> None:
-    """Those that were claimed with it would else be held for ever. Nobody is to blame."""
+    """Otherwise requests that were claimed with it would be held for ever. Nobody is to blame."""
     options = ["--lease-ms", "800", "--stuck-seconds", "3"]
     environment = {"FAULT": "hang-in-preparation", "FAULT_FOR": "3600"}
     deadline_ms = 1000 if how == "expired" else None
@@ -153,10 +153,10 @@ def test_a_preparation_that_hangs_is_noticed_though_nobody_wants_its_request_any
         assert result_of(queue, behind)["text"] == text_of(2, 5)
 
 
-def test_a_worker_that_is_told_to_stop_waits_for_no_preparation_that_hangs(
+def test_a_stopping_worker_does_not_wait_for_a_preparation_that_hangs(
     queue: RequestQueue, redis_url: str, tmp_path: Path
 ) -> None:
-    """It finishes what runs, though that takes longer than what counts as hung."""
+    """Running requests finish, even if that takes longer than `--stuck-seconds`."""
     options = ["--lease-ms", "60000", "--stuck-seconds", "1", "--max-model-len", "8000"]
     environment = {"FAULT": "hang-in-preparation", "FAULT_FOR": "3600", "STEP_SECONDS": "0.01"}
     running = put(queue, seed=1, max_tokens=300)
@@ -258,7 +258,7 @@ def test_memory_that_is_short_for_everything_and_for_good_ends_the_worker_and_no
 def test_one_that_needs_too_much_memory_goes_on_elsewhere_and_nobody_else_notices(
     queue: RequestQueue, redis_url: str, tmp_path: Path
 ) -> None:
-    """It goes back with its progress, and as a crash of its own; its worker stays."""
+    """The request goes back with its progress, which counts as its crash; the worker stays."""
     large = put(queue, prompt="!", seed=7, max_tokens=100)
     innocents = [put(queue, seed=n, max_tokens=200) for n in range(5)]
     options = ["--drain-seconds", "0", "--max-crashes", "1000"]  # it comes back to this worker too

@@ -81,7 +81,7 @@ def text_of(events: list[TokenEvent]) -> str:
 
 
 def test_a_fork_of_a_running_request_survives_its_worker(story: Story) -> None:
-    """It has the tokens of the source, also from where another worker went on."""
+    """The fork has the tokens of the source, also those from another worker."""
     events, source = read(story.client, story.fork), story.told
     assert events[0].attempt == 1 < events[-1].attempt
     assert len(events[0].token_ids) == RUNNING_AT
@@ -122,7 +122,7 @@ def test_a_greedy_fork_has_the_tokens_of_its_source(
 
 
 def test_a_sampled_fork_goes_its_own_way(story: Story) -> None:
-    """It has a seed of its own. With that of its source it repeats it."""
+    """A fork has another seed than its source. With the same seed it repeats the source."""
     client, at = story.client, 10
     source = client.enqueue(
         PROMPT, max_tokens=40, temperature=1.0, seed=4, idempotency_key="of the source"
@@ -239,8 +239,9 @@ def test_an_end_token_is_left_out(story: Story) -> None:
 
 
 def test_an_output_that_is_given_is_no_fork(story: Story) -> None:
-    """As a program asks that begins the assistant's answer: `max_tokens` and `min_tokens` are for
-    what the model adds, and an answer that is complete ends at once."""
+    """A program gives the beginning of the answer. `max_tokens` and `min_tokens` count only the
+    model's tokens, and an answer that is already complete ends at once.
+    """
     client = story.client
     chat = [{"role": "user", "content": "Tell me a story."}]
     given = {"text": "Certainly! It was"}

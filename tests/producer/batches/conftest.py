@@ -78,7 +78,7 @@ def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:
 
 
 def give_up(connection: redis.Redis, batch_id: str) -> None:
-    """As if RQ had noticed that the process of a batch is gone."""
+    """Ends the job as RQ does when it notices that the process of a batch has died."""
     connection.hset(f"rq:job:promptq-{batch_id}", "status", "failed")
 
 
@@ -116,7 +116,7 @@ async def create(client: openai.AsyncOpenAI, lines: list[Any]) -> openai.types.B
 
 
 def add_batch(url: str, files: Path, tmp_path: Path, lines: list[Any]) -> str:
-    """As the gateway does it."""
+    """Adds a batch as the gateway does."""
     with write_lines(tmp_path / "in.jsonl", lines).open("rb") as stream:
         stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
     batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))

@@ -109,7 +109,7 @@ async def test_batches_from_upload_to_answers(
     assert list((files / "running").iterdir()) == []
 
 
-async def test_a_batch_tells_how_far_it_is(
+async def test_a_batch_reports_its_progress(
     client: openai.AsyncOpenAI,
     redis_url: str,
     tmp_path: Path,

@@ -130,7 +130,9 @@ def test_a_copy_that_breaks_off_leaves_nothing(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_what_another_user_kept_is_copied() -> None:
-    """Who may read it and not change its times, as on a disk that several machines share."""
+    """On a disk that several machines share, the process may read the file but not change its
+    times.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store, file_id = with_a_file(folder)

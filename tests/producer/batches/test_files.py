@@ -63,7 +63,7 @@ async def test_files(
 
 
 def test_files_are_swept(tmp_path: Path) -> None:
-    """What is over, and what an upload that broke off left; not what is being uploaded."""
+    """`sweep` deletes expired files and the rest of broken uploads, but no upload in progress."""
     store = FileStore(tmp_path)
     with (tmp_path / "source").open("wb+") as empty:
         kept = store.add(empty, filename="a", purpose="batch", ttl_seconds=3600)

@@ -138,7 +138,7 @@ def test_enqueue_many_is_all_or_none(any_client: Any, own_worker: Any) -> None:
     assert any_client.enqueue_many([]) == []
 
 
-def test_samples_are_requests_with_seeds_of_their_own(any_client: Any, own_worker: Any) -> None:
+def test_samples_are_requests_with_different_seeds(any_client: Any, own_worker: Any) -> None:
     """`n` requests, one id and one seed apart, enqueued at once."""
     ids = any_client.enqueue_samples(3, "Hi", request_id="s", seed=7, idempotency_key="k")
     assert ids == ["s:0", "s:1", "s:2"]
@@ -190,7 +190,7 @@ def test_result_gives_up_after_its_timeout(any_client: Any) -> None:
 
 
 def test_cancel(any_client: Any, own_worker: Any) -> None:
-    """What waits ends at once; what runs is its worker's to end, with the usage so far."""
+    """A waiting request ends at once. The worker ends a running one, with the usage so far."""
     waiting, running = any_client.enqueue("Hi"), any_client.enqueue("Hi", priority=-1)
     claim = own_worker.take()
     own_worker.send(claim, "ab")
@@ -258,7 +258,7 @@ def test_an_id_that_cannot_be(any_client: Any, method: str) -> None:
 
 
 def test_a_closed_client(make_client: Make, redis_url: str) -> None:
-    """It refuses further use."""
+    """A closed client refuses further use."""
     client = make_client(redis_url)
     request_id = client.enqueue("Hi")
     client.close()
@@ -349,7 +349,7 @@ def test_a_lost_reply_to_enqueue(make_client: Make, redis_url: str, request_id: 
 
 
 def test_a_given_redis_client_is_used_and_left_open(redis_url: str) -> None:
-    """It stays its owner's."""
+    """The client stays its owner's."""
     with redis.Redis.from_url(redis_url) as connection:
         before = connection.client_id()
         with Client(connection) as client:
@@ -358,7 +358,7 @@ def test_a_given_redis_client_is_used_and_left_open(redis_url: str) -> None:
 
 
 async def test_a_given_async_redis_client_is_used_and_left_open(redis_url: str) -> None:
-    """It stays its owner's."""
+    """The client stays its owner's."""
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
         before = await connection.client_id()
         async with AsyncClient(connection) as client:

@@ -185,7 +185,7 @@ def test_a_folded_log_gives_one_event(client: Client, worker: Any, read: Read) -
 
 
 def test_a_log_folded_in_mid_stream_gives_the_rest(client: Client, worker: Any, read: Read) -> None:
-    """Who was cut off and comes back after the log's time gets what is missing, and no more."""
+    """A client that reconnects after the log has expired gets the missing text, and no more."""
     request_id = client.enqueue("Hi")
     reader = read(request_id)
     claim = worker.take()
@@ -200,7 +200,7 @@ def test_a_log_folded_in_mid_stream_gives_the_rest(client: Client, worker: Any, 
 
 
 def test_a_stream_from_the_middle(client: Client, worker: Any, read: Read) -> None:
-    """It begins with the event that holds the token asked for, whether logged or still to come."""
+    """The stream begins with the event that has the requested token, logged or still to come."""
     request_id = client.enqueue("Hi")
     claim = worker.take()
     worker.send(claim, "abc")
@@ -252,7 +252,9 @@ def test_a_record_that_vanishes(client: Client, worker: Any, read: Read) -> None
 def test_a_request_that_plain_commands_enqueued(
     client: Client, worker: Any, read: Read, hash_type: str
 ) -> None:
-    """It is known as soon as it is pending; if its hash is no hash, its last event says so."""
+    """The request is known as soon as it is pending. If its hash is no hash, its last event says
+    so.
+    """
     if hash_type == "plain":
         worker.redis.hset(KEYS.request("raw"), "payload", '{"prompt": "Hi"}')
     elif hash_type == "string":

@@ -84,7 +84,7 @@ def test_a_pending_id_is_known(own_worker: HandWorker, hash_type: str, tenant: s
 
 
 def test_a_hole_in_the_log_is_not_jumped(own_worker: HandWorker) -> None:
-    """What is behind it would come without what is in it."""
+    """Otherwise a reader would get the later tokens without those in the hole."""
     own_worker.redis.hset(KEYS.request("x"), "payload", "{}")
     own_worker.redis.zadd(KEYS.pending, {"x": 1})
     claim = own_worker.take()
@@ -125,7 +125,7 @@ def test_lost_connections_are_tried_again_ever_later(own_worker: HandWorker) -> 
 
 
 def test_a_server_that_keeps_coming_back_is_not_given_up(own_worker: HandWorker) -> None:
-    """It is away most of the time, but each time it answered before it went again."""
+    """The server is away most of the time, but it answers each time before it goes again."""
     own_worker.redis.hset(KEYS.request("x"), "payload", "{}")
     now = 0.0
     send = sender(follow(KEYS, "x", silence=60, clock=lambda: now), own_worker)

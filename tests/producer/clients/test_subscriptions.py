@@ -82,7 +82,9 @@ async def connected(url: str, **options: Any) -> AsyncIterator[AsyncClient]:
 
 
 def other_tasks() -> set[asyncio.Task[Any]]:
-    """Those beside the current one: a fixture begins in one task and ends in another."""
+    """Returns the tasks other than the current one: a fixture begins in one task and ends in
+    another.
+    """
     return asyncio.all_tasks() - {asyncio.current_task()}
 
 
@@ -180,7 +182,9 @@ async def test_a_lost_connection_of_many_streams(
 async def test_tokens_that_were_lost_and_replaced_unheard(
     client: AsyncClient, readers: Readers, own_worker: HandWorker
 ) -> None:
-    """As by a failover in bf16: at the end at the latest a stream says that it read other ones."""
+    """This can happen after a failover in bf16. At the latest at its end, a stream reports that it
+    read other tokens.
+    """
     [claim] = await enqueue(client, own_worker, 1)
     readers.read(claim.request_id)
     own_worker.send(claim, "abc")
@@ -319,7 +323,7 @@ async def test_the_last_reader_leaves_as_the_connection_is_lost(
 
 
 async def test_a_slow_reader(client: AsyncClient, readers: Readers, own_worker: HandWorker) -> None:
-    """Who does not take its events holds nobody up, and gets all of them when it goes on."""
+    """A slow reader delays nobody, and gets all events when it goes on."""
     num = MAX_UNREAD + 10
     slow, quick = await enqueue(client, own_worker, 2)
     readers.read(quick.request_id)
@@ -339,7 +343,7 @@ async def test_a_slow_reader(client: AsyncClient, readers: Readers, own_worker: 
 
 
 async def test_what_a_handler_gives_is_awaited(client: AsyncClient, own_worker: HandWorker) -> None:
-    """It is called no more until then, and what comes meanwhile is not lost."""
+    """The handler is not called until then, and messages that come meanwhile are not lost."""
     num = 2 * MAX_UNREAD
     [claim] = await enqueue(client, own_worker, 1)
     ready, indices = asyncio.Event(), list[int]()
@@ -501,7 +505,7 @@ async def test_a_refused_channel_is_one_streams_own(
 
 
 async def test_the_connection_of_a_given_client(redis_url: str, own_worker: HandWorker) -> None:
-    """It goes back to its pool, fit for commands, though it had been subscribed."""
+    """The connection goes back to its pool, fit for commands, though it had been subscribed."""
     async with redis.asyncio.Redis.from_url(redis_url, max_connections=2) as own:
         client = AsyncClient(own)
         for _ in range(5):

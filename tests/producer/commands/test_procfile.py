@@ -1,4 +1,4 @@
-"""What the Procfile starts, started as a runner of Procfiles does: by a shell, each on its own."""
+"""The processes of the Procfile work when a shell starts each, as runners of Procfiles do."""
 
 from __future__ import annotations
 

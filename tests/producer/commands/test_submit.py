@@ -115,10 +115,10 @@ def at_terminal(environment: dict[str, str], redis_url: str) -> Callable[..., Te
     return lambda *args: Terminal(*PROMPTQ, *args, "--redis", url, **options)
 
 
-def test_tells_at_a_terminal_how_it_went(
+def test_reports_the_outcome_at_a_terminal(
     own_worker: HandWorker, at_terminal: Callable[..., Terminal]
 ) -> None:
-    """Who watches later does not know how long the first token took."""
+    """A later watcher does not know how long the first token took."""
 
     def told(*args: str) -> str:
         with closing(at_terminal(*args)) as terminal:
@@ -214,7 +214,9 @@ def test_a_request_that_expires(run: Run, own_worker: HandWorker) -> None:
 
 
 def test_cancel(run: Run, own_worker: HandWorker) -> None:
-    """It says what became of the request; whoever follows it sees an exit code other than 0."""
+    """`cancel` prints the request's state; a command that follows the request exits with a code
+    other than 0.
+    """
     request_id = run("submit", "--detach", "Hi").stdout.strip()
     assert run("cancel", request_id).stdout == "cancelled\n"
     assert run("cancel", request_id).stdout == "it had already ended\n"
@@ -224,7 +226,7 @@ def test_cancel(run: Run, own_worker: HandWorker) -> None:
 
 
 def test_submit_to_a_real_worker(run: Run, start: Start) -> None:
-    """The same seed gives the same text, through all of the house."""
+    """Equal seeds give equal texts, from the command to the worker and back."""
     process = start("worker", "--model", "model-free")
     read_until(process, "ready after ")
     texts = [run("submit", "Hi", "--max-tokens", "30", "--seed", "5").stdout for _ in range(2)]

@@ -73,7 +73,7 @@ def test_wrong_usage(run: Run) -> None:
 
 
 def test_what_stands_behind_two_dashes_is_for_the_workers_server(run: Run) -> None:
-    """It reaches the worker, which says here that it starts no server."""
+    """The argument reaches the worker, which says here that it starts no server."""
     done = run("worker", "--model", "model-free", "--", "--swap-space", "0")
     assert done.returncode == 1
     assert "-- ARGUMENTS: belongs to an inference server" in done.stderr

@@ -36,7 +36,7 @@ class LiveGateway:
 
     @property
     def base_url(self) -> str:
-        """What OpenAI's clients are told."""
+        """The base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
 
@@ -56,7 +56,7 @@ def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
 
 @contextmanager
 def beside(living: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[Any]:
-    """What the asynchronous context gives, which lives in a thread until the end."""
+    """Yields the value of an asynchronous context, which lives in a thread until the end."""
     ready: list[Any] = []
     is_ready = threading.Event()
     loop = asyncio.new_event_loop()

@@ -37,7 +37,7 @@ def test_a_queue_without_any_worker_yet_is_found_by_name(
         assert desired(http) == {"default": 0}
 
 
-def test_a_gateway_of_one_queue_tells_of_no_other(
+def test_a_gateway_of_one_queue_shows_no_other(
     start_gateway: Callable[..., LiveGateway],
 ) -> None:
     gateway = start_gateway(queues=["default"])
@@ -64,7 +64,7 @@ def test_it_needs_no_key_as_probes_have_none(everything: LiveGateway, redis_url:
     assert httpx2.get(f"{everything.url}/scaling", timeout=None).status_code == 200
 
 
-def test_metrics_tell_the_same(everything: LiveGateway, redis_url: str) -> None:
+def test_metrics_have_the_same_figures(everything: LiveGateway, redis_url: str) -> None:
     with Client(redis_url) as client:
         client.enqueue("Once", deadline_ms=3_600_000)
     text = httpx2.get(f"{everything.url}/metrics", timeout=None).text

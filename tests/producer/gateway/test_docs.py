@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import Request
 
 
 def test_the_page_needs_nothing_from_outside(http: httpx2.Client) -> None:
-    """It names every endpoint, with the fields of its body."""
+    """The page names every endpoint, with the fields of its body."""
     page = http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", page.text)
@@ -41,7 +41,7 @@ async def test_each_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_description_lists_the_fields_of_a_body(http: httpx2.Client, path: str) -> None:
-    """Those of the endpoint beside those of a payload; what is required is marked."""
+    """The description has the fields of the endpoint and of a payload, and marks required ones."""
     document = http.get("/openapi.json").json()
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     elsewhere = {"prompt", "messages", "tools", "tool_choice", "chat_template_kwargs"}

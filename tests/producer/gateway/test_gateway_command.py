@@ -110,7 +110,7 @@ def test_streams_go_on_at_the_next_gateway(
             assert texts_of(again.rest()) == "b"
 
 
-def test_what_streams_when_it_is_told_to_stop_comes_to_its_end(
+def test_streams_that_run_at_a_stop_signal_come_to_their_end(
     start: Start, own_worker: HandWorker
 ) -> None:
     """Nobody else gets in meanwhile."""

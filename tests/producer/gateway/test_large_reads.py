@@ -36,9 +36,9 @@ OF_PROMPT: dict[str, Any] = {
 async def answered_by(
     worker: HandWorker, calling: Awaitable[Any], **of_prompt: Any
 ) -> tuple[Any, Claim]:
-    """What comes of a call whose request the worker answers with many log-probabilities.
+    """Returns the gateway's answer to a call whose request gets many log-probabilities.
 
-    Those of its prompt are in one event, which is the last one, too.
+    The log-probabilities of the prompt are in one event, which is also the last.
     """
     call = asyncio.ensure_future(calling)
     claim = await asyncio.to_thread(worker.queue.take)
@@ -126,7 +126,7 @@ async def test_the_event_loop_reads_large_answers_in_small_pieces(
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_so_it_reads_what_is_told_of_a_long_prompt(
+async def test_the_log_probabilities_of_a_long_prompt_are_read_in_pieces(
     redis_url: str, own_worker: HandWorker
 ) -> None:
     """All of it is one event. It is read, written and freed in small pieces."""

@@ -51,7 +51,7 @@ def values(families: dict[str, Metric], spec: metrics.Spec) -> dict[tuple[str, .
     }
 
 
-async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> None:
+async def test_reports_the_queue_and_http_answers(redis_url: str) -> None:
     app = measure_http(create_app(GatewaySettings(redis_url=redis_url)))
     async with client_of(app) as client, AsyncClient(redis_url) as queue:
         async with running_worker(redis_url):
@@ -76,7 +76,7 @@ async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> N
     assert values(told, metrics.HTTP_OPEN) == {(): 1}  # this scrape
 
 
-async def test_tells_what_runs_what_was_given_up_and_of_a_pause(redis_url: str) -> None:
+async def test_shows_running_requests_dead_letters_and_a_pause(redis_url: str) -> None:
     bury(redis_url, "one", "two")
     app = create_app(GatewaySettings(redis_url=redis_url))
     async with client_of(app) as client, AsyncClient(redis_url) as queue:

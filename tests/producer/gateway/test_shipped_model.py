@@ -139,7 +139,7 @@ class Painting(BaseModel):
 
 
 def test_an_answer_by_schema(stories: OpenAI) -> None:
-    """As OpenAI's client asks for one and reads it, from a class."""
+    """OpenAI's client makes the schema from a class, and reads the answer into it."""
     got = stories.chat.completions.parse(
         model="", messages=MESSAGES, response_format=Painting, seed=3, max_tokens=200
     )

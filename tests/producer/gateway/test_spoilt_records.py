@@ -100,7 +100,7 @@ def test_a_spoilt_response_keeps_no_other_from_being_kept(
 def test_the_log_of_a_response_that_is_not_finite_is_not_kept_as_it_is(
     quick: httpx2.Client, own_worker: HandWorker
 ) -> None:
-    """It would be null in what is kept, which nobody could read again."""
+    """The stored record would have null, which nobody could read again."""
     response_id = stored_response(own_worker, {"state": "completed"})
     for at, kind in (("1-1", "a NaN inside"), ("2-1", "an infinity as null")):
         own_worker.redis.xadd(KEYS.tokens(response_id), {"event": SPOILT[kind]}, id=at)

@@ -68,7 +68,7 @@ def test_they_count_as_many_as_the_prompt_of_an_answer(asking: httpx2.Client) ->
         ("/detokenize", {"tokens": [10**9]}, 400, "token id 1000000000 is outside the vocabulary"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_errors_are_reported(
     asking: httpx2.Client, path: str, body: dict[str, Any], status: int, told: str
 ) -> None:
     answer = asking.post(path, json=body)
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told(
     assert told in answer.json()["error"]["message"]
 
 
-def test_an_engine_without_a_model_tells_its_tokens_too(letters_gateway: LiveGateway) -> None:
+def test_an_engine_without_a_model_reports_its_tokens_too(letters_gateway: LiveGateway) -> None:
     with httpx2.Client(base_url=letters_gateway.url, timeout=60) as client:
         told = client.post("/tokenize", json={"prompt": "Hi"}).json()
     assert told["tokens"] == [72, 105]

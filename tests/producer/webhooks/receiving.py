@@ -22,8 +22,11 @@ MASTER = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode
 
 @dataclass
 class Receiver:
-    """What came, by path. `/status/NNN` answers so; `/later` does with 503 the first time; `/never`
-    takes the request and says nothing; `/huge` answers 200 and more than anybody wants to read."""
+    """Records calls by path.
+
+    `/status/NNN` answers with that status, `/later` with 503 the first time. `/never` reads the
+    call and does not answer. `/huge` answers 200, with more text than anybody wants to read.
+    """
 
     port: int
     scheme: str = "http"
@@ -43,7 +46,7 @@ class Receiver:
 
 
 def secret_of(tenant: str, version: int = 1) -> str:
-    """What MASTER gives a tenant of the default queue, as docs/jobs.md says."""
+    """Derives a tenant's secret from MASTER, by the rule in docs/jobs.md."""
     what = f"promptq webhook {version} default {tenant}".encode()
     key = base64.b64decode(MASTER.removeprefix("whsec_"))
     made = hmac.new(key, what, hashlib.sha256).digest()
@@ -51,7 +54,9 @@ def secret_of(tenant: str, version: int = 1) -> str:
 
 
 def is_signed(headers: dict[str, str], body: bytes, secret: str | None = None) -> bool:
-    """As standardwebhooks.com says a receiver does it; by default that of no tenant."""
+    """Verifies a signature as standardwebhooks.com describes, by default with the secret of no
+    tenant.
+    """
     key = base64.b64decode((secret or secret_of("")).removeprefix("whsec_"))
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     wanted = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()

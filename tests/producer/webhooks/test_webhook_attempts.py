@@ -51,7 +51,7 @@ def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Jobs:
-    """What the leader of `promptq jobs` does for webhooks, a step at a time."""
+    """Does the webhook work of the leader of `promptq jobs`, one step at a time."""
 
     def __init__(self, settings: JobsSettings) -> None:
         self.settings = settings
@@ -92,7 +92,7 @@ def jobs(settings: JobsSettings) -> Iterator[Jobs]:
         yield jobs
 
 
-def test_every_final_state_is_told(server: Server) -> None:
+def test_every_final_state_is_reported(server: Server) -> None:
     """Exactly those requests that asked for it are listed, whoever ended them and how; and their
     results are kept for longer than a day."""
     with closing(server.connect()) as client:
@@ -133,7 +133,7 @@ def test_every_final_state_is_told(server: Server) -> None:
         assert client.pttl(KEYS.request("nobody")) <= 3_600_000
 
 
-def test_a_webhook_is_signed_and_tells_the_result(
+def test_a_webhook_is_signed_and_has_the_result(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
     ask(own_worker.queue, "a/b", receiving.url("/ok"), metadata={"my": "id"})
@@ -281,7 +281,7 @@ def test_the_leader_goes_on_beside_what_ends(jobs: Jobs, own_worker: HandWorker)
 def test_strangers_keep_nobody_from_a_webhook(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """What is listed and is no request that ended is struck off; a field's name hinders nothing."""
+    """Ids that are no ended requests leave the list; no name of a field stops a webhook."""
     server = own_worker.redis
     asking = {"payload": json.dumps({"prompt": "a", "webhook_url": receiving.url("/no")})}
     for number, (entry, fields) in enumerate(
@@ -368,7 +368,7 @@ def test_a_server_that_refuses_strikes_nothing_off(
 def test_what_strangers_wrote_of_what_waits(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """It is struck off, and a key of another type gives way."""
+    """Malformed entries leave the list, and a key of another type is deleted."""
     server = own_worker.redis
     spoilt: dict[Any, str] = {
         b"\xff": "{}",
@@ -399,7 +399,7 @@ def test_what_strangers_wrote_of_what_waits(
 def test_what_a_tenant_may_pile_up(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver, run: Run
 ) -> None:
-    """What comes beyond is dead at once; another tenant's waits as ever."""
+    """Webhooks beyond the limit are dead at once; another tenant's wait as before."""
     jobs.settings.webhook_max_waiting = 3
     for number in range(5):
         ask(own_worker.queue, f"a{number}", receiving.url("/status/500"), tenant="a")
@@ -419,7 +419,9 @@ def test_what_a_tenant_may_pile_up(
 
 
 def test_it_is_sent_again_by_hand(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
-    """As docs/jobs.md says, of one that is dead too; and what was taken off the list is not."""
+    """docs/jobs.md has the commands. They also send a dead webhook again; one that was taken off
+    the list is not sent.
+    """
     ask(own_worker.queue, "r", receiving.url("/ok"))
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
@@ -438,8 +440,8 @@ def test_it_is_sent_again_by_hand(jobs: Jobs, own_worker: HandWorker, receiving:
 def test_what_an_earlier_release_handed_to_rq(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """It is called too, as its request says, whether it waited for its first attempt or the next;
-    what is no webhook there goes."""
+    """Such a webhook is called too, as its request says, whether it waited for its first attempt or
+    the next. Other jobs there are deleted."""
     import zlib
 
     server = own_worker.redis
@@ -520,7 +522,7 @@ def test_a_rotation(
 def test_the_secret_of_earlier_releases(
     settings: JobsSettings, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """As long as it is there receivers that know no other go on; it makes no tenant's."""
+    """While the old secret exists, jobs also sign with it; no tenant's secret is made of it."""
     earlier = "whsec_" + "b" * 40
     shared_file(settings).write_text(earlier + "\n")
     assert WebhookSecrets(settings).has_shared

@@ -234,9 +234,9 @@ class Run:
         print(f"{time.monotonic() - self._started:6.1f} s  {what}", flush=True)
 
     async def _ask_references(self) -> dict[str, Expected]:
-        """What the shipped model answers while nothing is disturbed; one request at a time.
+        """Asks the shipped model for its answers, one request at a time and without faults.
 
-        With some mutants it does not even then, which is a violation already.
+        With some mutants a request fails even then, which is a violation already.
         """
         references = {}
         journal = Journal(self._folder / "references.jsonl")

@@ -13,7 +13,7 @@ from heapq import merge
 
 
 class Fault(StrEnum):
-    """What may happen to a run. Poison, cancels and deadlines come with the requests."""
+    """The faults of a run. Poison, cancels and deadlines come with the requests."""
 
     KILL = "SIGKILL of a model-free worker"
     KILL_REAL = "SIGKILL of a shipped-model worker"
@@ -83,7 +83,7 @@ MEAN_SECONDS_ON_A_CLUSTER = {
     Fault.SLOT_MOVE: 12.0,
     Fault.SLOT_MOVE_AT_ONCE: 20.0,
 }
-"""The same on a cluster, which is reached without the proxy that spoils links."""
+"""Mean times on a cluster, which is reached without the proxy that spoils connections."""
 
 MEAN_SECONDS_WHILE_SWAPPING = {
     Fault.KILL_FIRST: 15.0,

@@ -18,13 +18,14 @@ PAGE = ROOT / "docs" / "compatibility.md"
 _REASON = 400
 _HEAD = f"""# Other people's programs
 
-`python -m tests compat` runs each program for real against a gateway with the shipped model, and
-writes this page. A program has a separate environment and home, no network but loopback, an API
-key, and the alias `gpt-4o` for the model. Each program makes several attempts, each with one
-feature. An attempt passes if its result is right: for a plain call text, usage and finish reason;
-for a stream several chunks; for a tool or schema arguments that follow it; for a wrong call an
-error that says how to correct it. `{RESULTS.relative_to(ROOT)}` names each attempt, and the fields
-that each program sends.
+These programs were tested with the gateway. `python -m tests compat` runs each one against a real
+gateway with the shipped model, and writes this page. A program has its own environment, an API key
+and the alias `gpt-4o` for the model, and reaches no other server.
+
+A program makes several attempts, each with one feature: a call, a stream, a tool, a schema, or a
+wrong call, whose error must say how to correct it. *passes* is the number of attempts with the
+right result, *through* the parts of the API that the program used. `{RESULTS.relative_to(ROOT)}`
+names all attempts.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|
@@ -36,7 +37,7 @@ _CHANGING = (
     (re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|req)[-_][\w-]{8,}"), r"\1-ID"),
     (re.compile(r"/[\w./-]*/compat(?:-\w+)?/"), ""),
 )
-"""What differs from run to run."""
+"""Texts that differ from run to run."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Exchange:
 
 
 class _Side:
-    """What `httptools` finds in one direction of a connection."""
+    """Collects what `httptools` reads in one direction of a connection."""
 
     def __init__(self, connection: _Connection, *, is_request: bool) -> None:
         self._connection = connection

@@ -85,7 +85,7 @@ def asked(url: str, path: str, body: dict[str, Any] | None) -> tuple[int, str, l
 
 
 def lacks(real: Any, ours: Any, at: str = "") -> list[str]:
-    """What the stand-in says in another form than the real server, or makes up."""
+    """Lists the members that the stand-in formats differently from the real server, or invents."""
     if isinstance(ours, dict) and isinstance(real, dict):
         return [
             said

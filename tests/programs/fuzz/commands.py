@@ -36,7 +36,7 @@ _VALUES = [
     *['[{"type":"function","function":{"name":"f"}}]', '"auto"', '"required"', '"http://x"'],
     *['"' + "x" * 5000 + '"', "[" + "1," * 300 + "1]", '"\\uD83D\\uDE00"', '"\u202e\u0000"'],
 ]
-"""As JSON, or what takes itself for it."""
+"""Values as JSON, or texts that look like JSON."""
 
 
 def random_bytes(rng: random.Random) -> bytes:
@@ -259,7 +259,7 @@ def _of_any_type(key: bytes, payload: bytes, rng: random.Random) -> Command:
 def _spoilt_fields(
     keys: Keys, request_id: bytes, payload: bytes, rng: random.Random
 ) -> list[Command]:
-    """What only scripts should write."""
+    """Returns fields that only scripts should write."""
     spoilt = [it for name in rng.sample(_RECORD_FIELDS, 3) for it in (name, rng.choice(_WORDS))]
     key = _request(keys, request_id)
     return [("HSET", key, "payload", payload), ("HSET", key, *spoilt)]

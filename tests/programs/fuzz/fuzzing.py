@@ -40,7 +40,7 @@ _OPTIONS = ["--model", "model-free", "--max-model-len", "64", "--lease-ms", "100
 
 @dataclass(slots=True)
 class Outcome:
-    """What was thrown and what it did."""
+    """The malformed input of a run, and its effects."""
 
     seed: int
     kinds: Counter[str] = field(default_factory=Counter)
@@ -159,7 +159,7 @@ class Fuzzing:
         return [it for name in names for it in self._client.zrange(name, 0, -1)]
 
     def _cancel(self, request_ids: list[bytes]) -> None:
-        """As any Redis client may."""
+        """Cancels a request by plain commands, as any Redis client may."""
         for request_id in request_ids:
             self._client.hset(self._keys.request(request_id.decode()), "cancelled", 1)
             self._client.publish(self._keys.control, b"cancel:" + request_id)

@@ -50,7 +50,7 @@ _WORKER = ["--model", "model-free", "--max-model-len", "64"]
 
 @dataclass(slots=True)
 class HttpOutcome:
-    """What was thrown and what it did."""
+    """The malformed input of a run, and its effects."""
 
     seed: int
     kinds: Counter[str] = field(default_factory=Counter)
@@ -175,7 +175,9 @@ class HttpFuzzing:
 
 
 def send(url: str, raw: bytes) -> bytes:
-    """What is answered, as far as it is read. Raises ValueError for another machine's address."""
+    """Sends a request and returns the part of the answer that it reads. Raises ValueError for
+    another machine's address.
+    """
     parts = urlsplit(url)
     if not ip_address(parts.hostname or "").is_loopback:
         raise ValueError(f"{url!r} is not on this machine")

@@ -16,7 +16,7 @@ Route = tuple[str, str]
 """Method and path."""
 
 _NOT_FOR_ADMINS = "/dashboard/api/pause"
-"""It would stop those who are to be served."""
+"""A call with an administrator's key would pause the queue and stop the other calls."""
 
 _ODD_TEXTS = [
     "", " ", "\x00", "\x1b]0;x\x07", "\ud800", "\u202e", "a" * 5000, "9" * 5000, "-1", "1e999",
@@ -97,7 +97,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Thrown:
-    """What is sent, and in which ways it was spoilt."""
+    """A malformed request, and the ways in which it was spoilt."""
 
     raw: bytes
     kinds: tuple[str, ...]

@@ -26,7 +26,7 @@ TOOLS = ["fakeredis[lua]", "pytest", "pytest-asyncio", "pytest-xdist"]
 
 
 def check(wheel: Path, version: str) -> str:
-    """What went wrong on this version; nothing, if nothing did."""
+    """Returns the failures on this version; an empty text if there are none."""
     with tempfile.TemporaryDirectory(prefix=f"promptq-redis-py-{version}-") as folder:
         python, constraints = f"{folder}/venv/bin/python", Path(folder, "constraints.txt")
         lines = (ROOT / "constraints.txt").read_text().splitlines()

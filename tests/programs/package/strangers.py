@@ -79,7 +79,7 @@ class Stranger:
         )
 
     def run(self, *command: str) -> str:
-        """What a command says, which has to end well."""
+        """Returns the output of a command, which must succeed."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with self.start(*command, **pipes) as process:
             said = process.communicate()[0]

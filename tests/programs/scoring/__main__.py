@@ -75,7 +75,7 @@ def build(folder: Path) -> Path:
 
 
 def measured(python: Path, folder: Path, backend: str, arguments: str, *options: str) -> Scores:
-    """What one backend measures in all tasks."""
+    """Returns the results of one backend in all tasks."""
     folder.mkdir()
     tasks = sorted(path.stem for path in TASKS.glob("*.yaml"))
     command = [python, "-m", "lm_eval", "run", "--model", backend, "--model_args", arguments]

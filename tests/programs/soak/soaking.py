@@ -46,7 +46,7 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """It grows by less than 2 % an hour, or by no more than twice its standard error."""
+        """Whether the line grows by less than 2 % an hour, or at most twice its standard error."""
         is_small = self.share_per_hour < FLAT_SHARE_PER_HOUR
         return is_small or self.slope_per_hour <= _SURE * self.error_per_hour
 
@@ -113,7 +113,7 @@ class Samples:
 
 
 class _Latencies:
-    """What the requests of one load took since the last sample, in ms."""
+    """Latencies of the requests of one load since the last sample, in ms."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
@@ -170,7 +170,7 @@ async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
 
 
 async def _fill_statistics(control: redis.asyncio.Redis, keys: Keys) -> None:
-    """As they are after an hour: until then they grow, to an entry for each of its 5 s."""
+    """Fills the statistics with entries for an hour, because until then they would grow."""
     latest: list[tuple[bytes, dict[bytes, bytes]]] = []
     while not (latest and latest[0][1][b"ttft_p50_ms"]):  # so that it is of a usual size
         await asyncio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What the stand-in computes: sequences in slots, one token at a time, and how it can fail."""
+"""The stand-in's batch: sequences in slots, one token at a time, and its ways to fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def next_token(
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a greedy request gets."""
+    """Returns the answer to a greedy request."""
     tokens = [*prompt]
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))

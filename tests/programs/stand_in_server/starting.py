@@ -47,8 +47,8 @@ def save_byte_model(directory: Path) -> Path:
 
 
 def save_byte_gguf(file: Path) -> Path:
-    """The same in a GGUF file. It cannot be without a merge, so it has one of two bytes that no
-    text has."""
+    """Saves the byte tokenizer in a GGUF file. The format needs a merge, so it has one of two bytes
+    that no text has."""
     characters = _characters()
     tokens = [*(characters[byte] for byte in range(256)), END, characters[255] * 2]
     writer = gguf.GGUFWriter(file, "llama")
@@ -107,7 +107,7 @@ def served_upstream(
 
 
 def text_after(prompt: str, num_tokens: int) -> str:
-    """What a greedy request gets."""
+    """Returns the answer to a greedy request."""
     return bytes(continuation(prompt.encode(), num_tokens)).decode()
 
 
@@ -119,7 +119,7 @@ class StandIn:
     pid: int
 
     def told(self) -> dict[str, Any]:
-        """What runs there, and what came of all that was asked."""
+        """Returns the running requests, and the ends of all that came before."""
         answer: dict[str, Any] = httpx2.get(f"{self.url}/stand-in").json()
         return answer
 

@@ -1,4 +1,4 @@
-"""What happens in a move: one or more calls, as clients and workers build them."""
+"""Moves: each is one or more calls, as clients and workers build them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ GRACE_MS = 3_600_000
 """So long is kept what a sweep has found, as it is by default."""
 LONG_PAST = PAST - GRACE_MS
 NONCE = "n"
-"""What all claims of no session bring, so that fences of a request differ by the attempt alone."""
+"""The nonce of all claims without a session, so that fences of a request differ by the attempt
+alone."""
 SESSION, NO_SESSION = "s", ClaimContext()
 
 PROMPT_TOKENS = 1
-"""What a zombie, and a worker that gives back, tells of a prompt's length."""
+"""The prompt's length that zombies and workers that give back report."""
 
 FORGOTTEN = 0
 """Stands for the attempts at an earlier request of the same id, of which nothing is kept."""
@@ -48,9 +49,9 @@ class Move:
     """Whether it needs no luck: it is tried again and again as long as somebody serves the queue,
     even if all that hold anything are gone."""
     nonce: str = NONCE
-    """What a claim puts into its fences."""
+    """The part of fences that a claim chooses."""
     context: ClaimContext = NO_SESSION
-    """What a claim says of those before it."""
+    """The claim's report of the claims before it."""
 
 
 @cache
@@ -121,7 +122,7 @@ NO_EVENTS = (
     '{"index":0,"token_ids":{"a":1.5},"text":"","usage":[[1e999]],"error":{"type":[]}}',
     "[" * 2000,
 )
-"""What a stranger may have written into a log."""
+"""Entries that a stranger may have written into a log."""
 
 
 @cache
@@ -217,7 +218,7 @@ def row_of(spec: Spec, fence: str, index: int) -> Row:
 
 
 def _result_of(spec: Spec, last: TokenEvent) -> str:
-    """As workers give it with the last token."""
+    """Returns the result that workers send with the last token."""
     token_ids = [spec.token(index) for index in range(spec.num_tokens)]
     text = "".join(f"{token_id} " for token_id in token_ids)
     whole = last.model_copy(update={"index": 0, "token_ids": token_ids, "text": text})

@@ -36,7 +36,7 @@ _ANSWERS = ANSWER_INVARIANTS + CLAIM_INVARIANTS + UPKEEP_INVARIANTS
 
 @dataclass(frozen=True)
 class Invariants:
-    """Those to be checked; `progress` is about all states together."""
+    """The invariants to check; `progress` is about all states together."""
 
     states: Collection[StateInvariant] = STATE_INVARIANTS
     changes: Collection[StepInvariant] = CHANGE_INVARIANTS
@@ -94,7 +94,9 @@ MOST_STATES = 1_000_000
 
 @dataclass
 class Explored:
-    """What was seen. `moves` are those made on the server, each with all invariants checked."""
+    """The result of an exploration. `moves` counts those made on the server, each with all
+    invariants checked.
+    """
 
     states: int = 0
     moves: int = 0
@@ -103,7 +105,7 @@ class Explored:
     kinds: dict[str, int] = field(default_factory=dict)
     """How many moves of each kind changed the state."""
     statuses: set[RowStatus] = field(default_factory=set)
-    """What rows were answered."""
+    """The statuses that rows got."""
 
 
 @dataclass(slots=True)

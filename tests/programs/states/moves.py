@@ -1,4 +1,4 @@
-"""What may happen in a state.
+"""The moves that are possible in a state.
 
 The groups of moves that a world may have:
 
@@ -165,13 +165,13 @@ def _hold(world: World, view: View, spec: Spec) -> Iterator[Move]:
 
 
 def _attempts(world: World, newest: int) -> range:
-    """Those that some worker may think it makes."""
+    """Returns the attempts that some worker may think it makes."""
     may_be_forgotten = world.moves & {"forget", "purge"}
     return range(FORGOTTEN if may_be_forgotten else 1, newest + 1)
 
 
 def fence_of(view: View, request_id: str, attempt: int) -> str:
-    """What the worker of this attempt shows."""
+    """Returns the fence that the worker of this attempt sends."""
     newest = view.attempt(request_id)
     if attempt == FORGOTTEN:  # it can be as like to the newest as may be, but for the nonce
         return f"{max(1, newest)}-forgotten"
@@ -293,4 +293,4 @@ _GROUPS = (
     _stray,
     _spoil,
 )
-"""What may happen to each request."""
+"""Groups of moves of each request."""

@@ -108,11 +108,11 @@ return {{text, heard}}
 
 
 class Outcome(NamedTuple):
-    """What a move made of a state: the state after it, each call's answer, the events published."""
+    """The outcome of a move: the new state, each call's answer, the events published."""
 
     after: bytes
     answers: list[Any]
-    """As the call's `parse` gives it, or the PromptqError that it raised."""
+    """The value of each call's `parse`, or the PromptqError that it raised."""
     heard: list[tuple[str, str]]
     """Channel and message."""
 

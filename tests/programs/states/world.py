@@ -1,4 +1,4 @@
-"""What is explored: which requests there are, and which things may happen to them.
+"""The worlds to explore: their requests, and the moves that may happen to them.
 
 A state is all that the server keeps, so nothing else has to be modelled: workers are the most
 hostile that still speak the protocol. Every claim that was ever handed out may be used at any time,
@@ -29,7 +29,7 @@ NOW_MS = 1_790_000_000_000
 for (the end of a lease, a delay, a deadline) into the past."""
 
 LONG_DEAD = NOW_MS - 14 * 24 * 3_600_000
-"""What was buried then or before has been kept for its time."""
+"""Dead letters from this time or before have been kept long enough."""
 
 AMPLE = 10**6
 """A token budget that everything fits in."""
@@ -81,7 +81,7 @@ class World:
     budgets: tuple[int, ...] = (AMPLE,)
     """Tokens that a claiming worker may have room for."""
     priorities: tuple[int, ...] = ()
-    """What somebody may give to what waits."""
+    """Priorities that somebody may give to a waiting request."""
     config: tuple[str, ...] = ()
     """The queue's settings: field, value, ..."""
 
@@ -174,7 +174,7 @@ class View:
         return self.hashes.get(request_id, {})
 
     def state(self, request_id: str) -> str:
-        """As docs/protocol.md has it; empty if there is no request."""
+        """The state by its name in docs/protocol.md; empty if there is no request."""
         return self._states.get(request_id, "")
 
     def is_final(self, request_id: str) -> bool:
@@ -196,7 +196,7 @@ class View:
         return int(log[-1][0].split("-")[0]) if log else 0
 
     def held_by_last_claim(self, session: str) -> list[str]:
-        """What the last claim of the session gave, and nobody else has had since."""
+        """Returns the requests of the session's last claim that nobody else has had since."""
         nonce, given = self.claimed.get(session, ("", ()))
         return [
             request_id
@@ -212,7 +212,7 @@ class View:
         return bool(keys & self.keys - self.expiring) and not (is_held or self.is_final(request_id))
 
     def priority(self, request_id: str) -> int:
-        """What the payload says."""
+        """The priority in the payload."""
         return _priority_in(self.fields(request_id).get("payload", "{}"))
 
     def is_past_deadline(self, request_id: str) -> bool:

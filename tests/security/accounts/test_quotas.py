@@ -120,7 +120,7 @@ def test_who_asks_again_before_it_may_is_refused_late(
     assert 0 < int(told[1]) <= int(refused.headers["retry-after-ms"]) - 3000
 
 
-def test_a_tenant_has_so_many_files(
+def test_the_number_of_a_tenants_files_is_limited(
     start: Callable[..., LiveGateway], make_key: Callable[..., str]
 ) -> None:
     """Whichever of its keys brings them, at whichever gateway; others are not concerned."""
@@ -140,7 +140,7 @@ def test_a_tenant_has_so_many_files(
     assert upload(gateways[1], shop[0]).status_code == 200
 
 
-def test_a_tenants_files_have_so_many_bytes(
+def test_the_bytes_of_a_tenants_files_are_limited(
     start: Callable[..., LiveGateway], make_key: Callable[..., str], tmp_path: Path
 ) -> None:
     """Answers of batches count too, so a batch needs room for some."""
@@ -215,7 +215,7 @@ def test_a_new_batch_takes_of_the_rate(
     assert error_of(refused) == (429, "rate_limit_exceeded")
 
 
-def test_a_tenant_has_so_many_unfinished_batches(
+def test_the_number_of_a_tenants_unfinished_batches_is_limited(
     start: Callable[..., LiveGateway], make_key: Callable[..., str], everything: redis.Redis
 ) -> None:
     """Also where all come at once, at two gateways; others are not concerned."""
@@ -243,7 +243,9 @@ def test_a_tenant_has_so_many_unfinished_batches(
 
 
 async def test_batches_that_all_looked_before_any_was_added(redis_url: str) -> None:
-    """What each gateway saw does not count, but how many there are then."""
+    """The limit applies to the number when a batch is added, not to the number that its gateway saw
+    before.
+    """
     looked = asyncio.Barrier(12)
 
     class Together(redis.asyncio.Redis):

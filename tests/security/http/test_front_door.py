@@ -1,4 +1,6 @@
-"""Who has no key costs nothing, and one who has takes no more than a share; on raw sockets."""
+"""A caller without a key costs nothing, and one with a key takes no more than a share. Tests use
+raw sockets.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,7 @@ def stalled(gateway: LiveGateway, path: str, secret: str) -> socket.socket:
 
 
 def code_of(gateway: LiveGateway, path: str, secret: str) -> tuple[int, str]:
-    """What half as large a body gets, whose end is wrong."""
+    """Returns the error code for a body half as large whose end is malformed."""
     headers = bearer(secret)
     kind = "multipart/form-data; boundary=b" if path == FILES else "application/json"
     body = FORM + b" " * (MIB // 2)
@@ -264,7 +266,7 @@ def test_many_keys_of_one_tenant_leave_room_for_another(
 def test_a_large_body_may_not_save_up_time_for_silence(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who sent much at first is closed as soon as one who sent little."""
+    """A caller that sent much at first is disconnected as soon as one that sent little."""
     monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(connection_limits, "_WINDOW_SECONDS", 0.3)

@@ -216,7 +216,7 @@ def test_who_goes_on_with_no_stream_of_theirs_sends_no_body(redis_url: str) -> N
                 assert connection.recv(12) == b"HTTP/1.1 " + status
 
 
-def test_who_waits_as_told_gets_in_with_several_answers(
+def test_a_client_that_waits_as_long_as_retry_after_says_gets_several_answers(
     redis_url: str, queue: RequestQueue
 ) -> None:
     """Where the time that it was told to wait has passed, as its bucket tells it."""

@@ -183,7 +183,7 @@ def named(what: str) -> str:
     ],
     ids=["prompt", "messages", "tools", "stop", "bad_words", "logit_bias", "names", "tool_choice"],
 )
-def test_of_a_payload_with_many_errors_the_first_is_told(body: str, field: str) -> None:
+def test_of_a_payload_with_many_errors_the_first_is_reported(body: str, field: str) -> None:
     """And no more are looked for: each would take time, and hundreds of bytes."""
     tracemalloc.start()
     try:

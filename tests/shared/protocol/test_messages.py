@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import Request
 
 
 def read(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a worker reads of a payload that any Redis client wrote."""
+    """Reads a payload that any Redis client may have written, as a worker does."""
     clean = Request.parse(json.dumps({"messages": messages})).messages
     assert clean is not None
     assert Request.build({"messages": clean}).messages == clean

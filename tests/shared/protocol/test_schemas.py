@@ -124,7 +124,7 @@ def short(number: float) -> str:
     return f"2^{power}" if power else f"{number:g}"
 
 
-def test_a_misspelt_field_is_told_which_one_may_be_meant() -> None:
+def test_the_error_for_a_misspelt_field_suggests_the_right_one() -> None:
     with pytest.raises(InvalidRequestError, match=r"^max_token: .*; do you mean max_tokens\?$"):
         Request.parse('{"prompt": "a", "max_token": 1}')
     with pytest.raises(InvalidRequestError, match=r"^x+: is not a field of a request$") as caught:

@@ -104,7 +104,7 @@ def test_a_request_can_still_change_its_place(client: Any, queue: RequestQueue) 
     assert queue.run(call) == "changed"
 
 
-def test_what_is_held_is_kept_and_given_back_all_the_same(client: Any, queue: RequestQueue) -> None:
+def test_held_requests_are_kept_and_still_given_back(client: Any, queue: RequestQueue) -> None:
     """Else leases would run out, and that would count as a crash."""
     a, b = two_running(queue)
     client.zadd(queue.keys.leases, {"a": 1})

@@ -118,9 +118,7 @@ def test_contains_count_and_empty_follow_the_queue(queue: RequestQueue) -> None:
     assert queue.state("a") is RequestState.ACTIVE
 
 
-def test_a_worker_that_tells_nothing_any_more_is_forgotten(
-    client: Any, queue: RequestQueue
-) -> None:
+def test_a_worker_that_stops_reporting_is_forgotten(client: Any, queue: RequestQueue) -> None:
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="gone"), ttl_ms=1)) == 1
     time.sleep(0.01)
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="here", pid=7), ttl_ms=5000)) == 1
@@ -158,7 +156,7 @@ class AsyncForgetting(redis.asyncio.Redis):
         return sha
 
 
-async def test_a_server_that_starts_again_while_it_is_told_a_script(embedded_url: str) -> None:
+async def test_a_server_that_restarts_while_a_script_is_loaded(embedded_url: str) -> None:
     with Forgetting.from_url(embedded_url) as client:
         client.flushall()
         client.script_flush()

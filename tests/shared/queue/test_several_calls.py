@@ -54,8 +54,8 @@ async def test_so_they_do_with_asyncio(queue: RequestQueue, server: Server) -> N
     await client.aclose()
 
 
-async def test_a_script_that_the_server_has_forgotten_is_told_anew(embedded_url: str) -> None:
-    """As it is after a restart, and as it is for the first caller."""
+async def test_a_script_that_the_server_has_forgotten_is_loaded_again(embedded_url: str) -> None:
+    """This happens after a restart of the server, and to the first caller."""
     import redis.asyncio
 
     with redis.Redis.from_url(embedded_url) as client:
@@ -79,7 +79,7 @@ def test_of_several_calls_an_error_is_raised_and_the_others_are_carried_out(
 
 
 def test_atomic_calls_are_carried_out_all_or_none(client: Any, queue: RequestQueue) -> None:
-    """As in a MULTI: what the server does not understand keeps it from the others."""
+    """If the server does not understand one call of a MULTI, it executes none."""
     unknown = Call("", ["HINCRBY", "promptq:{default}:config"], int)
     with pytest.raises(RedisError):
         queue.run([added("a"), unknown], atomic=True)

@@ -21,7 +21,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
 
-def test_what_finished_is_not_run_again_and_its_end_is_told_again(
+def test_a_finished_request_is_not_run_again_and_its_end_is_sent_again(
     client: Any, queue: RequestQueue
 ) -> None:
     put(queue, "a")
@@ -405,7 +405,7 @@ def test_the_flag_of_what_was_never_enqueued_goes_away(client: Any, queue: Reque
 
 
 def test_an_enqueue_that_is_sent_again_is_known(client: Any, queue: RequestQueue) -> None:
-    """As redis-py does when the reply is lost; a second call with the same id is refused."""
+    """redis-py sends it again when the reply is lost; a second call with the same id is refused."""
     call = scripts.enqueue([new("mine"), new(idempotency_key="k")], 1000, nonce="n")
     assert queue.run(call) == queue.run(call)
     assert queue.count() == 2

@@ -47,7 +47,7 @@ def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
 
 
 def test_an_interrupted_call_leaves_no_reply_for_the_next(guarded: Guarded) -> None:
-    """What a signal's handler raises ends the call, as when one of RQ's workers is stopped."""
+    """An exception in a signal's handler ends the call, as when one of RQ's workers is stopped."""
 
     def raise_error(*_: object) -> None:
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> No
 
 
 async def check_both_clients(url: str) -> None:
-    """What one puts into the queue the other sees."""
+    """Each client sees the requests that the other enqueues."""
     with Client(url) as client:
         request_id = client.enqueue("a")
         async with AsyncClient(url) as asynchronous:
@@ -129,7 +129,7 @@ async def test_a_sentinel_that_says_nothing_is_asked_once_and_then_the_next(
     network.close()
 
 
-async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
+async def test_sentinels_with_a_separate_password(tmp_path: Path) -> None:
     port, folder = free_port(), tmp_path / "sentinel"
     users = f"port {port}\nuser default off\nuser watcher on >their-secret ~* &* +@all\n"
     url = as_role("producer", f"redis+sentinel://127.0.0.1:{port}/{SERVICE}/0")

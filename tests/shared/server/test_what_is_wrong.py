@@ -1,4 +1,4 @@
-"""What keeps a client from a server is said in one sentence, with what to do about it."""
+"""Errors of connections say in one sentence what is wrong, and what to do."""
 
 from __future__ import annotations
 

@@ -313,14 +313,14 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
-    """The same as a directory."""
+    """Saves a tiny model as a directory."""
     make_model(family, seed, **overrides).save_pretrained(directory)
     return directory
 
 
 @torch.inference_mode()
 def generate(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    """What the library's own greedy decoding makes of a prompt, end tokens ignored."""
+    """Returns the tokens of the library's greedy decoding, which ignores end tokens."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

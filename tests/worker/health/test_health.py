@@ -1,4 +1,4 @@
-"""What Kubernetes and systemd are told of a worker, from its start to its end."""
+"""A worker reports its health to Kubernetes and systemd, from its start to its end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def read_until_silence(manager: socket.socket) -> None:
 @pytest.mark.parametrize(
     "models", [[], ["--model", "model-free", "--queue", "default", "--queue", "other"]]
 )
-def test_a_worker_tells_of_its_start_its_life_and_its_end(
+def test_a_worker_reports_its_start_its_life_and_its_end(
     redis_url: str, notified: socket.socket, models: list[str]
 ) -> None:
     """One of several models too: its processes are no matter of the service manager."""

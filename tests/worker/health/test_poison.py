@@ -55,7 +55,9 @@ def supervisor(redis_url: str) -> Iterator[Supervisor]:
 
 
 def test_one_poison_among_63_innocents(redis_url: str, supervisor: Supervisor) -> None:
-    """It dies alone, after two deaths in company; everybody else gets their right tokens."""
+    """The poison request dies alone, after two crashes with others; all others get the right
+    tokens.
+    """
     with redis.Redis.from_url(redis_url) as client:
         queue = RequestQueue(client)
         prompts = ["innocent"] * 64

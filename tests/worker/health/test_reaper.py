@@ -87,7 +87,7 @@ async def test_gives_others_time_to_renew_after_an_outage(
 async def test_gives_others_time_to_renew_where_it_has_just_started(
     queue: Unreachable, redis_url: str
 ) -> None:
-    """It may have started because the server is back."""
+    """The reaper may have started because the server is back."""
     request_id = await held_past_its_lease(queue, redis_url)
     clock = Clock()
     reaper = Reaper(queue, clock)

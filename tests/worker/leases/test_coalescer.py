@@ -22,7 +22,7 @@ def told(outputs: Iterable[SequenceOutput]) -> list[tuple[int, list[int]]]:
 
 
 def step(coalescer: Coalescer, outputs: Iterable[SequenceOutput]) -> list[SequenceOutput]:
-    """What a step sends."""
+    """Returns the outputs that a step sends."""
     at_once = [each for output in outputs for each in coalescer.take(output)]
     return at_once + coalescer.take_due()
 

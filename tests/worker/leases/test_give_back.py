@@ -1,4 +1,4 @@
-"""What is returning is given back once, each in its own way, and again where that failed."""
+"""Each RETURNING lease is given back once, in its way, and again if that failed."""
 
 from __future__ import annotations
 

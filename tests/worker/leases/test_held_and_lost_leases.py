@@ -60,14 +60,16 @@ def test_what_the_server_ends_is_gone_from_any_state(
 
 
 @pytest.mark.parametrize("state", [PREPARING, READY, RUNNING, ENDING])
-def test_what_another_has_is_gone_and_told_once(world: World, state: LeaseState) -> None:
+def test_a_request_that_another_worker_has_is_gone_and_reported_once(
+    world: World, state: LeaseState
+) -> None:
     lease = world.in_state(state)
     assert world.leases.answered(lease, RowStatus.FENCED) is Departure.FENCED
     assert world.leases.answered(lease, RowStatus.FENCED) is None
     assert (lease.state, world.engine.sequences) == (GONE, [])
 
 
-def test_what_goes_back_is_told_by_the_call_that_gives_it_back(world: World) -> None:
+def test_the_call_that_gives_a_request_back_reports_it(world: World) -> None:
     """A renewal beside it is told that nobody holds it, or that it has ended."""
     lease = world.in_state(RETURNING)
     for status in (RowStatus.FENCED, RowStatus.FINISHED):
@@ -104,7 +106,7 @@ def test_who_is_blamed_leaves_as_failed(world: World) -> None:
     assert world.leases.released(lease, "dead") is Departure.FAILED
 
 
-def test_an_end_that_comes_late_is_told_all_the_same(world: World) -> None:
+def test_an_end_that_comes_late_is_still_reported(world: World) -> None:
     """Two calls are under way, and the server tells the end to the first that it carries out."""
     lease = world.running()
     assert world.leases.answered(lease, RowStatus.FINISHED) is None
@@ -239,7 +241,7 @@ def test_a_suspect_is_noticed_from_its_claim_on(world: World) -> None:
     assert not world.leases.has_suspect
 
 
-def test_the_length_of_a_prompt_is_told_until_the_server_has_taken_it(world: World) -> None:
+def test_the_length_of_a_prompt_is_sent_until_the_server_has_it(world: World) -> None:
     lease = world.claimed()
     before = lease.as_held()
     assert before.prompt_tokens is None
@@ -251,7 +253,7 @@ def test_the_length_of_a_prompt_is_told_until_the_server_has_taken_it(world: Wor
 
 
 class Server:
-    """What is true of each attempt, as the server says it: who holds it, and one outcome."""
+    """The server's record of each attempt: its holder, and one outcome."""
 
     def __init__(self) -> None:
         self.outcome: dict[Lease, Outcome] = {}

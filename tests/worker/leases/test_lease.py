@@ -1,4 +1,4 @@
-"""What a claim becomes: a sequence for the engine, and the rows that tell of it."""
+"""A claim becomes a sequence for the engine, and later rows."""
 
 from __future__ import annotations
 

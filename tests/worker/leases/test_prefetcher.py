@@ -46,7 +46,7 @@ class CountingQueue(AsyncRequestQueue):
 
 
 class Policy(ClaimPolicy):
-    """As much as is to lie ready, of so many tokens."""
+    """A policy for how many requests, of a given number of tokens, are to be prepared."""
 
     free_tokens = 100_000
 
@@ -277,7 +277,7 @@ async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any
     await house.intake.stop()
 
 
-async def test_an_end_that_cannot_be_told_is_told_later_and_holds_up_nobody(client: Any) -> None:
+async def test_an_end_that_cannot_be_sent_is_sent_later_and_delays_nobody(client: Any) -> None:
     house = House(client, depth=9)
     house.publisher.obstacles.append(RedisConnectionError("gone for a moment"))
     bad = await house.put(prompt=[99999], priority=-1)
@@ -306,7 +306,7 @@ async def test_stopping_does_not_wait_for_a_tokenizer_and_loses_nothing(client: 
     assert await client.zcard(house.queue.keys.leases) == 0
 
 
-async def test_stopping_while_an_end_is_told_loses_nothing(client: Any) -> None:
+async def test_stopping_while_an_end_is_sent_loses_nothing(client: Any) -> None:
     house = House(client, depth=9)
     house.publisher.obstacles.append(asyncio.Event())
     for n in range(4):
@@ -342,7 +342,7 @@ class LosingQueue(CountingQueue):
         return reply
 
 
-async def test_stopping_gives_back_what_a_lost_reply_would_have_told(client: Any) -> None:
+async def test_stopping_gives_back_requests_whose_reply_was_lost(client: Any) -> None:
     house = House(client, queue=LosingQueue(client, worker_id="w"))
     request_id = await house.put()
     house.intake.start()
@@ -412,7 +412,7 @@ async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> N
     await house.intake.stop()
 
 
-async def test_tells_the_exact_length_of_a_prompt(client: Any) -> None:
+async def test_reports_the_exact_length_of_a_prompt(client: Any) -> None:
     house = House(client)
     request_id = await house.put(prompt="four")
     house.intake.start()

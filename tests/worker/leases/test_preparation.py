@@ -1,4 +1,4 @@
-"""What a worker has claimed is its own while it is prepared, however long that takes."""
+"""A worker holds a claimed request while it prepares it, however long that takes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def limits(**changes: int) -> EngineLimits:
 
 
 class FakeEngine:
-    """What was added and not aborted is in `sequences`."""
+    """An engine whose `sequences` are those added and not aborted."""
 
     num_aborting = 0
     has_failed = False

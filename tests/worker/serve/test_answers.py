@@ -1,4 +1,4 @@
-"""What a worker answers: tokens, logprobs, stop strings, and errors of one request alone."""
+"""A worker's answers: tokens, logprobs, stop strings, and errors of one request alone."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_what_the_engine_cannot_do_for_one_request_fails_that_one_alone(
 
 
 class BundlingEngine:
-    """Gives the outputs of three steps at once, as an engine that drafts tokens would."""
+    """An engine that returns the outputs of three steps at once, as if it drafted tokens."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What a worker relies on, of every engine. One that joins is one more entry of `ENGINES`."""
+"""Tests each engine for what a worker relies on. A new engine is one more entry of `ENGINES`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.worker.engine.tiny_models import save_model
 SLOTS, LENGTH = 2, 128
 PATIENCE = 60.0
 FOR_EVER = LENGTH - 8
-"""As many tokens as fit behind the prompts of these tests."""
+"""The number of tokens that fit behind the prompts of these tests."""
 
 
 def model_free(_directory: Path) -> EnginePort:

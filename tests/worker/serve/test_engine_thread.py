@@ -150,7 +150,7 @@ async def test_stops_with_a_full_outbox() -> None:
     assert engine.stats.num_steps < 500
 
 
-async def test_a_failure_is_told_after_all_that_came_before_it() -> None:
+async def test_a_failure_is_reported_after_all_earlier_outputs() -> None:
     def fail(step: int) -> None:
         if step == 3:
             raise RuntimeError("out of luck")

@@ -66,7 +66,7 @@ async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
         yield opened
 
 
-async def test_a_scrape_tells_of_the_requests_that_were_served(
+async def test_a_scrape_has_the_requests_that_were_served(
     redis_url: str, client: AsyncClient
 ) -> None:
     served = served_model_free(block_size=4, step_seconds=0.002)
@@ -133,7 +133,7 @@ async def test_latencies_between_tokens_are_those_of_the_steps(
     assert value(told, metrics.BETWEEN_TOKENS, "_bucket", le="0.025") == 0
 
 
-async def test_what_a_stop_string_ends_tells_its_times_too(
+async def test_an_end_by_a_stop_string_reports_its_times_too(
     redis_url: str, client: AsyncClient
 ) -> None:
     """The engine does not end it, the worker does."""
@@ -162,7 +162,7 @@ async def test_a_request_that_another_attempt_took_counts_as_a_lost_fence(
     assert value(told, metrics.SUCCESS, finished_reason="length") == 0
 
 
-async def test_what_was_preempted_and_what_lies_prepared_is_told(
+async def test_preempted_and_prepared_requests_are_reported(
     redis_url: str, client: AsyncClient
 ) -> None:
     """One slot: a more urgent request takes it, and two more are prepared beyond it."""
@@ -209,7 +209,7 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
     assert value(after, metrics.WAITING) == value(after, metrics.PREFETCHED) == 0
 
 
-async def test_drafted_tokens_are_told(redis_url: str, client: AsyncClient) -> None:
+async def test_drafted_tokens_are_reported(redis_url: str, client: AsyncClient) -> None:
     """The prompt is what the answer will be, so that what is drafted from it holds."""
     async with running_worker(redis_url, served_model_free(speculative_tokens=4)) as worker:
         result = await client.generate(text_of(3, 40), seed=3, max_tokens=30)

@@ -95,7 +95,7 @@ async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
 async def test_tokens_that_wait_for_others_are_sent_though_no_step_follows(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    """As when a request is preempted, or a step takes long."""
+    """No step follows if a request is preempted, or a step takes long."""
     runner = PausingRunner()
     async with running_worker(redis_url, served_by(runner), max_events_per_second=1) as worker:
         request_id = await async_put(queue, seed=3, max_tokens=40)

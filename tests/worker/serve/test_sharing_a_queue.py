@@ -63,7 +63,7 @@ async def test_a_worker_finds_work_whose_wake_up_it_missed(
     await client.aclose()
 
 
-async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQueue) -> None:
+async def test_a_worker_reports_its_state(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url) as worker:
         await finished(queue, await async_put(queue, max_tokens=5))
         while True:

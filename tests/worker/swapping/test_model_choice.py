@@ -29,7 +29,7 @@ def candidate(found: Work, left_at: float = NEVER, load_seconds: float = 5.0) ->
 def chosen(
     own: Work, since: float = 100.0, worked_at: float = 1000.0, now: float = 1000.0, **others: Any
 ) -> str | None:
-    """What is loaded in place of `own`, or `own` if it stays; None if nothing is."""
+    """Returns the model to load in place of `own`, or `own` if it stays; None if there is none."""
     loaded = Loaded("own", since, worked_at)
     candidates = {
         name: it if isinstance(it, Candidate) else candidate(it) for name, it in others.items()

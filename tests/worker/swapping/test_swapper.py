@@ -1,4 +1,5 @@
-"""What the processes of models are told, in which order. They are real, but load nothing."""
+"""The owner sends commands to the processes of models in the right order. They are real, but load
+nothing."""
 
 from __future__ import annotations
 
@@ -133,14 +134,14 @@ def test_what_this_process_starts_later_may_import_from_its_folder(
 async def test_a_model_that_does_not_load_leaves_the_other_one_alone(
     queue: AsyncRequestQueue, tmp_path: Path
 ) -> None:
-    """It is tried again, since memory may have become free."""
+    """The owner tries the model again, since memory may have become free."""
     async with swapping(queue, tmp_path / "notes", "broken") as notes:
         await async_put(AsyncRequestQueue(queue.redis, "b"))
         await async_until(lambda: notes().count("b load") == 2)
         assert not [it for it in notes() if it.startswith("a ")]
 
 
-async def test_if_the_first_one_does_not_load_that_is_told(
+async def test_if_the_first_model_does_not_load_that_is_reported(
     queue: AsyncRequestQueue, tmp_path: Path
 ) -> None:
     context = forking(__name__)

@@ -71,7 +71,7 @@ def num_open(queue: RequestQueue) -> int:
 
 
 def check(queue: RequestQueue, request_id: str, seed: int, length: int) -> None:
-    """It has all its tokens, once each."""
+    """Checks that the stream has all its tokens, once each."""
     until(lambda: is_complete(queue, request_id))
     check_log(queue, request_id, text_of(seed, length))
 
@@ -261,7 +261,7 @@ def test_a_real_model_beside_another_and_probes_of_both(
         ([*BOTH, "--swap-longest-wait", "0"], "--swap-longest-wait (PROMPTQ_SWAP_LONGEST_WAIT):"),
     ],
 )
-def test_what_cannot_be_served_is_told_in_a_sentence(
+def test_unservable_models_are_reported_in_a_sentence(
     worker_url: str, options: list[str], sentence: str
 ) -> None:
     command = [*COMMAND, "--redis", worker_url, *options]

@@ -208,7 +208,9 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As of SentencePiece: spaces are U+2581, and what has no token is spelt in bytes."""
+    """Makes a tokenizer like SentencePiece's: spaces are U+2581, and characters without a token are
+    spelt in bytes.
+    """
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", '"', "{", "}", ":", ",", "a", "b", '▁"', '{"', '":', "▁{", "cat", "1", "23"]
     model = models.BPE(
@@ -223,7 +225,9 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def sentence_piece(*, adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """As Llama 2 has it: a space is put in front of each text, and the first one is dropped."""
+    """Makes a tokenizer like Llama 2's, which puts a space before each text, and drops the first
+    one when it decodes.
+    """
     tokenizer = byte_fallback()
     backend = tokenizer.backend_tokenizer
     backend.normalizer = normalizers.Sequence(

@@ -197,7 +197,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def certain_pieces(decode: Decode, tokens: list[int]) -> list[str]:
-    """What each token makes certain, by decoding all that has come each time."""
+    """Returns the text that each token makes certain, by decoding all tokens so far each time."""
     pieces, done = [], ""
     for num_tokens in range(1, len(tokens) + 1):
         whole = decode(tokens[:num_tokens])

@@ -1,4 +1,4 @@
-"""What tells calls and reasoning from the rest is in a chat's text, and only there."""
+"""Marks of calls and reasoning are in the text of a chat, and only there."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_styles_of_templates() -> None:
 
 
 def test_what_a_response_template_says_in_words_has_precedence() -> None:
-    """What it says in patterns does not: no pattern of a model runs in the gateway."""
+    """Its patterns do not have precedence: no pattern of a model runs in the gateway."""
     calls = {"open_pattern": r"\s*<call>", "close": "</call>", "content": "json", "repeats": True}
     reasoning = {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"}
     told = {"fields": {"tool_calls": calls, "reasoning_content": reasoning, "content": {}}}

@@ -87,7 +87,7 @@ def test_what_grows_is_refused_in_one_sentence_before_it_takes_the_memory(templa
 
 
 def test_arguments_of_calls_are_json_where_a_template_takes_them_for_a_text() -> None:
-    """As DeepSeek's does, for example."""
+    """DeepSeek's template does that, for example."""
     called = {"function": {"name": "f", "arguments": '{"a": ["é", null]}'}}
     template = (
         "{% for call in messages[0].tool_calls %}{{ 'f' + call.function.arguments + '.' }}"
@@ -98,7 +98,7 @@ def test_arguments_of_calls_are_json_where_a_template_takes_them_for_a_text() ->
 
 
 def test_what_templates_do_gives_the_same() -> None:
-    """As the library itself renders it."""
+    """The limited environment renders what the library renders."""
     template = (
         "{%- for m in messages %}{{ '<|' ~ m.role ~ '|>\\n' + m['content'][0:9] | trim }}"
         "{{ m | tojson(indent=2) }}{{ 'a\\nb' | indent(4, first=True) }}{{ '-' * 3 }}{{ 7 % 4 }}"

@@ -19,7 +19,7 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 
 def test_the_library_does_not_warn_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are too long are refused, and it would say that they run."""
+    """Prompts that are too long are refused, but the library would warn that they run."""
     logger, said = logging.getLogger("transformers.tokenization_utils_base"), []
     monkeypatch.setattr(logger, "handle", lambda record: said.append(record.getMessage()))
     assert len(HuggingFaceTokenizer.load(str(MODEL_DIR)).encode_text("x " * 5_000)) > 2_048
@@ -51,7 +51,7 @@ SLOW_EXPRESSION = {
     "behavior": "Isolated",
     "invert": False,
 }
-"""It takes exponential time, so the library panics at a limit."""
+"""An expression that takes exponential time, so the library panics at a limit."""
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages", "output_prefix", "bad_words"])

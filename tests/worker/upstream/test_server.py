@@ -1,4 +1,4 @@
-"""What a strange server may send, and what becomes of it."""
+"""Malformed answers of an inference server, and their results."""
 
 from __future__ import annotations
 
@@ -232,8 +232,8 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("unusable", UNUSABLE)
 async def test_an_answer_with_unusable_values_fails_alone(unusable: str) -> None:
-    """It is tried again, as a server may err once; then it ends with a sentence. The server counts
-    as well all the time, so no other request waits."""
+    """The request is tried again, as a server may err once; then it ends with an error. The server
+    counts as well all the time, so no other request waits."""
     token_ids, logprobs = UNUSABLE[unusable]
     choice = f'{{"token_ids": {token_ids}, "finish_reason": null, "logprobs": {logprobs}}}'
     least = logprobs_of("-Infinity")
@@ -369,7 +369,7 @@ def test_what_a_server_says_of_itself_is_cut_in_messages() -> None:
 
 
 async def test_a_line_in_many_pieces_is_put_together_once() -> None:
-    """As fast as the same bytes in many lines, but for a small factor."""
+    """Such a line is as fast as the same bytes in many lines, up to a small factor."""
 
     async def seconds_of(data: bytes) -> tuple[float, list[bytes]]:
         async def pieces() -> AsyncIterator[bytes]:

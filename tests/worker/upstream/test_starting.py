@@ -168,7 +168,9 @@ def test_says_what_options_lack(redis_url: str, options: tuple[str, ...], said: 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """What is called as `vllm serve MODEL --port N ...`, starts the stand-in and notes its pid."""
+    """Returns a program that is called like `vllm serve MODEL --port N ...`, starts the stand-in
+    and notes its pid.
+    """
     return program_of("vllm", tmp_path)
 
 
@@ -202,7 +204,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_starts_a_server_of_its_own_again_when_it_dies_and_ends_it(
+def test_restarts_its_own_server_when_that_dies_and_ends_it(
     redis_url: str, tmp_path: Path, model: str, program: Path
 ) -> None:
     options = ("--engine", "vllm", "--engine-command", str(program), "--model", model)

@@ -80,7 +80,7 @@ def test_every_field_becomes_that_of_a_payload(
 def test_thinking_goes_to_the_template(
     gateway: LiveGateway, own_worker: HandWorker, fields: dict[str, Any], variables: Any
 ) -> None:
-    """What the call says of its variables itself has precedence."""
+    """Variables that the call sets itself have precedence."""
     with anthropic_of(gateway) as client:
         _, payload = message_of(client, own_worker, **fields)
     assert payload.get("chat_template_kwargs") == variables

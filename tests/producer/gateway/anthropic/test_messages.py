@@ -329,7 +329,7 @@ def test_a_call_that_is_required(stories_gateway: LiveGateway) -> None:
 
 
 def test_a_prefill_of_the_shipped_model(stories_gateway: LiveGateway) -> None:
-    """It goes on as it would have gone on by itself."""
+    """The model continues the prefill as it would have continued by itself."""
     turns: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
     fields: Any = {"model": "", "max_tokens": 30, "extra_body": {"temperature": 0}}
     with anthropic_of(stories_gateway) as client:

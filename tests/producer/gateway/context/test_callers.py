@@ -54,7 +54,7 @@ def test_a_caller_without_a_tenant_cannot_take_one(
 def test_a_caller_has_a_highest_priority(
     http_of: Callable[..., httpx2.Client], own_worker: HandWorker
 ) -> None:
-    """It gets that one if it asks for none, and cannot ask for one that is sooner."""
+    """A call without a priority gets that one; a more urgent one is refused."""
     http = http_of(highest_priority=5)
     for fields, priority in (({}, 5), ({"priority": 7}, 7)):
         with opened(http, own_worker, {**PROMPT, **fields}) as (_, claim):
@@ -115,7 +115,7 @@ def id_of_call(gateway: LiveGateway, tenant: str | None = None, secret: str = ""
 def test_the_same_idempotency_key_after_the_api_key_went_to_another_tenant(
     start_gateway: Callable[..., LiveGateway], redis_url: str
 ) -> None:
-    """It is made anew by its old name, and the new tenant gets an answer of its own."""
+    """The key is created again under its old name, and the new tenant gets another answer."""
     gateway = start_gateway(http_header_seconds=0)
     ids = []
     for tenant in ("us", "them", "us"):

@@ -66,7 +66,7 @@ Open = Callable[..., Any]
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(browser: Browser, gateway: LiveGateway) -> AsyncIterator[Open]:
-    """What a page loads must come from the gateway, and nothing on it may fail or be refused."""
+    """A page may load files from the gateway alone, and none may fail or be refused."""
     troubles: list[str] = []
     async with AsyncExitStack() as stack:
 

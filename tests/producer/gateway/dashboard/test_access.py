@@ -1,4 +1,4 @@
-"""Who sees the dashboard, and what a browser lets its page do."""
+"""Access to the dashboard, and the limits that the browser puts on its page."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_stream_ends_when_its_reader_is_let_in_no_more(
             assert answer.status_code == expected
 
 
-async def test_a_stream_goes_on_while_nobody_can_tell_who_may_read(
+async def test_a_stream_goes_on_while_keys_cannot_be_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Redis is away: the stream says so, and goes on with what there is."""

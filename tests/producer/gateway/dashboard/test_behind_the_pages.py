@@ -207,7 +207,7 @@ async def test_search_among_keys_finds_what_is_over_and_no_other_queues(
         assert all(it.finished_at for it in begun.requests if it.state == "cancelled")
 
 
-async def test_without_the_right_to_scan_an_id_is_found_all_the_same(
+async def test_without_the_right_to_scan_an_id_is_still_found(
     redis_url: str, client: AsyncClient
 ) -> None:
     await client.enqueue("x", request_id="a")

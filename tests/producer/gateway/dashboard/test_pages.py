@@ -119,7 +119,7 @@ async def test_a_worker_that_says_nothing_stands_out(connection: Any, open_page:
     await expect(page.locator(".title .late")).to_have_text(re.compile(r"\d+\ss ago"))
 
 
-async def test_each_page_tells_its_name(open_page: Open) -> None:
+async def test_each_page_has_its_name(open_page: Open) -> None:
     page = await open_page("#/playground")
     here = page.locator("nav [aria-current=page]")
     await expect(here).to_have_text("Playground")
@@ -290,7 +290,7 @@ async def test_a_requests_life_with_its_text_as_it_comes(
     await expect(text).to_have_text(text_of(3, 250))
 
 
-async def test_tokens_of_a_text_whose_log_is_gone_tell_their_probabilities_one_by_one(
+async def test_tokens_of_a_text_whose_log_is_gone_show_their_probabilities_one_by_one(
     redis_url: str, client: AsyncClient, connection: Any, open_page: Open
 ) -> None:
     """Though all come as one event."""

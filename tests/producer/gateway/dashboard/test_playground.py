@@ -58,7 +58,7 @@ async def test_tokens_come_with_their_probabilities(
         await expect(tip).to_be_hidden()
 
 
-async def test_a_token_that_is_tapped_tells_its_probability(
+async def test_a_token_that_is_tapped_shows_its_probability(
     redis_url: str, open_page: Open
 ) -> None:
     """For a finger does not hover."""

@@ -64,7 +64,7 @@ def test_a_client_of_http_1_0_gets_no_chunks(
 def test_a_client_of_http_1_0_gets_no_interim_answer(
     gateway: LiveGateway, own_worker: HandWorker
 ) -> None:
-    """It would take `100 Continue` for the answer."""
+    """Such a client would take `100 Continue` for the answer."""
     body = b'{"prompt": "Hi"}'
     head = b"POST /v1/completions HTTP/1.%d\r\nHost: localhost\r\nConnection: close\r\n"
     head += b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
@@ -148,7 +148,7 @@ def test_a_client_that_sends_no_more(
 def test_a_client_that_leaves_while_it_sends(
     redis_url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is counted as one that left, and no failure of the gateway."""
+    """The gateway counts a client that left, and no failure."""
     with live_gateway(redis_url) as gateway:
         with connected(gateway) as connection:
             connection.sendall(CHUNKED.replace(b"models", b"completions") + b"5\r\nab")

@@ -47,8 +47,8 @@ def test_a_whole_answer_says_where_it_can_be_read_again(
     assert {chunk["created"] for chunk in chunks} == {answer.created}
 
 
-def test_a_completion_has_16_tokens_unless_told(letters: OpenAI) -> None:
-    """As in the OpenAI API; a chat goes on to the model's length."""
+def test_a_completion_has_16_tokens_by_default(letters: OpenAI) -> None:
+    """This is OpenAI's default; a chat goes on to the model's length."""
     assert len(letters.completions.create(model="", prompt="Hi").choices[0].text) == 16
 
 
@@ -155,7 +155,7 @@ def test_echo_in_a_stream(letters: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == "Once" + text_of(3, 2)
 
 
-def test_cached_tokens_are_told(letters: OpenAI) -> None:
+def test_cached_tokens_are_reported(letters: OpenAI) -> None:
     for _ in range(2):
         got = letters.completions.create(model="", prompt="a" * 64, max_tokens=2)
     assert got.usage is not None

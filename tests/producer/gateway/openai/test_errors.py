@@ -227,7 +227,7 @@ def test_bad_json(http: httpx2.Client, body: bytes) -> None:
 
 
 def test_json_that_does_not_say_so(http: httpx2.Client) -> None:
-    """As curl sends what it is given: the body is read."""
+    """curl sends no JSON content type; the gateway reads the body anyway."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = http.post("/v1/batches", content=b'{"input_file_id": "file-1"}', headers=form)
     assert answer.status_code == 400
@@ -289,10 +289,10 @@ def test_an_unknown_model(letters: OpenAI) -> None:
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
 
 
-def test_an_unknown_model_that_only_a_worker_can_tell(
+def test_an_unknown_model_that_only_a_worker_may_know(
     openai_client: OpenAI, own_worker: HandWorker
 ) -> None:
-    """As long as no worker came to the queue, nobody knows what it serves."""
+    """Until a worker comes to a queue, nobody knows which model it serves."""
     error = ErrorInfo(type="invalid_request", message="model: this queue serves 'a', not 'b'")
     with failing(own_worker, error), pytest.raises(openai.NotFoundError):
         openai_client.completions.create(model="b", prompt="Hi")
@@ -394,7 +394,7 @@ def test_a_request_that_was_given_up(openai_client: OpenAI, own_worker: HandWork
 
 
 def test_a_batch_that_is_over(openai_client: OpenAI, redis_url: str) -> None:
-    """It cannot be cancelled, however often the client tries."""
+    """The batch cannot be cancelled, however often the client tries."""
     record = new_batch("/v1/completions", "file-1", ApiKey(name="web"))
 
     async def put_in() -> None:

@@ -56,7 +56,7 @@ RENDERED = ("gpt-oss", "minimax-m2", "deepseek-v4", "gemma-4")
 
 
 class ScriptedRunner(ModelFreeRunner):
-    """Gives each request the tokens of the text in its `metadata`."""
+    """A runner that returns to each request the tokens of the text in its `metadata`."""
 
     abilities = EngineAbilities(grammars=True)
     vocab_size = 2176

@@ -226,7 +226,7 @@ def test_pages_of_other_sites(
     assert (other.status_code == 200) == (origins == ["*"])
 
 
-def test_pages_of_other_sites_are_not_answered_unless_told(http: httpx2.Client) -> None:
+def test_pages_of_other_sites_are_not_answered_by_default(http: httpx2.Client) -> None:
     page = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     answer = http.options("/v1/chat/completions", headers=page)
     assert "Access-Control-Allow-Origin" not in answer.headers

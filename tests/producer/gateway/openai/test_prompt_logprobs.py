@@ -58,7 +58,7 @@ def test_the_prompt_comes_first(stories: OpenAI) -> None:
 
 
 def test_what_was_generated_is_scored_the_same(stories: OpenAI) -> None:
-    """As a prompt of token ids, of which nothing more is wanted."""
+    """The generated tokens are sent again as a prompt of token ids, without further output."""
     ids, generated = list(IDS), []
     for _ in range(3):
         likeliest = stories.completions.create(

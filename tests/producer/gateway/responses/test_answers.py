@@ -46,7 +46,7 @@ def test_a_response(letters: OpenAI) -> None:
 
 
 def test_a_stream_of_a_call_with_any_characters(letters_gateway: LiveGateway) -> None:
-    """Those that end a line for some readers are escaped, also in a stream that is read again."""
+    """Characters that end a line for some readers are escaped, also when a stream is read again."""
     words = "é \U0001f98a a\x85b\u2028c\u2029d"
     fields = {"input": "Once", "instructions": words, "metadata": {"of": words}}
     with httpx2.Client(base_url=letters_gateway.url, timeout=30) as http:
@@ -97,7 +97,7 @@ def test_a_whole_answer_says_the_same_as_its_stream(letters: OpenAI) -> None:
     assert all(len(it["top_logprobs"]) == 1 for it in part["logprobs"])
 
 
-def test_what_was_asked_for_is_told_again(gateway: LiveGateway, own_worker: HandWorker) -> None:
+def test_the_fields_of_the_call_are_returned(gateway: LiveGateway, own_worker: HandWorker) -> None:
     with openai_of(gateway) as client:
         got, _ = response_of(
             client, own_worker, input="Go", instructions="Be brief.", temperature=0.5, top_p=0.9,
@@ -401,7 +401,7 @@ def test_the_tokens_of_a_conversation(stories: OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_too_long(letters: OpenAI, stream: bool) -> None:
-    """It gets a status, since nothing was sent before, and nothing is stored."""
+    """The call gets an error status, since nothing was sent before, and nothing is stored."""
     with pytest.raises(openai.BadRequestError) as raised:
         letters.responses.create(model="", input="a" * 5000, stream=stream)
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")

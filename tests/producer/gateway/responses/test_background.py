@@ -123,7 +123,9 @@ def test_delete_cancels(gateway: LiveGateway, own_worker: HandWorker) -> None:
 def test_a_client_in_the_foreground_that_leaves(
     gateway: LiveGateway, own_worker: HandWorker, http: httpx2.Client
 ) -> None:
-    """It cancels, as with chats. Who only reads along does not."""
+    """Leaving cancels the response, as with chats. A client that only reads it again cancels
+    nothing.
+    """
     with http.stream(
         "POST", "/v1/responses", json={"input": "Go", "background": True, "stream": True}
     ) as made:

@@ -211,7 +211,7 @@ def test_there_is_no_such_response(letters: OpenAI, wrong: str) -> None:
 
 
 def test_a_record_that_a_stranger_broke(gateway: LiveGateway, own_worker: HandWorker) -> None:
-    """It is none."""
+    """A broken record counts as no record."""
     everything = own_worker.redis
     response_id = "resp_" + "0" * 32
     key = KEYS.response(response_id)

@@ -85,7 +85,7 @@ def test_an_error_in_a_stream(http: httpx2.Client, own_worker: HandWorker) -> No
 
 
 def test_a_deadline_that_cuts_an_answer(http: httpx2.Client, own_worker: HandWorker) -> None:
-    """What has begun is an answer, and ends like one that was too long."""
+    """An answer that has begun ends like one that was too long."""
     with opened(http, own_worker, {**PROMPT, "deadline_ms": 60000}) as (reading, claim):
         own_worker.send(claim, "b", FinishReason.EXPIRED)
         frames = reading.rest()

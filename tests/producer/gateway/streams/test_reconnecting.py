@@ -99,7 +99,7 @@ def test_a_stream_that_is_read_twice_says_the_same_twice(
 def test_a_call_that_comes_again_while_the_first_runs(
     http: httpx2.Client, own_worker: HandWorker
 ) -> None:
-    """The same idempotency key: both get the one answer as it comes."""
+    """Both calls have one idempotency key, and get the one answer as it comes."""
     headers, body = {"Idempotency-Key": "mine"}, {**PROMPT, "detach": True}
     with (
         opened(http, own_worker, body, **headers) as (reading, claim),
@@ -184,7 +184,7 @@ def test_streams_survive_a_restart_of_the_gateway(
 
 
 def test_a_stream_outlasts_a_restart_of_redis(tmp_path: Path) -> None:
-    """It waits for the server and goes on; the client only sees that nothing comes for a while."""
+    """The stream waits for the server and goes on; the client only sees a pause."""
     server = EmbeddedServer(free_port(), tmp_path)
     url = server.url
     try:

@@ -44,7 +44,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What the server holds of one queue at the end."""
+    """The contents of one queue on the server at the end."""
 
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each request's hash, with `result` as a dict."""
@@ -141,7 +141,7 @@ def _check_sending(request: Sent) -> Iterator[Violation]:
 
 
 def _check_end(request: Sent, state: dict[str, Any]) -> Iterator[Violation]:
-    """It ended, and as it must."""
+    """Checks that the request ended in the right way."""
     request_id, ended = request.request_id, state.get("state", "nowhere")
     if ended not in FINAL_STATES:
         yield Violation("unfinished", request_id, f"it is {ended}: {_brief(state)}")

@@ -1,4 +1,4 @@
-"""What a run was, and what its records and its server tell of it."""
+"""The outcome of a run: its parameters, its records, and the contents of its server."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Server(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run was and what it found."""
+    """The parameters of a run, and its findings."""
 
     seed: int
     seconds: float

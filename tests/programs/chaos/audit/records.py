@@ -40,7 +40,7 @@ Logprob = tuple[int, float, int]
 
 
 class Kind(StrEnum):
-    """What is to become of a request."""
+    """How a request is meant to end."""
 
     PLAIN = "plain"
     CANCEL = "cancel"
@@ -53,7 +53,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Expected:
-    """What a request comes to when it runs to its end."""
+    """The answer of a request that runs to its end."""
 
     token_ids: list[int]
     text: str
@@ -71,14 +71,14 @@ class Sent:
     queue: Queue
     kind: Kind
     fields: dict[str, Any]
-    """Those of its payload."""
+    """The fields of its payload."""
     template: str = ""
     """In the queue of the shipped model: which reference answer it must give."""
     delay_ms: int = 0
     answers: list[str] = field(default_factory=list)
     """The ids that enqueueing gave, one for each producer that sent it."""
     cancel_status: str = ""
-    """What its first cancel that was answered came back with."""
+    """Status of its first cancel that got a reply."""
 
     def expected(self, references: dict[str, Expected]) -> Expected:
         """The reference answer, or what the model-free engine gives for its seed."""
@@ -123,7 +123,7 @@ class Seen:
     request_id: str
     events: list[SeenEvent]
     error: str = ""
-    """What ended the stream, if no last event did."""
+    """The error that ended the stream, if no last event did."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -140,7 +140,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What a worker was handed, as it noted it down itself."""
+    """A claim, as the worker that got it recorded it."""
 
     request_id: str
     attempt: int
@@ -162,20 +162,20 @@ class Journal:
 
 
 def read_sent(path: Path) -> Iterator[Sent]:
-    """What was sent, of a file of records."""
+    """Reads the requests that were sent from a file of records."""
     for fields in _records(path, "Sent"):
         fields["queue"], fields["kind"] = Queue(fields["queue"]), Kind(fields["kind"])
         yield Sent(**fields)
 
 
 def read_seen(path: Path) -> Iterator[Seen]:
-    """What was seen, of a file of records."""
+    """Reads the streams that were seen from a file of records."""
     for fields in _records(path, "Seen"):
         yield Seen(events=[_seen_event(**event) for event in fields.pop("events")], **fields)
 
 
 def read_claimed(path: Path) -> Iterator[Claimed]:
-    """What a worker was handed, of its log."""
+    """Reads the claims of a worker from its log."""
     with path.open() as lines:
         for line in lines:
             if line.startswith("{") and '"event": "claimed"' in line and line.endswith("\n"):
@@ -217,14 +217,14 @@ class Ending:
     code: int | None
     """-n if signal n ended it; None if it had to be killed as it did not drain."""
     sent: frozenset[signal.Signals] = frozenset()
-    """What the run had sent it."""
+    """Signals that the run had sent to the process."""
     was_ready: bool = True
     last_words: str = ""
     is_last: bool = False
     """The run was over, and all were told to end."""
     is_earlier: bool = False
-    """It was of the last release, which a SIGTERM kills that comes while its interpreter ends. This
-    release ignores it then."""
+    """Whether the process was of the last release. A SIGTERM kills such a process while its
+    interpreter ends; this release ignores it then."""
 
     @property
     def reason(self) -> str:

@@ -367,7 +367,7 @@ def test_finds_a_leaked_block(name: str) -> None:
     assert told.rules() == {"leaked block"}
 
 
-def test_finds_a_worker_that_does_not_tell_how_it_fares(redis_url: str) -> None:
+def test_finds_a_worker_that_does_not_report_its_state(redis_url: str) -> None:
     told = story()
     told.snapshot.silent = ["volume-3"]
     assert told.rules() == {"leaked block"}
@@ -407,7 +407,7 @@ def test_finds_wrong_logprobs_in_the_servers_result() -> None:
     assert told.rules() == {"logprobs", "not the result"}
 
 
-def test_a_result_may_tell_fewer_digits_than_an_event() -> None:
+def test_a_result_may_have_fewer_digits_than_an_event() -> None:
     told = story(logprobs=0)
     value = -0.000560760498046875
     for event in told.seen.events:

@@ -59,7 +59,7 @@ class NotingQueue(AsyncRequestQueue):
 
 
 def build_chaotic(settings: WorkerSettings, *rest: Any) -> Served:
-    """As `promptq.worker.serve.build.build`, but for the model-free engine."""
+    """Builds the model-free engine, as `promptq.worker.serve.build.build` does for others."""
     if settings.model != MODEL_FREE:
         return build(settings, *rest)
     runner = PoisonableRunner(_NUM_BLOCKS, _BLOCK_SIZE, step_seconds=STEP_SECONDS)

@@ -141,7 +141,7 @@ class Clients:
             request.answers = [request.request_id]
 
     async def _send_plainly(self, request: Sent) -> None:
-        """As docs/protocol.md tells any Redis client to."""
+        """Enqueues by plain commands, as docs/protocol.md describes."""
         assert self._plain is not None
         keys = Keys(self._queue)
         plain = client_of(self._plain, keys)

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 LAST_RELEASE = "0.2.0"
 REVISION = "9d8ec56"
-"""What the last release was made of. The next release moves both."""
+"""The commit of the last release. The next release changes both constants."""
 
 SHARES = (1.0, 0.5, 0.0, 0.5, 1.0, 0.5)
 """How much of the fleet is the earlier release in each part of a run: it is updated, rolled

@@ -271,7 +271,7 @@ class Fleet:
             place.want(True)
 
     def of(self, queue: Queue) -> list[Place]:
-        """Those that can be hurt: ready, and not frozen."""
+        """Returns the workers that can be hurt: ready, and not frozen."""
         return [
             place
             for place in self.places
@@ -286,7 +286,7 @@ class Fleet:
 
     @property
     def telling(self) -> list[Place]:
-        """Those whose own process sends heartbeats, and not one for each model."""
+        """Returns the workers whose own process sends heartbeats, and not one for each model."""
         return [place for place in self.places if place.queue is not Queue.FIRST]
 
     def pids(self) -> dict[Queue, dict[str, int | None]]:

@@ -52,7 +52,7 @@ class PersistentServer:
             yield from (name.decode() for name in client.scan_iter(count=1000))
 
     def refusals(self) -> list[str]:
-        """What it refused to any role since it started."""
+        """Returns the commands that it refused to any role since it started."""
         return refusals(self.url)
 
     async def start(self) -> None:
@@ -109,7 +109,7 @@ class ChaoticCluster:
             yield from (name.decode() for name in node.client.scan_iter(count=1000))
 
     def refusals(self) -> list[str]:
-        """What its nodes refused to any role, but those that have died since."""
+        """Returns the commands that its nodes refused to any role; nodes that died are left out."""
         nodes = self._cluster.nodes
         return [it for node in nodes for it in refusals(f"redis://127.0.0.1:{node.port}/0")]
 

@@ -1,4 +1,4 @@
-"""What the scripts of programs share: what they ask, what is right, and how they tell.
+"""Shared parts of the programs' scripts: their calls, the right answers, and their reports.
 
 A script runs in the environment of its program, so this module needs Python alone. It knows what is
 right from a plain call of the gateway: a program must hand over the same text, usage and reason.
@@ -88,7 +88,7 @@ def same(what: str, got: Any, wanted: Any) -> None:
 
 
 def says(error: BaseException, *words: str) -> str:
-    """What the user of the program is told of an error, which must have these words."""
+    """The program must show its user an error with these words."""
     code = getattr(error, "code", None)
     told = f"{type(error).__name__}: {error}" + (f" ({code})" if isinstance(code, str) else "")
     for word in words:
@@ -111,7 +111,7 @@ def fails(call: Callable[[], Any], *words: str) -> str:
 
 
 def plain(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the gateway answers to a plain call, beside the program."""
+    """Returns the gateway's answer to a plain call that does not go through the program."""
     request = urllib.request.Request(
         os.environ["COMPAT_GATEWAY"] + path,
         None if body is None else json.dumps(body).encode(),

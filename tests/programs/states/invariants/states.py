@@ -1,6 +1,6 @@
-"""What holds in every state, once in words (the docstring) and once in code.
+"""Invariants of every state, once in words (the docstring) and once in code.
 
-Each invariant yields what is wrong, in a sentence; nothing if all is well.
+Each invariant yields a sentence for each violation.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def each_request_is_in_one_place(world: World, view: View) -> Problems:
 
 
 def nothing_is_held_after_the_end(world: World, view: View) -> Problems:
-    """What has ended is in no set but, if it is one, that of the dead letters.
+    """A request that has ended is in no set, except a dead letter, which is in `dead`.
 
-    Where plain commands may put it in again, it may wait, with its deadline, until a script looks.
+    In worlds where plain commands may add it again, it may wait, with its deadline, until a script
+    looks.
     """
     for request_id, spec in world.by_id.items():
         if not view.is_final(request_id):
@@ -182,8 +183,8 @@ def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
 
 
 def the_backlog_is_what_waits(world: World, view: View) -> Problems:
-    """What limits go by, the tokens that wait and the requests that are delayed, is counted for
-    each tenant as it is. (Not where plain clients take away what was counted.)
+    """The backlog of each tenant equals its waiting tokens and its delayed requests. (This does not
+    hold where plain clients take away what was counted.)
     """
     if world.moves & STRAY:
         return

@@ -1,6 +1,6 @@
-"""What holds of every move, once in words (the docstring) and once in code.
+"""Invariants of every move, once in words (the docstring) and once in code.
 
-Each invariant yields what is wrong, in a sentence; nothing if all is well.
+Each invariant yields a sentence for each violation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Step:
     after: View
 
     def appended(self, request_id: str) -> list[TokenEvent]:
-        """What the move added to a request's log."""
+        """Returns the entries that the move added to a request's log."""
         if self.after is self.before or self.move.kind == "spoil":
             return []
         new = self.after.log(request_id)[len(self.before.log(request_id)) :]
@@ -85,7 +85,7 @@ def what_has_ended_never_changes(step: Step) -> Problems:
 
 
 def a_log_only_grows(step: Step) -> Problems:
-    """What a log has is never changed nor trimmed while the request lives. (One whose hash was
+    """Entries of a log are never changed or trimmed while the request lives. (A log whose hash was
     deleted may be swept away.)
     """
     for request_id in step.world.by_id:
@@ -97,8 +97,8 @@ def a_log_only_grows(step: Step) -> Problems:
 
 
 def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
-    """What is published on a request's channel is what its log gets, byte for byte and in order;
-    or once more the last event of a request that had ended.
+    """A request's channel gets the entries of its log, byte for byte and in order, or once more the
+    last event of a request that had ended.
     """
     if step.move.kind == "spoil":
         return
@@ -333,10 +333,10 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 
 
 def a_lost_claim_comes_back(step: Step) -> Problems:
-    """What the last claim of a session gave comes back with the next one, if the session says that
-    it never heard of it: it waits again or is handed out anew, and no crash is counted. What others
-    hold, or the session heard of, stays as it is. The server knows what the last claim gave. A
-    claim that comes later than one behind it gives nothing and takes nothing back.
+    """If the next claim of a session shows that the reply to the last one was lost, the requests of
+    the last one wait again or are claimed anew, and no crash is counted. Requests of others, and
+    those whose reply came, stay as they are. The server knows the requests of the last claim. A
+    claim that comes after a later one returns nothing and takes nothing back.
     """
     if step.move.kind not in ("claim", "session", "overtaken"):
         return

@@ -1,4 +1,4 @@
-"""What holds of upkeep and steering, once in words (the docstring) and once in code."""
+"""Invariants of upkeep and control, once in words (the docstring) and once in code."""
 
 from __future__ import annotations
 
@@ -93,9 +93,8 @@ def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
 
 
 def a_sweep_lets_go_of_orphans(step: Step) -> Problems:
-    """What nobody holds and stands nowhere is noted when a sweep sees it first. If it is so still
-    when that is an hour ago, it ends if it was a request, and is gone if it was none. All else
-    stays.
+    """A sweep notes a key that nobody holds and nothing refers to. If that is still so an hour
+    later, a request ends, and any other key is deleted. Everything else stays.
     """
     if step.move.kind != "sweep":
         return

@@ -32,7 +32,9 @@ def limit(client: Any, queue: RequestQueue, **settings: int) -> None:
 
 
 def tokens_of(request: NewRequest) -> int:
-    """What a request counts as: a quarter of its payload's bytes, and its `max_tokens`."""
+    """Returns the estimate of a request's tokens: a quarter of its payload's bytes, and its
+    `max_tokens`.
+    """
     return -(-len(request.request.to_payload()) // 4) + (request.request.max_tokens or 256)
 
 
@@ -64,7 +66,7 @@ def test_pending_tokens_of_the_queue_are_limited(client: Any, queue: RequestQueu
     put(queue, "c")
 
 
-def test_each_tenant_has_limits_of_its_own(client: Any, queue: RequestQueue) -> None:
+def test_each_tenant_has_separate_limits(client: Any, queue: RequestQueue) -> None:
     limit(client, queue, tenant_max_pending=2, max_pending__small=1, max_pending__free=0)
     put(queue, "s1", tenant="small")
     with pytest.raises(QueueFullError) as caught:

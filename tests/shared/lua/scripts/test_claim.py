@@ -1,4 +1,4 @@
-"""Who is handed what, and in which order."""
+"""Claims: which worker gets which requests, and in which order."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_counts_exact_prompt_tokens_once_they_are_known(queue: RequestQueue) -> 
 def test_what_is_given_back_with_a_delay_is_back_at_its_old_place_after_it(
     queue: RequestQueue,
 ) -> None:
-    """As a delayed request waits, and not as after an attempt that failed."""
+    """The request waits like a delayed one, and not as after an attempt that failed."""
     for request_id in ("a", "b", "c"):
         put(queue, request_id)
     claims = queue.take_batch(ROOM)

@@ -156,7 +156,9 @@ def test_a_worker_of_before_that_says_not_what_it_holds_gets_no_suspect(
 
 
 def test_a_slow_worker_is_not_taken_for_a_dead_one(client: Any, queue: RequestQueue) -> None:
-    """What would bury a request waits, once, until nothing is heard of its worker any more."""
+    """A crash that would make a dead letter waits, once, until the worker's heartbeats have
+    stopped.
+    """
     make_suspects(client, queue, ["a"])
     queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000))
     (a,) = queue.take_batch(ROOM)
@@ -195,7 +197,7 @@ def test_only_a_suspect_that_crashes_a_worker_alone_is_buried(
 
 
 def test_crashes_in_company_never_bury(client: Any, queue: RequestQueue) -> None:
-    """As when a worker that knows no suspects takes it with others."""
+    """This happens if a worker that knows no suspects claims one with others."""
     put(queue, "a")
     for n in range(6):
         claims = queue.take_batch(ROOM)
@@ -398,7 +400,9 @@ def test_replies_lost_again_and_again_are_noticed(losing: LosingQueue) -> None:
 def test_a_call_that_is_sent_twice_gives_the_same_twice(
     client: Any, queue: RequestQueue, is_paused: bool
 ) -> None:
-    """As redis-py does when the connection breaks before the reply; either may be the one heard."""
+    """redis-py does that when the connection breaks before the reply; the client may read either
+    reply.
+    """
     for name in "abc":
         put(queue, name)
     (earlier,) = queue.take_batch(Room(1, 10**9))

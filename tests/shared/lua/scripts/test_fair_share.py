@@ -32,7 +32,7 @@ from tests.support.servers import Server
 LARGEST_PROMPT, LARGEST_OUTPUT = 40, 20
 ROOM = 5 * (LARGEST_PROMPT + LARGEST_OUTPUT)
 LONGEST_ESTIMATE = 60
-"""What the scripts take the longest prompt for before it is tokenised: a quarter of its payload."""
+"""The scripts' estimate for the longest prompt before it is tokenised: a quarter of its payload."""
 
 
 @pytest.fixture
@@ -278,7 +278,9 @@ def test_a_share_that_nobody_uses_goes_to_the_others(world: World) -> None:
 
 
 def test_nothing_is_saved_up_nor_held_against_anyone(world: World) -> None:
-    """Who comes, or comes back, after long shares from there on as if it had always been there."""
+    """A tenant that comes, or comes back after long, shares from then on as if it had always been
+    there.
+    """
     world.put("back", 5, 5)
     for _ in range(300):
         while world.waiting["alone"] < 6:

@@ -49,7 +49,7 @@ def test_a_deadline_counts_however_many_others_have_passed(
     assert queue.publish([row(claim, 0)]).rows == [RowStatus.EXPIRED]
 
 
-def test_a_reaper_tells_that_there_is_more(client: Any, queue: RequestQueue) -> None:
+def test_a_reaper_reports_that_there_is_more(client: Any, queue: RequestQueue) -> None:
     queue.enqueue([new(deadline_ms=1) for _ in range(1200)])
     time.sleep(0.05)
     first, second = queue.reap(), queue.reap()
@@ -58,7 +58,7 @@ def test_a_reaper_tells_that_there_is_more(client: Any, queue: RequestQueue) -> 
 
 
 def test_an_end_stays_though_a_deadline_is_put_to_it(client: Any, queue: RequestQueue) -> None:
-    """As by a plain client that sends its commands again, once the log is gone."""
+    """A plain client may send its commands again after the log has expired."""
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
     queue.publish([row(claim, 0, reason=FinishReason.STOP)])

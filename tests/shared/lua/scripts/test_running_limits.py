@@ -35,7 +35,7 @@ def test_a_tenant_gets_no_more_at_once_and_holds_nobody_up(
     assert ids(queue.take_batch(ROOM)) == ["a2"]
 
 
-def test_one_tenant_may_have_a_limit_of_its_own(client: Any, queue: RequestQueue) -> None:
+def test_one_tenant_may_have_a_separate_limit(client: Any, queue: RequestQueue) -> None:
     settings = {"tenant_max_running": 1, "max_running:large": 3, "max_running:free": 0}
     client.hset(queue.keys.config, mapping=settings)
     for tenant in ("large", "free", "other"):

@@ -128,7 +128,7 @@ class Case:
 
 
 def asked_of(scoring: Scoring) -> frozenset[str]:
-    """What a layer that scores so asks for."""
+    """Returns the requirements of a layer with this scoring."""
     asked = {"softcap": scoring.softcap, "sinks": scoring.sinks}
     names = frozenset(name for name, value in asked.items() if value is not None)
     return LayerSpec(
@@ -167,7 +167,7 @@ def test_low_precision(backend: AttentionBackend, dtype: torch.dtype) -> None:
 
 @on_every_backend
 def test_writes_only_its_own_places(backend: AttentionBackend) -> None:
-    """What the step does not own stays as it was."""
+    """Places that the step does not own keep their contents."""
     case = Case(STEPS["all at once"], (4, 2, 8, 8), torch.float32)
     before = case.cache.key.isnan()
     case.attend(backend, Scoring(0.3))

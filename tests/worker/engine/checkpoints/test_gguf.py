@@ -1,4 +1,4 @@
-"""What is read of a GGUF file beside its weights, and that its vocabulary is not read twice."""
+"""Reads a GGUF file's metadata and tokenizer; its vocabulary is not read twice."""
 
 from __future__ import annotations
 

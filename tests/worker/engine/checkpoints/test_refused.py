@@ -267,7 +267,7 @@ def test_a_gguf_file_whose_sizes_are_not_those_of_its_tensors(field: str, tmp_pa
     assert "numbers, and Qwen3ForCausalLM needs" in refusal(file)
 
 
-def test_a_folder_of_gguf_files_tells_how_to_name_one(tmp_path: Path) -> None:
+def test_an_error_for_a_folder_of_gguf_files_says_how_to_name_one(tmp_path: Path) -> None:
     shutil.copy(FILES / "small-q8_0.gguf", tmp_path / "a.gguf")
     assert f"name that: --model {tmp_path}/a.gguf" in refusal(tmp_path)
     (tmp_path / "weights.bin").write_bytes(b"1")

@@ -25,7 +25,7 @@ def make_sequence(token_ids: list[int], sequence_id: int = 0, cache_salt: str = 
 
 
 def compute(manager: BlockManager, sequence: Sequence) -> None:
-    """What the engine does once a step has computed all known tokens."""
+    """Updates the blocks as the engine does after a step has computed all known tokens."""
     start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
     manager.mark_computed(sequence, start, sequence.num_tokens)
 

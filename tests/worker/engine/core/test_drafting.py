@@ -32,7 +32,7 @@ NO_END = 10**6
 
 
 def found_by_search(token_ids: list[int], count: int) -> list[int]:
-    """What a lookup is to find, the slow way."""
+    """Finds the draft that a lookup must find, in the slow way."""
     for size in (4, 3, 2):
         for start in range(len(token_ids) - size - 1, -1, -1):
             if token_ids[start : start + size] == token_ids[-size:]:

@@ -113,7 +113,7 @@ def test_slot_and_blocks_are_free_when_the_last_output_is_returned() -> None:
     assert not engine.has_work
 
 
-def test_the_first_and_the_last_output_tell_how_the_sequence_fared() -> None:
+def test_the_first_and_the_last_output_have_the_figures_of_the_sequence() -> None:
     engine = build_model_free_engine(step_seconds=0.001)
     engine.add(make_request(1, 40, max_tokens=3))
     outputs = [engine.step().outputs[0] for _ in range(3)]

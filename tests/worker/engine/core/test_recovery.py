@@ -121,7 +121,7 @@ def test_short_memory_makes_steps_smaller_and_fails_nobody() -> None:
     assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}
 
 
-def test_an_engine_that_computes_nothing_any_more_blames_nobody() -> None:
+def test_an_engine_that_can_no_longer_compute_blames_nobody() -> None:
     def fault(_: Batch, num_launches: int) -> Exception | None:
         return OSError("the device is gone") if num_launches >= 3 else None
 
@@ -149,7 +149,7 @@ def out_of_memory(since: int, times: int) -> Fault:
 def test_memory_that_is_short_at_one_token_for_a_while_fails_nobody(
     ahead: bool, since: int, times: int
 ) -> None:
-    """Who finds none waits without blocks, and goes on behind what it has."""
+    """A sequence that finds no memory waits without blocks, and continues after its tokens."""
     tokens, last, _, engine = run(out_of_memory(since, times), 5, async_scheduling=ahead)
     assert tokens == {n: tokens_of(n, 10) for n in range(5)}
     assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}

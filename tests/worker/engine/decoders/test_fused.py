@@ -211,7 +211,7 @@ def test_a_decode_has_the_same_bits_in_any_company(
 
 @torch.inference_mode()
 def test_padded_steps_give_the_same_logits(seed: int) -> None:
-    """As CUDA graphs run them."""
+    """CUDA graphs run padded steps."""
     tiny = Tiny("qwen2", seed, num_hidden_layers=1)
     decoder = tiny.decoder()
     padded = PaddedModel(

@@ -1,4 +1,4 @@
-"""What is measured before the KV cache is allocated, and that no cache outlives its use."""
+"""The worker measures memory before it allocates the KV cache, and no cache outlives its use."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_no_room_beside_the_largest_step(cuda: FakeCuda, monkeypatch: pytest.Mon
     ("measured", "option"),
     [(True, "--max-num-batched-tokens"), (False, "--kv-cache-memory")],
 )
-def test_a_step_that_does_not_fit_is_told_by_its_option(
+def test_the_error_for_a_step_that_does_not_fit_names_the_option(
     measured: bool, option: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(self: ModelRunner, batch: Batch, after: Any = None) -> Any:
@@ -237,7 +237,7 @@ def test_peak_memory_is_read_for_snapshots_only(
     assert engine.snapshot().peak_memory_bytes == 77
 
 
-def test_forced_tf32_is_told_and_tolerated(
+def test_forced_tf32_is_reported_and_tolerated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     used: list[float] = []

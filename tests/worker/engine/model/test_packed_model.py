@@ -148,7 +148,7 @@ def test_what_mixes_rows_outside_of_attention_is_refused(monkeypatch: pytest.Mon
         check(loaded_model("llama"))
 
 
-def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_a_custom_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that a family makes where the library would make none."""
     create = modeling_llama.create_causal_mask
 
@@ -341,7 +341,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert loaded.model.config.sliding_window == 7
 
 
-def test_positions_counted_by_rows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_counted_by_rows_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 scales its queries by a position that it counts itself."""
     assert check(loaded_model("llama4_text", floor_scale=8192)).counts_rows
     assert not check(loaded_model("llama4_text", attn_temperature_tuning=False)).counts_rows
@@ -432,7 +432,9 @@ def batch_of_one() -> Batch:
 
 
 class CompilationError(Exception):
-    """As Triton's: of no standard kind, and with the whole source before its reason."""
+    """An error like Triton's: it has no standard base, and its text has the whole source before the
+    reason.
+    """
 
     def __init__(self, error_message: str | None = None) -> None:
         super().__init__(f"at 12:8:\n    key = tl.load(...)\n{error_message}")
@@ -446,7 +448,7 @@ class Uncompiled(TorchPaged):
         raise CompilationError() from CompilationError("no such instruction\nanother line")
 
 
-def test_kernels_that_do_not_compile_are_told_in_one_sentence() -> None:
+def test_kernels_that_do_not_compile_are_reported_in_one_sentence() -> None:
     told = (
         r"^--attention: the kernels of triton do not compile here \(CompilationError: no such"
         r" instruction\); --attention torch needs no compiler$"

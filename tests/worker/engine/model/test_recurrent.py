@@ -283,7 +283,7 @@ def test_tenants_do_not_find_each_others_states(directory_of: Callable[[str], Pa
 
 
 def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
-    """It needs no positions and no KV cache, only states."""
+    """Such a model needs no positions and no KV cache, only states."""
     sizes = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "expand": 2}
     shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2} | sizes
     runner = load(save_model(tmp_path, "mamba2", 5, **shape), max_model_len=64)

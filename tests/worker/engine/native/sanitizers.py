@@ -44,8 +44,8 @@ FLAGS = [
 ]
 
 PRELOADED = ["libasan.so", "libubsan.so", "libstdc++.so"]
-"""What must be there before the interpreter, which is not built with it; the last, so that the
-first can watch exceptions."""
+"""Libraries to load before the interpreter, which is not built with them. The last one is there so
+that the first can watch exceptions."""
 
 
 _HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ EMULATED = {
         *EMULATED_TILES,
     ],
 }
-"""What a processor with AVX2 lacks, and flags that emulate it."""
+"""Instructions that a processor with AVX2 lacks, and flags that emulate them."""
 QUICK = ["-k", "products or plain_attention or int8 or near_those or experts"]
 """Tests that take minutes and not hours with it."""
 

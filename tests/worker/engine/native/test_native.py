@@ -346,7 +346,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeCodeError, match="no compiler"):
         library_path()
@@ -354,10 +354,10 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("missing", ["sources", "a folder to write to"])
-def test_without_sources_or_a_folder_the_reason_is_told(
+def test_without_sources_or_a_folder_the_reason_is_reported(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As in an image that is read only, or a wheel that lacks them: PyTorch serves then."""
+    """A read-only image, or a wheel, may lack sources or a folder for them. Then PyTorch serves."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     said = r"cannot be written \(Not a directory\).*XDG_CACHE_HOME"

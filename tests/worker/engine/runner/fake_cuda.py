@@ -75,14 +75,14 @@ class FakeCuda:
     captured: list[tuple[Graph, Stream, object]] = field(default_factory=list)
     replayed: list[Graph] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-    """What the allocator and the driver were asked for. The answers are the figures below."""
+    """Calls to the allocator and the driver. Their answers are the figures below."""
     reserved: int = 0
     allocated: int = 0
     peak: int = 0
     free: Iterator[int] = field(default_factory=lambda: repeat(1 << 30))
 
     def wait(self) -> None:
-        """What an operation does that needs a value of the device on the host."""
+        """Does what an operation does that needs a value of the device on the host."""
         if self.sync_debug_mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation\nin C++")
 

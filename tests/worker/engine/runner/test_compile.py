@@ -32,12 +32,12 @@ from tests.worker.engine.tiny_models import generate, make_model
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within the compiler
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[5, 9, 33, 2 * length] * length for length in (1, 8, 3, 15, 6, 2)]
-"""As they join one a step, steps have 1 to 60 rows."""
+"""One of these joins in each step, so steps have 1 to 60 rows."""
 
 
 @pytest.fixture(autouse=True)
 def forgetting(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What was compiled for one test is not another's: models of a family share their code."""
+    """Drops compiled code after each test, because models of a family share their code."""
     logging.getLogger("torch.__trace").propagate = False  # thousands of lines
     caplog.set_level(logging.WARNING)
     counters.clear()

@@ -33,7 +33,7 @@ KINDS = [*map(StepKind, (1, 2, 4)), StepKind(16, is_mixed=True)]
 
 
 class TinyModel:
-    """Gives each row its own position, and tells how often it ran."""
+    """A model that returns each row's position, and counts its runs."""
 
     def __init__(self, forward: Callable[[], None] = lambda: None) -> None:
         self.num_runs = 0

@@ -59,8 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def test_a_start_makes_no_copy_of_the_wide_weights(
     model: tuple[Path, int], quantization: str, most: float
 ) -> None:
-    """Those in the file are its pages, and only packed ones belong to the process: 1.0 or 0.3 of
-    them. The rest are buffers, which a larger model does not have larger."""
+    """Wide weights stay pages of the file. Only packed ones belong to the process: 1.0 or 0.3 of
+    their size. The rest are buffers, which do not grow with the model."""
     folder, num_bytes = model
     options = {"quantization": quantization, "kv_cache_memory": 2**20}
     command = [sys.executable, "-c", LOAD, str(folder), json.dumps(options)]

@@ -31,7 +31,7 @@ LENGTHS = (1, 2, 33, 17, 64, 40, 5)
 
 @dataclass(frozen=True)
 class Told:
-    """What was told of one prompt, and what it took."""
+    """The log-probabilities of one prompt, and the steps that they took."""
 
     logprobs: list[float]
     ranks: list[int]
@@ -205,7 +205,7 @@ def test_they_are_the_same_to_the_last_bit(
             assert other.cached_tokens == 0, "its logits would be missing"
 
 
-def test_what_was_told_is_not_told_again(directory_of: Callable[[str], Path]) -> None:
+def test_a_reported_event_is_not_reported_again(directory_of: Callable[[str], Path]) -> None:
     """A resumed request, whose first tokens were sent, uses the cache like any other."""
     engine = make_engine(directory_of("llama"), native=True)
     [request] = [it for it in requests() if len(it.prompt_token_ids) == 64]

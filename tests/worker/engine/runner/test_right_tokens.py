@@ -186,7 +186,7 @@ def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Fa
 def test_every_attention_backend(
     backend: AttentionBackend, name: str, family_of: Callable[[str], Family]
 ) -> None:
-    """It gives these tokens, or refuses the model by what it does not know."""
+    """Each backend computes these tokens, or refuses the model and names the reason."""
     family, refused = family_of(name), ""
     try:
         engine = make_engine(family, attention=backend.name, prefill_chunk=3)
@@ -199,7 +199,7 @@ def test_every_attention_backend(
 
 
 def test_blocks_of_the_departed_leave_nothing(family_of: Callable[[str], Family]) -> None:
-    """What a former owner left in a block, be it not even a number, reaches nobody."""
+    """Values that a former owner left in a block, even NaN, reach nobody."""
     family = family_of("llama")
     engine = make_engine(family, num_blocks=40)
     runner: Any = engine._runner

@@ -59,8 +59,9 @@ class Launches:
 
 
 def _kind(value: Any, name: str, plain: Any) -> Any:
-    """What Triton makes a variant of: a constant's value, and of an argument whether it is one or
-    a multiple of 16."""
+    """Returns the values by which Triton chooses a variant: a constant's value, and whether an
+    argument is one or a multiple of 16.
+    """
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.data_ptr() % 16 == 0)
     if name.isupper() or name in ("num_warps", "num_stages"):

@@ -147,7 +147,7 @@ def random_sequences(rows: int, vocab_size: int, seed: int = SEED) -> list[Seque
 
 
 def with_params(row: Sequence, **changed: Any) -> Sequence:
-    """The same row, but for these parameters."""
+    """Returns the row with these parameters changed."""
     params = row.request.params.model_copy(update=changed)
     other = Sequence.of(replace(row.request, sequence_id=next(_ids), params=params))
     other.token_ids = [*row.token_ids]
@@ -170,7 +170,7 @@ def test_every_parameter_counts(name: str, native: bool) -> None:
 
 
 def reference(logits: torch.Tensor, row: Sequence) -> torch.Tensor:
-    """What is left of `logits` [vocab_size] before the softmax: -inf for what cannot be chosen."""
+    """Returns `logits` [vocab_size] before the softmax; -inf for tokens that cannot be chosen."""
     params = row.request.params
     scores = logits.clone().float()
     output = row.token_ids[row.num_prompt_tokens :]
@@ -336,7 +336,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
 
 
 def thresholds(scaled: torch.Tensor, *asked: dict[str, Any]) -> torch.Tensor:
-    """What each row asks for; one for all, or one for each."""
+    """Returns the thresholds of the rows: one for all, or one for each."""
     params = [SamplingParams(**each) for each in asked] * (len(scaled) // len(asked))
     result = filters.thresholds(
         scaled, Filters(params, scaled.shape[1], CPU), torch.empty_like(scaled)
@@ -369,7 +369,9 @@ def test_works_in_fp32_whatever_the_logits_are(dtype: torch.dtype, native: bool)
 
 
 def test_a_step_after_the_other(native: bool) -> None:
-    """What is kept from step to step equals what is worked out afresh, while rows come and go."""
+    """State that is kept from step to step equals state that is computed anew, while rows come and
+    go.
+    """
     vocab_size = 60
     sequences = random_sequences(12, vocab_size)
     present = sequences[:6]
@@ -386,7 +388,7 @@ def test_a_step_after_the_other(native: bool) -> None:
 
 
 def test_rows_do_not_know_of_each_other(native: bool) -> None:
-    """The same token alone, in any batch and in any order."""
+    """A row gets its token alone, in any batch and in any order."""
     vocab_size = 3000
     logits = random_logits(48, vocab_size)
     sequences = random_sequences(48, vocab_size)

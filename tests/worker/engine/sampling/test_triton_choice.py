@@ -27,7 +27,9 @@ TOP_P = [0.0001, 0.9, 0.999]
 def choose(
     logits: torch.Tensor, params: list[SamplingParams], numbers: list[float]
 ) -> tuple[list[int], list[int]]:
-    """What the kernel and torch choose from one row of logits, for each of the params."""
+    """Returns the choices of the kernel and of torch from one row of logits, for each of the
+    params.
+    """
     repeated = logits.expand(len(params), -1)
     asked = Distributions(params, logits.shape[1], CPU)
     draws = torch.from_numpy(asked.draws.copy())
@@ -125,7 +127,7 @@ def test_a_row_is_chosen_alike_alone_and_beside_others(seed: int) -> None:
         assert torch.equal(alone, together[rows])
 
 
-def test_rows_without_a_choice_are_told_and_get_some_token() -> None:
+def test_rows_without_a_choice_are_reported_and_get_some_token() -> None:
     nothing = torch.full((1, 40), float("-inf"))
     broken = torch.full((1, 40), float("nan"))
     for logits in (nothing, broken):

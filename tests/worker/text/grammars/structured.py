@@ -113,7 +113,7 @@ def served(directory: str = str(MODEL_DIR), kv_cache_memory: int = 2**26, **engi
 def prepare(
     served: Served, *, seed: int = 0, emitted: list[int] | None = None, **fields: Any
 ) -> PreparedRequest:
-    """What a worker makes of a claimed request, `emitted` being an earlier attempt's tokens."""
+    """Prepares a claimed request as a worker does. `emitted` has an earlier attempt's tokens."""
     if "messages" not in fields:
         fields.setdefault("prompt", "Once upon a time")
     claim = Claim(

@@ -52,7 +52,9 @@ def try_api(api: str, model: Any) -> None:
 
     @attempt(f"{api}: an agent's streamed answer")
     async def _() -> str:
-        """It asks servers other than OpenAI's for the usage only if it is told to."""
+        """The program requests the usage from servers other than OpenAI's only if it is configured
+        to.
+        """
         asked, wanted = agent(settings={"include_usage": True}), trying.greeting()
         run = agents.Runner.run_streamed(asked, trying.GREETING)
         pieces = [

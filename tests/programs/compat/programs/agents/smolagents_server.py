@@ -73,7 +73,7 @@ def _() -> str:
 
 @attempt("an agent's two steps")
 def _() -> str:
-    """It may answer or paint in each step, and has to answer after the last one."""
+    """The agent may answer or paint in each step, and has to answer after the last one."""
     agent = ToolCallingAgent([Paint()], model(max_tokens=200), max_steps=2, verbosity_level=0)
     agent.prompt_templates["system_prompt"] = trying.SYSTEM  # its own one is longer than the model
     agent.run(trying.QUESTION)

@@ -70,7 +70,7 @@ def try_api(api: str, kind: Any, limit: str) -> None:
 
     @attempt(f"{api}: error: prompt too long")
     def _() -> str:
-        """It knows this error, and says so in its own words."""
+        """The program knows this error, and reports it in its own words."""
         return trying.fails(lambda: agent()(trying.LONG), "ContextWindowOverflowException")
 
 

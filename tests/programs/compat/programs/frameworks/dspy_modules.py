@@ -57,7 +57,7 @@ for kind in ("chat", "responses"):
 
 @attempt("completion")
 def _() -> str:
-    """It adds words to the prompt."""
+    """The program adds words to the prompt."""
     [got] = model(kind="text")(trying.PROMPT)
     same("text", got, trying.completion(f"{trying.PROMPT}\n\nBEGIN RESPONSE:").text)
     return str(got)
@@ -65,7 +65,7 @@ def _() -> str:
 
 @attempt("a module with typed fields, by JSON")
 def _() -> str:
-    """It sends the schema to models that it knows."""
+    """The program sends the schema to models that it knows."""
     with dspy.context(lm=model(trying.ALIAS, most=200), adapter=dspy.JSONAdapter()):
         got = dspy.Predict(Tell)(question=trying.QUESTION)
     trying.is_tale({"hero": got.hero, "friends": got.friends})

@@ -27,7 +27,7 @@ def paint(hero: Literal["fox", "hare", "owl"], friends: Literal[1, 2, 3]) -> str
 
 
 def model(api: str, name: str = trying.ALIAS, max_tokens: int = trying.MAX_TOKENS) -> Any:
-    """It sends no temperature to a model of chats that it does not know."""
+    """The program sends no temperature to an unknown chat model."""
     return llm.Model(f"openai/{name}:{api}", temperature=0, max_tokens=max_tokens)
 
 

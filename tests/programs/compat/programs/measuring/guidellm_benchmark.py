@@ -16,7 +16,7 @@ OUTPUT_TOKENS = 12
 
 
 def benchmark(path: str, *, validates: bool = False) -> Any:
-    """What it measured of requests that went well; it may ask first whether the server is well."""
+    """Returns figures of successful requests; the program may check the server's health first."""
     report = Path(os.environ["HOME"], f"{path.replace('/', '-')}.json")
     backend = f"kind=openai_http,target={trying.ROOT_URL},model={trying.MODEL}"
     options = {

@@ -45,7 +45,7 @@ def paint() -> Any:
 
 
 def model(is_response: bool, name: str = trying.ALIAS, most: int = trying.MAX_TOKENS) -> Any:
-    """It takes a model that it does not know for one that reasons, and sends no temperature."""
+    """The program takes an unknown model for one that reasons, and sends no temperature."""
     config = GenerateConfig(temperature=0, max_tokens=most, max_retries=0)
     return get_model(
         f"openai/{name}", config=config, base_url=trying.URL, api_key=trying.KEY, memoize=False,

@@ -97,7 +97,7 @@ def test_products_in_fp8(seed: int) -> None:
 
 
 def test_layers_of_several_kinds_stand_side_by_side(seed: int) -> None:
-    """As in GGUF files, where V may have more bits than Q and K."""
+    """In GGUF files, V may have more bits than Q and K."""
     weights = [
         random_weight(4, 32, 24, 64, seed, DEVICE, has_offsets=True),
         random_weight(8, 16, 8, 64, seed + 1, DEVICE, has_offsets=False),
