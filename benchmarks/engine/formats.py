@@ -84,7 +84,7 @@ def bytes_of_step(shape: Shape, format: str, workload: Workload) -> float:
     [request] = workload.requests
     length = len(request.prompt) + request.num_output // 2
     embedding = VOCAB_SIZE * shape.hidden
-    layers = shape.num_parameters - embedding
+    layers = shape.num_active_parameters - embedding
     bits, kv_bytes = {"bf16": 16, "int8": 8, "int4": 4.5}[format], shape.kv_bytes_per_token
     if format == "int8":  # the KV cache too; a row of a head has its scale in bf16
         kv_bytes = kv_bytes * (shape.head_dim + 2) // (2 * shape.head_dim)

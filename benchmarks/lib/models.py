@@ -1,9 +1,11 @@
-"""The benchmarks' models: Qwen3-shaped, random weights in bf16, made once and kept in a cache."""
+"""The benchmarks' models: random weights in bf16, made once and kept in a cache."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
@@ -18,9 +20,9 @@ CACHE = Path(__file__).parents[1] / ".cache"
 """Where models are kept between runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, and the batch that it is measured at."""
+    """A family of the library, the sizes of a model, and the batch that it is measured at."""
 
     name: str
     hidden: int
@@ -32,14 +34,51 @@ class Shape:
     batch: int
     kv_cache_bytes: int
     """Memory for the KV cache of each row."""
+    family: str = "qwen3"
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further sizes of the family's configuration."""
+
+    def config(self, vocab_size: int = VOCAB_SIZE) -> Any:
+        """The library's configuration; input and output embedding are tied."""
+        from transformers import AutoConfig
+
+        return cast(Any, AutoConfig).for_model(
+            self.family,
+            vocab_size=vocab_size,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate,
+            max_position_embeddings=_MAX_MODEL_LEN,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+            dtype="bfloat16",
+            **self.more,
+        )
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """All parameters, with all experts: a full batch uses nearly all of them."""
+        import torch
+
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in _untrained(self.config()).parameters())
 
     @property
-    def num_parameters(self) -> int:
-        """With input and output embedding tied."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        norms = 2 * self.hidden + 2 * self.head_dim
-        layer = attention + 3 * self.hidden * self.intermediate + norms
-        return VOCAB_SIZE * self.hidden + self.layers * layer + self.hidden
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses."""
+        experts = self.more.get("num_experts", 0)
+        idle = experts and experts - self.more["num_experts_per_tok"]
+        return self.num_parameters - idle * self.layers * 3 * self.hidden * self.expert_size
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert's MLP; 0 without experts."""
+        return int(self.more.get("moe_intermediate_size", 0))
 
     @property
     def weight_bytes(self) -> int:
@@ -47,18 +86,49 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.layers * self.kv_heads * self.head_dim * 2 * 2
+        """Keys and values of all layers with attention, without regard to windows."""
+        kinds = getattr(self.config(), "layer_types", None) or ["attention"] * self.layers
+        layers = sum("linear" not in kind for kind in kinds)
+        return layers * self.kv_heads * self.head_dim * 2 * 2
 
 
-MODELS = {
-    "54m": Shape("54m", 512, 12, 8, 4, 64, 1536, batch=64, kv_cache_bytes=2**29),
-    "473m": Shape("473m", 1024, 28, 16, 8, 128, 3072, batch=32, kv_cache_bytes=3 * 2**30),
-}
+_GIB = 2**30
+_SHAPES = (
+    Shape("54m", 512, 12, 8, 4, 64, 1536, batch=64, kv_cache_bytes=_GIB // 2),
+    Shape("473m", 1024, 28, 16, 8, 128, 3072, batch=32, kv_cache_bytes=3 * _GIB),
+    Shape(
+        *("experts-704m", 1024, 16, 16, 16, 64, 3072),
+        batch=32,
+        kv_cache_bytes=_GIB,
+        family="qwen3_moe",
+        more={
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 384,
+            "norm_topk_prob": True,
+        },
+    ),
+    Shape(
+        *("gemma3-473m", 1024, 28, 16, 8, 128, 3072),
+        batch=32,
+        kv_cache_bytes=3 * _GIB,
+        family="gemma3_text",
+        more={"sliding_window": 512, "query_pre_attn_scalar": 128},
+    ),
+    Shape(
+        *("qwen3.5-500m", 1024, 24, 8, 2, 256, 3072),
+        batch=32,
+        kv_cache_bytes=_GIB,
+        family="qwen3_5_text",
+        more={"linear_num_key_heads": 16, "linear_num_value_heads": 16},
+    ),
+)
+MODELS = {shape.name: shape for shape in _SHAPES}
 
 
 def model_dir(shape: Shape, cache: Path) -> Path:
     """The model's directory, made if it is not there."""
-    folder = cache / f"qwen3-{shape.name}"
+    folder = cache / f"{shape.family}-{shape.name}"
     if not folder.exists():
         unfinished = cache / f".{folder.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -73,27 +143,17 @@ def _make(shape: Shape, folder: Path) -> None:
 
 
 def random_model(shape: Shape, vocab_size: int, seed: int) -> Any:
-    """A Qwen3ForCausalLM of this shape with random weights in bf16."""
+    """A causal model of this shape with random weights in bf16."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=_MAX_MODEL_LEN,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        dtype="bfloat16",
-    )
-    return cast(Any, Qwen3ForCausalLM(config)).to(torch.bfloat16)
+    return _untrained(shape.config(vocab_size)).to(torch.bfloat16)
+
+
+def _untrained(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return cast(Any, AutoModelForCausalLM).from_config(config)
 
 
 def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:

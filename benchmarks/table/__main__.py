@@ -106,7 +106,9 @@ def _processor() -> str:
 
 def _read_options() -> tuple[Plan, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument(
+        "--models", default="54m,473m", help=f"of {', '.join(MODELS)}; default: %(default)s"
+    )
     parser.add_argument("--workloads", default=",".join(_WORKLOADS), help="default: %(default)s")
     parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="medians are over these")

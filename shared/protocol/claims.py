@@ -97,7 +97,8 @@ class Claim:
     num_logged: int = 0
     """Number of tokens in the log, by the id of its last entry, even if that is not an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """When the server's reply arrived; `time.monotonic()` in seconds."""
+    """When the server's reply arrived, or would have arrived as quickly as the quickest of the last
+    ones; `time.monotonic()` in seconds."""
 
     @property
     def order(self) -> tuple[float, str]:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from promptq.shared.protocol.claims import ClaimContext, Claims
+
+_NUM_REPLIES = 64
+"""The number of replies of which the quickest one relates the server's clock to this machine's."""
 
 
 class ClaimHistory:
@@ -27,6 +31,7 @@ class ClaimHistory:
         self._skip = 0
         self._number = 0
         self._is_under_way = False
+        self._clock_differences: deque[float] = deque(maxlen=_NUM_REPLIES)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -45,11 +50,25 @@ class ClaimHistory:
             yield turn
             self.is_unanswered = False
             self._skip = turn.claims.next_skip
+            self._remove_delay(turn.claims)
             if turn.claims and is_alone:
                 self._answered = turn.nonce
         finally:
             if is_alone:
                 self._is_under_way = False
+
+    def _remove_delay(self, claims: Claims) -> None:
+        """Correct `received_at` by the delay of this reply over the quickest recent one.
+
+        Otherwise a late reply on a busy machine would make all that happens to these requests look
+        earlier than it is on the server's clock, such as a preemption before the first token.
+        """
+        if claims:
+            first = claims[0]
+            self._clock_differences.append(first.received_at - first.claimed_at_ms / 1000)
+            received_at = first.claimed_at_ms / 1000 + min(self._clock_differences)
+            for claim in claims:
+                claim.received_at = received_at
 
 
 class ClaimTurn:

@@ -107,9 +107,9 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
 end
 
 -- Append and publish the last event, store the result and drop every hold. `count`, as text, is how many
--- tokens there are up to the event's end. A worker may pass the `result`; otherwise it is made of the log
--- before anything is written.
-function ending.finish(id, reason, count, event, tenant, result)
+-- tokens there are up to the event's end. `fields` has the request's tenant and whether it has a webhook. A
+-- worker may pass the `result`; otherwise it is made of the log before anything is written.
+function ending.finish(id, reason, count, event, fields, result)
   result = result or fold_log(id, event)
   redis.pcall('XADD', keys.tokens(id), count .. '-1', 'event', event)
   redis.pcall('PEXPIRE', keys.tokens(id), log_ttl())
@@ -118,13 +118,13 @@ function ending.finish(id, reason, count, event, tenant, result)
   redis.pcall('HSET', key, 'state', STATE_AFTER[reason], 'finish_reason', reason,
     'finished_at', server.now_text, 'last_event', event, 'result', result)
   local ttl = ending.result_ttl()
-  if redis.pcall('HEXISTS', key, 'webhook') == 1 then
+  if fields.webhook then
     redis.pcall('ZADD', keys.prefix .. 'webhooks', server.now_text, id)
     redis.pcall('ZREMRANGEBYSCORE', keys.prefix .. 'webhooks', '-inf', numbers.exact(server.now - WEBHOOK_MS))
     ttl = math.max(ttl, WEBHOOK_MS)
   end
   redis.pcall('PEXPIRE', key, numbers.exact(ttl))
-  requests.drop_holds(id, tenant)
+  requests.drop_holds(id, fields.tenant)
   local has_output = count ~= '0' -- an embedding has none
   if (reason == 'stop' or reason == 'length') and has_output then
     finished_outputs[#finished_outputs + 1] = server.now_text .. ' ' .. count
@@ -142,7 +142,8 @@ function ending.finish_bare(id, reason, error_type, message)
   end
   local event = bare_last_event(count, numbers.whole(fields.attempt, 0),
     numbers.whole(fields.prompt_tokens, 0), reason, error_type, message)
-  if ending.wants_webhook(fields.payload) then redis.pcall('HSET', keys.request(id), 'webhook', 1) end
-  ending.finish(id, reason, numbers.exact(count), event, fields.tenant)
+  fields.webhook = ending.wants_webhook(fields.payload)
+  if fields.webhook then redis.pcall('HSET', keys.request(id), 'webhook', 1) end
+  ending.finish(id, reason, numbers.exact(count), event, fields)
   return true
 end

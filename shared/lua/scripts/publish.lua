@@ -25,14 +25,14 @@ local known = {} -- id -> what is stored of it, and how many tokens its log will
 
 local function look_up(id)
   if not known[id] then
-    local fields = has_tenants and requests.read(id, 'fence', 'state', 'cancelled', 'account', 'tenant')
-      or requests.read(id, 'fence', 'state', 'cancelled', 'account') or {}
+    local fields = has_tenants and requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'tenant')
+      or requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook') or {}
     local count, ended = requests.log_top(id)
     local finished = ended or requests.is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished, tenant = fields.tenant,
-      account = fields.account, expired = requests.is_past_deadline(id),
+      account = fields.account, webhook = fields.webhook, expired = requests.is_past_deadline(id),
     }
   end
   return known[id]
@@ -122,7 +122,7 @@ for n, status in ipairs(row_status) do
     local result = ARGV[at + 6]
     note_prompt(id)
     note_first_token(id, at)
-    ending.finish(id, reason, count, event, known[id].tenant, result ~= '' and result or nil)
+    ending.finish(id, reason, count, event, known[id], result ~= '' and result or nil)
     charge_row(id, ARGV[at + 2], count)
   elseif status == 'ok' then
     local added = redis.pcall('XADD', keys.tokens(id), count .. '-0', 'event', event)

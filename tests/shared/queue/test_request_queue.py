@@ -21,7 +21,9 @@ from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
+from tests.support.network import Network
 from tests.support.requests import ROOM, held, ids, new, put, row
+from tests.support.roles import as_role
 from tests.support.servers import Server
 
 
@@ -233,3 +235,17 @@ async def test_a_cancelled_claim_loses_no_request(server: Server) -> None:
             await claiming
     assert await queue.count() == 5
     await client.aclose()
+
+
+def test_a_late_reply_makes_nothing_look_earlier_on_the_servers_clock(redis_url: str) -> None:
+    network = Network(redis.connection.parse_url(redis_url)["port"])
+    client = redis.Redis.from_url(as_role("", network.address))
+    queue, claims = RequestQueue(client), []
+    for delay in (0.0, 0.3):
+        put(queue)
+        network.slow(delay)
+        claims += queue.take_batch(ROOM)
+    client.close()
+    network.close()
+    quick, late = (claim.received_at - claim.claimed_at_ms / 1000 for claim in claims)
+    assert late == pytest.approx(quick, abs=0.01)
