@@ -399,8 +399,8 @@ class LLMEngine:
         else:
             output = _failed(
                 sequence,
-                "its hidden states are no finite numbers: they overflow in the model's dtype; try"
-                " bfloat16 or float32",
+                "its hidden states are no finite numbers: a weight is none (fetch the model's files"
+                " again), or they overflow in the model's dtype (try bfloat16 or float32)",
             )
         return [self._end(sequence, output)]
 

@@ -28,7 +28,8 @@ _ROWS_AT_ONCE = 64
 times the memory of its logits."""
 _NO_CHOICE = (
     "the model's logits, or what the request allows, leave no token to choose; where the request"
-    " limits nothing, the logits overflow in the model's dtype: try bfloat16 or float32"
+    " limits nothing, a weight is no number (fetch the model's files again), or the logits overflow"
+    " in the model's dtype (try bfloat16 or float32)"
 )
 
 

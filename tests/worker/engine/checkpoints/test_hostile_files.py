@@ -305,6 +305,16 @@ def test_damaged_settings_are_refused_or_harmless(folder: Path, seed: int) -> No
     assert not [it for it in said if "\n" in it]
 
 
+def test_a_member_that_an_index_lacks_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    weights = dict.fromkeys(
+        load_file(folder / "model-00001.safetensors"), "model-00001.safetensors"
+    )
+    (folder / INDEX).write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ModelError, match="do not load: 'metadata' is missing in its files"):
+        load_model(str(folder), device=CPU)
+
+
 @pytest.mark.parametrize(
     ("value", "dtype", "expected"),
     [
