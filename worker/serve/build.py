@@ -335,7 +335,8 @@ def _method(runner: ModelRunner, settings: WorkerSettings) -> str:
         method += f", weights in {settings.quantization}"
     if settings.kv_cache_dtype != "auto":
         method += f", KV cache in {settings.kv_cache_dtype}"
-    if runner.kv_layout.num_states is not None:
+    layout = runner.kv_layout
+    if layout.num_states is not None and not layout.states_skip_drafts:
         method += ", no drafts (recurrent layers)"
     return method + f", no CUDA graphs ({runner.why_no_graphs})" * bool(runner.why_no_graphs)
 

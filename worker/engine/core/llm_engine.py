@@ -102,10 +102,11 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # A rejected draft could not be taken back out of a state, nor a step that was launched
+        # A rejected draft cannot be taken back out of a state, nor can a step that was launched
         # after one that failed.
         self._speculative_tokens = speculative_tokens
-        self._may_draft = not has_states
+        self._may_draft = not has_states or layout.states_skip_drafts
+        self._has_states = has_states
         self._async_scheduling = async_scheduling and not has_states
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # the work of a failed step
@@ -287,8 +288,8 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns None for a request without drafts, for a model with recurrent layers, or if its
-        next token depends on earlier ones (see `looks_back`)."""
+        """Returns None for a request without drafts, for a model that takes none, or if its next
+        token depends on earlier ones (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
@@ -354,7 +355,9 @@ class LLMEngine:
             sequence.token_ids.append(tokens[num_appended].token_id)
             num_appended += 1
             finish_reason = self._finish_reason(sequence)
-        self._advance(share, share.num_tokens + num_appended - 1)
+        # States do not include drafted tokens: the next step computes the accepted ones again.
+        num_accepted = 0 if self._has_states else num_appended - 1
+        self._advance(share, share.num_tokens + num_accepted)
         grammar = sequence.request.grammar
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:

@@ -198,7 +198,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue  # preempted for a sequence before it
-            if sequence.num_uncomputed_tokens > 1:
+            if not sequence.decodes:
                 prefilling.append(sequence)
                 continue
             while not self.block_manager.extend(sequence):
@@ -301,7 +301,7 @@ class Scheduler:
             if num_rows < 1:
                 return
             sequence = share.sequence
-            if sequence.drafter is None or sequence.num_uncomputed_tokens > 1:
+            if sequence.drafter is None or not (sequence.decodes and share.samples):
                 continue
             draft = sequence.drafter.draft(sequence.token_ids, num_rows, len(plan.shares))
             if not draft or self.block_manager.num_free <= self._watermark:
@@ -438,7 +438,7 @@ class _Plan:
     """Whether prefixes are shared only where states of recurrent layers are kept."""
     shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     prefilling: set[Sequence] = field(default_factory=set)
-    """The sequences that compute more than their last token."""
+    """The sequences that do not decode."""
 
     def limit_prompts(self, num_tokens: int | None) -> None:
         """Leave at most `num_tokens` for prompts, if there are decodes beside them."""
@@ -473,7 +473,7 @@ class _Plan:
         self.num_reported_rows_left -= num_reported
         self.shares[sequence] = share
         self.num_tokens_left -= num_tokens
-        if uncomputed > 1:
+        if uncomputed > 1 and not sequence.decodes:
             self.prefilling.add(sequence)
 
     def take_back(self, sequence: Sequence) -> None:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
-from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter
 from promptq.worker.engine.core.pooling import Pool
 
 if TYPE_CHECKING:
@@ -84,6 +84,14 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its last token alone is left to compute. A few accepted drafted tokens before it
+        do not count; recurrent layers have to compute these again."""
+        if self.num_computed_tokens < self.num_prompt_tokens:
+            return self.num_uncomputed_tokens <= 1
+        return self.num_uncomputed_tokens <= MAX_ROWS
 
     @property
     def num_cacheable_tokens(self) -> int:

@@ -13,6 +13,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
 from promptq.worker.engine.quantization.modules import FewBits
+from promptq.worker.engine.recurrent.state_pool import StatePool
 
 
 class LlamaDecoder(ABC):
@@ -21,6 +22,8 @@ class LlamaDecoder(ABC):
     unpacked: ClassVar[type[LlamaDecoder] | None] = None
     """A decoder that computes the same in fp32 without a copy of the weights, so that the check at
     load can compare the formula. None: there is no such decoder."""
+    states: StatePool | None = None
+    """The states of recurrent layers, if there are any."""
 
     @abstractmethod
     def __init__(
@@ -31,9 +34,11 @@ class LlamaDecoder(ABC):
         backend: AttentionBackend,
         max_length: int,
         *,
+        num_slots: int = 0,
         releases: bool = False,
     ) -> None:
-        """Builds a decoder for positions below `max_length`; each layer has a cache and a pattern.
+        """Builds a decoder for positions below `max_length`; each layer that attends has a cache
+        and a pattern, and recurrent layers have states for `num_slots` sequences.
 
         `backend` is the attention backend that serves the model. `releases`: the decoder may free
         weights of the model of which it has copies. Raises NotOfThisKindError if the model has a

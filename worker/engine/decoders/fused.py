@@ -27,7 +27,12 @@ from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
-from promptq.worker.engine.decoders.layer_parts import Layer, ModelParts
+from promptq.worker.engine.decoders.layer_parts import (
+    Attention,
+    Layer,
+    ModelParts,
+    Recurrent,
+)
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import (
     RMS_NORM,
@@ -41,12 +46,12 @@ from promptq.worker.engine.quantization.modules import FewBits
 
 class _Layer:
     def __init__(self, layer: Layer, cache: LayerCache, pattern: Pattern) -> None:
-        attention = layer.attention
-        assert layer.before_attention is not None
+        attention = _attention(layer)
+        assert layer.before_mixer is not None
         assert layer.before_mlp is not None
         self.qkv, self.gate_up = _fuse(layer)
         self.output, self.down = fused(attention.output), fused(_dense(layer).down)
-        self.input_norm = layer.before_attention.weight
+        self.input_norm = layer.before_mixer.weight
         self.inner_norm = layer.before_mlp.weight
         norms = [norm.weight for norm in (attention.query_norm, attention.key_norm) if norm]
         self.head_norms = torch.stack(norms) if norms else None  # [2, head size]
@@ -68,6 +73,7 @@ class FusedDecoder(LlamaDecoder):
         backend: AttentionBackend,
         max_length: int,
         *,
+        num_slots: int = 0,
         releases: bool = False,
     ) -> None:
         if not isinstance(backend, TritonPaged):
@@ -147,12 +153,13 @@ def _require_known(parts: ModelParts) -> tuple[float, Rotation]:
     require(not parts.logit_softcap, "a softcap of logits")
     norms, rotations = [parts.norm], set[Rotation]()
     for layer in parts.layers:
-        attention, mlp = layer.attention, _dense(layer)
-        before = [norm for norm in (layer.before_attention, layer.before_mlp) if norm]
-        is_known = len(before) == 2 and layer.after_attention is layer.after_mlp is None
+        attention, mlp = _attention(layer), _dense(layer)
+        before = [norm for norm in (layer.before_mixer, layer.before_mlp) if norm]
+        is_known = len(before) == 2 and layer.after_mixer is layer.after_mlp is None
         require(is_known, "norms elsewhere than before attention and MLP")
         norms += before + [norm for norm in (attention.query_norm, attention.key_norm) if norm]
         require(layer.residual_scale == 1.0, "a residual multiplier")
+        require(not attention.is_gated, "gates of heads")
         require(not attention.norms_whole_rows, "norms across heads")
         require(not attention.norms_rotated, "norms of rotated heads")
         if attention.rotation is None:
@@ -173,7 +180,14 @@ def _require_known(parts: ModelParts) -> tuple[float, Rotation]:
 
 def _fuse(layer: Layer) -> tuple[Product, Product]:
     """Returns the layer's QKV, and its gate and up."""
-    return fused(*layer.attention.qkv), fused(*_dense(layer).inputs)
+    return fused(*_attention(layer).qkv), fused(*_dense(layer).inputs)
+
+
+def _attention(layer: Layer) -> Attention:
+    if isinstance(layer.mixer, Recurrent):
+        kind = layer.mixer.mixer.name
+        raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
+    return layer.mixer
 
 
 def _dense(layer: Layer) -> DenseMLP:

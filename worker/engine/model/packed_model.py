@@ -26,9 +26,9 @@ from promptq.worker.engine.model.attention_operator import (
     attend,
     number_of,
 )
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.rows import RecurrentRows
-from promptq.worker.engine.model.recurrent.state_pool import StatePool
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.rows import RecurrentRows
+from promptq.worker.engine.recurrent.state_pool import StatePool
 
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"

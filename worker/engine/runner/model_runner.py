@@ -56,7 +56,7 @@ from promptq.worker.engine.model.backend_choice import (
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.model.packed_model import PackedModel
-from promptq.worker.engine.model.recurrent.state_pool import num_kept_states, pool_bytes
+from promptq.worker.engine.recurrent.state_pool import num_kept_states, pool_bytes
 from promptq.worker.engine.runner.compiled import CompiledModel
 from promptq.worker.engine.runner.cuda_graphs import (
     GraphedModel,
@@ -164,12 +164,13 @@ class ModelRunner:
             num_slots if checked.mixers else None,
             num_kept_states(num_slots),
             pool_bytes(checked.mixers, num_slots),
+            states_skip_drafts=checked.decoder is not None,
         )
         self.vocab_size: int = loaded.text_config.vocab_size
         self.max_model_len = max_model_len
         model = checked.on(loaded.model, cache, max_model_len, num_slots=num_slots, releases=True)
         self._model: Model = model
-        self._states = model.states if isinstance(model, PackedModel) else None
+        self._states = model.states
         self.compiled: CompiledModel | None = None
         """Set if the options request compiling and the library's modules compute."""
         if options.compile and self._states is not None:
@@ -419,19 +420,26 @@ class ModelRunner:
         num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
-            batch = self._trial([(num_tokens, count)], vocab_size=self.vocab_size)
-            row = torch.tensor([count - 1], device=self.device)
-            last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
-        self.collect(self.launch(batch))
-        # On a GPU products are chosen by the number of rows, and steps may have many more. In a
-        # recurrent layer sums depend on where steps cut a prompt.
+            if first := num_tokens - count:  # recurrent layers need the states before
+                self._last_row((first, first))
+            last_rows.append(self._last_row((num_tokens, count)))
+        self.collect(self.launch(self._trial([(1, 1)], vocab_size=self.vocab_size)))
+        # On a GPU products are chosen by the number of rows, and steps may have many more. In the
+        # library's form of a recurrent layer, sums depend on where steps cut a prompt.
         is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
         is_on_cpu = self.device.type == "cpu"
-        self.is_row_invariant = is_same and is_on_cpu and self._states is None
+        is_native = isinstance(self._model, NativeDecoder)
+        self.is_row_invariant = is_same and is_on_cpu and (is_native or self._states is None)
         with suppress(UnsupportedModelError):  # this model makes no vectors
             step = self._packer.pack(self._trial([(1, 1)]))
             _, states = self._model.logits_and_states(step, step.sampled, step.sampled)
             self.embedding_size = states.shape[1]
+
+    def _last_row(self, share: tuple[int, int]) -> torch.Tensor:
+        """Returns the logits of the last row of a trial step with one share."""
+        batch = self._trial([share], vocab_size=self.vocab_size)
+        row = torch.tensor([share[1] - 1], device=self.device)
+        return self._model.logits(self._packer.pack(batch), row).clone()
 
     def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """Run each kind of step and of sampling once, because kernels are compiled when they are

@@ -1,7 +1,7 @@
 // A whole decoder as one call, without the interpreter and its lock:
 //
 //   hidden = embed(ids)
-//   each layer: hidden += after(attention(before(hidden))); hidden += after(mlp(before(hidden)))
+//   each layer: hidden += after(mixer(before(hidden))); hidden += after(mlp(before(hidden)))
 //   logits = head(norm(hidden of the sampling rows))
 //
 // A layer may lack norms, and may scale what it adds. Python builds the decoder from the parts of a model
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention/paged_attention.h"
@@ -19,6 +20,8 @@
 #include "layers/dense_mlp.h"
 #include "layers/experts.h"
 #include "layers/norm.h"
+#include "layers/recurrence.h"
+#include "layers/short_convolution.h"
 #include "linear/linear.h"
 #include "machine/buffer.h"
 #include "machine/elements.h"
@@ -38,21 +41,31 @@ class DecoderOf : public Decoder {
 
   void add_layer(const LayerWeights& weights) override {
     layers_.push_back(Layer{
-        weights.before_attention, weights.after_attention, weights.before_mlp, weights.after_mlp,
-        weights.is_parallel != 0, static_cast<float>(weights.residual_scale),
-        Attention<T>(weights.attention, shape_.size, num_threads_, packed_),
-        nullptr, nullptr, 0});
+        weights.before_mixer, weights.after_mixer, weights.before_mlp, weights.after_mlp,
+        weights.is_parallel != 0, static_cast<float>(weights.residual_scale)});
     Layer& layer = layers_.back();
-    if (weights.experts)
-      layer.experts = std::make_unique<Experts<T>>(*weights.experts, shape_.size, num_threads_, packed_);
-    else
-      layer.mlp = std::make_unique<DenseMlp<T>>(weights.mlp, shape_.size, num_threads_, packed_);
-    const auto is_like = [&](size_t first) { return layers_[first].attention.has_pieces_of(layer.attention); };
-    layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
-                   with_other_pieces_.begin();
-    if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
-    query_size_ = std::max(query_size_, layer.attention.query_size());
-    qkv_size_ = std::max(qkv_size_, layer.attention.whole_row_size());
+    const auto make = [&]<typename Part, typename Weights>(std::unique_ptr<Part>& part, const Weights* given) {
+      if (given) part = std::make_unique<Part>(*given, shape_.size, num_threads_, packed_);
+    };
+    make(layer.attention, weights.attention);
+    make(layer.convolution, weights.convolution);
+    make(layer.recurrence, weights.recurrence);
+    make(layer.experts, weights.experts);
+    if (!layer.experts) make(layer.mlp, &weights.mlp);
+    if (layer.attention) {
+      const auto is_like = [&](size_t first) {
+        return layers_[first].attention->has_pieces_of(*layer.attention);
+      };
+      layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
+                     with_other_pieces_.begin();
+      if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
+      gates_size_ = std::max(gates_size_, layer.attention->gates_size());
+      query_size_ = std::max(query_size_, layer.attention->query_size());
+      qkv_size_ = std::max(qkv_size_, layer.attention->whole_row_size());
+    }
+    has_states_ = has_states_ || !layer.attention;
+    mixed_size_ = std::max(mixed_size_, layer.output().inputs());
+    if (layer.convolution) products_size_ = std::max(products_size_, layer.convolution->channels());
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
   }
 
@@ -60,16 +73,21 @@ class DecoderOf : public Decoder {
     const int64_t num_rows = step.num_rows, size = shape_.size;
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
     T *update = update_.reserve(num_rows * size), *inner = inner_.reserve(num_rows * inner_size_);
+    T *mixed = mixed_.reserve(num_rows * mixed_size_), *products = products_.reserve(num_rows * products_size_);
     const HeadRows<T> heads{
         qkv_.reserve(num_rows * qkv_size_), query_.reserve(num_rows * query_size_),
-        attended_.reserve(num_rows * query_size_)};
+        gates_.reserve(num_rows * gates_size_), mixed};
     T *last = last_.reserve(step.num_outputs * size), *states = static_cast<T*>(step.states);
     for (int64_t row = 0; row < num_rows; ++row) embed(step.ids[row], hidden + row * size);
-    for (const Layer& layer : layers_)
+    for (const Layer& layer : layers_) {
       if (layer.experts) layer.experts->reserve(num_rows, experts_memory_);
+      if (layer.recurrence) layer.recurrence->reserve(num_rows, recurrence_memory_);
+    }
+    std::optional<Chunks> chunks;
+    if (has_states_) chunks.emplace(step.layout, step.entries);
     std::vector<Pieces> pieces;
     for (const size_t first : with_other_pieces_) {
-      const Attention<T>& attention = layers_[first].attention;
+      const Attention<T>& attention = *layers_[first].attention;
       pieces.emplace_back(step.layout, attention.cache(), attention.group(), num_threads_);
     }
     Team::run(num_threads_, [&](Team& team) {
@@ -109,13 +127,16 @@ class DecoderOf : public Decoder {
       };
       float scale = 1.0f;
       for (const Layer& layer : layers_) {
-        const T* x = enter(layer.before_attention, scale);
+        const T* x = enter(layer.before_mixer, scale);
         scale = layer.residual_scale;
-        layer.attention.attend(team, x, step, pieces[layer.pieces], heads, scratch);
-        const auto attended = [&](const auto& use) {
-          layer.attention.output().multiply(team, heads.attended, num_rows, use);
-        };
-        leave(attended, layer.after_attention, scale);
+        if (layer.attention)
+          layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
+        else if (layer.convolution)
+          layer.convolution->mix(team, x, num_rows, *chunks, products, mixed);
+        else
+          layer.recurrence->mix(team, x, num_rows, *chunks, recurrence_memory_, mixed);
+        const auto output = [&](const auto& use) { layer.output().multiply(team, mixed, num_rows, use); };
+        leave(output, layer.after_mixer, scale);
         if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
         const auto mlp = [&](const auto& use) {
           if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
@@ -143,13 +164,19 @@ class DecoderOf : public Decoder {
 
  private:
   struct Layer {
-    Norm before_attention, after_attention, before_mlp, after_mlp;
+    Norm before_mixer, after_mixer, before_mlp, after_mlp;
     bool is_parallel;
     float residual_scale;
-    Attention<T> attention;
-    std::unique_ptr<DenseMlp<T>> mlp;  // null if there are experts
+    std::unique_ptr<Attention<T>> attention;  // one of these three
+    std::unique_ptr<ShortConvolution<T>> convolution;
+    std::unique_ptr<Recurrence<T>> recurrence;
+    std::unique_ptr<DenseMlp<T>> mlp;  // one of these two
     std::unique_ptr<Experts<T>> experts;
-    size_t pieces;  // the index of its pieces in a step
+    size_t pieces;  // the index of the attention's pieces in a step
+
+    const Linear<T>& output() const {  // of the mixer
+      return attention ? attention->output() : convolution ? convolution->output() : recurrence->output();
+    }
   };
 
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
@@ -188,9 +215,12 @@ class DecoderOf : public Decoder {
   Linear<T> head_;
   std::vector<Layer> layers_;
   std::vector<size_t> with_other_pieces_;  // than the layers before
-  int64_t query_size_ = 0, qkv_size_ = 0, inner_size_ = 0;  // the largest of all layers
-  Buffer<T> hidden_, normed_, update_, qkv_, query_, attended_, inner_, last_;
+  bool has_states_ = false;
+  // The largest of all layers.
+  int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, products_size_ = 0, inner_size_ = 0;
+  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, products_, inner_, last_;
   ExpertsMemory<T> experts_memory_;
+  RecurrenceMemory<T> recurrence_memory_;
 };
 
 }  // namespace promptq
