@@ -158,7 +158,7 @@ class ModelParts:
         is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
         require(is_known, f"an embedding of type {type(embedding).__name__}")
         require(_is_linear(head), "an output layer of another kind")
-        layers = [_layer(layer, parts["rotary_emb"]) for layer in parts["layers"]]
+        layers = [layer_of(layer, parts["rotary_emb"]) for layer in parts["layers"]]
         require(num_attending in (None, len(layers)), "layers without attention")
         dtype = parts["norm"].weight.dtype
         return cls(
@@ -184,7 +184,8 @@ def has_known_parts(model: PreTrainedModel) -> bool:
     return True
 
 
-def _layer(layer: Any, rotary: nn.Module) -> Layer:
+def layer_of(layer: Any, rotary: nn.Module) -> Layer:
+    """Takes a decoder layer apart. Raises NotOfThisKindError if it has an unknown part."""
     parts = _parts(layer)
     norms = parts.keys() - {"self_attn", "mlp"}
     is_known = frozenset(norms) in _NORM_PLACES and {"self_attn", "mlp"} <= parts.keys()

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
+from promptq.worker.engine.attention.types import FULL, SCALE_BYTES, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import LlamaDecoder
 from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
+from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.layer_parts import Attention, Layer, ModelParts
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
-from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
+from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
@@ -107,35 +108,58 @@ class NativeDecoder(LlamaDecoder):
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = step.layout
         logits = torch.empty(len(rows), self._vocab_size, dtype=self._dtype)
         states = torch.empty(len(kept), self._size, dtype=self._dtype)
-        starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
-        tables = layout.block_tables.contiguous()
-        self._native.decoder_run(
-            self._decoder,
-            library.Step(
-                num_rows=step.input_ids.shape[1],
-                ids=step.input_ids.data_ptr(),
-                positions=step.positions.data_ptr(),
-                num_outputs=len(rows),
-                outputs=rows.data_ptr(),
-                num_kept=len(kept),
-                kept=kept.data_ptr(),
-                layout=library.Layout(
-                    num_sequences=len(contexts),
-                    max_blocks=tables.shape[1],
-                    query_starts=starts.data_ptr(),
-                    context_lens=contexts.data_ptr(),
-                    block_tables=tables.data_ptr(),
-                    write_blocks=layout.write_blocks.data_ptr(),
-                    write_offsets=layout.write_offsets.data_ptr(),
-                ),
-                logits=logits.data_ptr(),
-                states=states.data_ptr(),
-            ),
-        )
+        described, memory = _described(step)
+        described.num_outputs, described.outputs = len(rows), rows.data_ptr()
+        described.num_kept, described.kept = len(kept), kept.data_ptr()
+        described.logits, described.states = logits.data_ptr(), states.data_ptr()
+        self._native.decoder_run(self._decoder, described)
+        del memory
         return logits, states
+
+    def add_head(self, head: HeadParts, cache: LayerCache) -> None:
+        projection = head.projection
+        require(projection.bias is None, "a head whose projection has a bias")
+        experts, layer = self._layer(head.layer, cache, FULL)
+        weights = library.HeadWeights(
+            of_embedding=self._norm(head.of_embedding),
+            of_state=self._norm(head.of_state),
+            projection=self._weight(projection),
+            layer=layer,
+            last=self._norm(head.last),
+        )
+        self._native.decoder_add_head(self._decoder, weights)
+        del experts
+        self._copied.clear()
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        most, num_sequences = step.counts[0], len(step.sequences)
+        sequences = step.sequences * most
+        num_ahead = [depth for depth in range(most) for _ in range(num_sequences)]
+        uniforms = step.sampler.draws(sequences, num_ahead)[0]
+        wanted = step.sampler.distributions(sequences)
+        filters, counts = wanted.filters.table, torch.tensor(step.counts)
+        states = step.states.contiguous()
+        tokens = torch.zeros(most, num_sequences, dtype=torch.int64)
+        described, memory = _described(step)
+        draft = library.Draft(
+            step=described,
+            states=states.data_ptr(),
+            num_drafted=counts.data_ptr(),
+            most_drafted=most,
+            choice=library.Choice(
+                is_sampled=wanted.is_sampled.data_ptr(),
+                temperature=wanted.temperature.data_ptr(),
+                filters=filters.data_ptr(),
+                num_filters=filters.shape[1],
+                uniforms=uniforms.ctypes.data,
+            ),
+            tokens=tokens.data_ptr(),
+        )
+        self._native.decoder_draft(self._decoder, draft)
+        del memory
+        return tokens
 
     @classmethod
     def is_available(cls) -> bool:
@@ -150,23 +174,28 @@ class NativeDecoder(LlamaDecoder):
         return isinstance(weight, QuantizedWeight) and weight.has_native_products
 
     def _add(self, layer: Layer, cache: LayerCache, pattern: Pattern) -> None:
+        experts, weights = self._layer(layer, cache, pattern)
+        self._native.decoder_add_layer(self._decoder, weights)
+        del experts
+        self._copied.clear()
+
+    def _layer(
+        self, layer: Layer, cache: LayerCache, pattern: Pattern
+    ) -> tuple[library.ExpertWeights | None, library.LayerWeights]:
+        """Describes a layer, which refers to the description of its experts."""
         mlp = layer.mlp
         experts = self._experts(mlp) if isinstance(mlp, ExpertParts) else None
-        self._native.decoder_add_layer(
-            self._decoder,
-            library.LayerWeights(
-                before_attention=self._norm(layer.before_attention),
-                after_attention=self._norm(layer.after_attention),
-                before_mlp=self._norm(layer.before_mlp),
-                after_mlp=self._norm(layer.after_mlp),
-                is_parallel=layer.is_parallel,
-                residual_scale=layer.residual_scale,
-                attention=self._attention(layer.attention, cache, pattern),
-                mlp=self._mlp(mlp) if isinstance(mlp, DenseMLP) else library.MlpWeights(),
-                experts=None if experts is None else pointer(experts),
-            ),
+        return experts, library.LayerWeights(
+            before_attention=self._norm(layer.before_attention),
+            after_attention=self._norm(layer.after_attention),
+            before_mlp=self._norm(layer.before_mlp),
+            after_mlp=self._norm(layer.after_mlp),
+            is_parallel=layer.is_parallel,
+            residual_scale=layer.residual_scale,
+            attention=self._attention(layer.attention, cache, pattern),
+            mlp=self._mlp(mlp) if isinstance(mlp, DenseMLP) else library.MlpWeights(),
+            experts=None if experts is None else pointer(experts),
         )
-        self._copied.clear()
 
     def _attention(
         self, attention: Attention, cache: LayerCache, pattern: Pattern
@@ -349,6 +378,28 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
         assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
         return module.quantized
     return module.weight
+
+
+def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
+    """Describes the rows of a step, and returns the memory to which the description refers."""
+    layout = step.layout
+    starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
+    tables = layout.block_tables.contiguous()
+    described = library.Step(
+        num_rows=step.input_ids.shape[1],
+        ids=step.input_ids.data_ptr(),
+        positions=step.positions.data_ptr(),
+        layout=library.Layout(
+            num_sequences=len(contexts),
+            max_blocks=tables.shape[1],
+            query_starts=starts.data_ptr(),
+            context_lens=contexts.data_ptr(),
+            block_tables=tables.data_ptr(),
+            write_blocks=layout.write_blocks.data_ptr(),
+            write_offsets=layout.write_offsets.data_ptr(),
+        ),
+    )
+    return described, [starts, contexts, tables]
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
