@@ -1,4 +1,4 @@
-"""Spoilt records, as strangers or bad luck leave them: values of many kinds, keys of wrong types."""
+"""Spoilt records, as strangers or bad luck leave them: values and keys of many wrong types."""
 
 from __future__ import annotations
 

@@ -275,6 +275,10 @@ class EngineAbilities:
     """Fields of a request with which `exact_resume` does not hold. `temperature` stands for any
     request that is not greedy."""
 
+    head_cost: float | None = None
+    """The time of a token that a head of the model drafts, as a share of the time of a step. None:
+    the model has no such head."""
+
     is_at_risk: bool = True
     """Whether a running request may be the cause of an engine's failure."""
     untold: frozenset[str] = frozenset()

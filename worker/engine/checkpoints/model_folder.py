@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_weights
 from promptq.worker.engine.checkpoints.safe_files import (
+    HEAD_FOLDER,
     check_config,
     check_experts,
     check_sizes,
@@ -159,6 +161,23 @@ class ModelFolder:
                 tensors = {key: file.get_tensor(f"{module}.{key}") for key, file in parts.items()}
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
+
+    def head_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the head that predicts further tokens, by name; empty if the files
+        have none. Its names are those of a layer after the last one (DeepSeek-V3, GLM-4.5), or
+        begin with `mtp` (Qwen3-Next). It may also lie in the folder `mtp`, where programs that do
+        not know it do not look."""
+        first = self.config.get_text_config(decoder=True).num_hidden_layers
+        names = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
+        shared = (".embed_tokens.weight", ".shared_head.head.weight")  # copies of the model's
+        weights = {}
+        further = (self._folder() / HEAD_FOLDER).glob("*.safetensors")
+        for file in (*self._files(), *sorted(further)):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 # no dict
+                    if names.fullmatch(name) and not name.endswith(shared):
+                        weights[name] = tensors.get_tensor(name)
+        return weights
 
     def _weight(
         self, format: Format, module: str, parts: dict[str, torch.Tensor]

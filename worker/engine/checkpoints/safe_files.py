@@ -18,7 +18,8 @@ from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
 """Endings of the files that promptq or the library may read."""
-_FOLDERS = ("", "additional_chat_templates", "1_Pooling")
+HEAD_FOLDER = "mtp"
+_FOLDERS = ("", "additional_chat_templates", "1_Pooling", HEAD_FOLDER)
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
 """The most layers, experts of a layer, or labels; the library makes an object for each."""

@@ -23,7 +23,7 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.block_manager import BlockManager
-from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.drafting import Drafter, Head
 from promptq.worker.engine.core.failed_steps import (
     Collected,
     StepRecovery,
@@ -107,6 +107,8 @@ class LLMEngine:
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
         self._has_states = has_states
+        cost = self.abilities.head_cost
+        self._head = None if cost is None else Head(cost)
         self._async_scheduling = async_scheduling and not has_states
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # the work of a failed step
@@ -301,7 +303,12 @@ class LLMEngine:
         ):
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
-        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
+        return Drafter(
+            max_drafted,
+            begin=begin,
+            end=sequence.max_num_tokens,
+            head=self._head,
+        )
 
     def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
         for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
@@ -412,7 +419,12 @@ class LLMEngine:
         self._totals.drafted_tokens += num_drafted
         self._totals.accepted_tokens += num_accepted
         if share.sequence.drafter is not None:
-            share.sequence.drafter.settle(num_drafted, num_accepted, len(batch.scheduled))
+            share.sequence.drafter.settle(
+                num_drafted,
+                num_accepted,
+                len(batch.scheduled),
+                by_head=share.drafts_by_head,
+            )
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.may_end and sequence.token_ids[-1] in sequence.request.end_token_ids:

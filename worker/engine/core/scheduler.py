@@ -12,7 +12,7 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from promptq.worker.engine.core.block_manager import BlockManager
-from promptq.worker.engine.core.drafting import MAX_ROWS
+from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from promptq.worker.engine.core.shares import Shares, TenantCounts
@@ -307,7 +307,7 @@ class Scheduler:
             if not draft or self.block_manager.num_free <= self._watermark:
                 continue
             if self.block_manager.extend(sequence, len(draft)):
-                plan.shares[sequence] = replace(share, draft=tuple(draft))
+                share.draft, share.drafts_by_head = tuple(draft), draft[0] == UNKNOWN
                 num_rows -= len(draft)
 
     def _find_room(

@@ -119,7 +119,10 @@ class ScheduledSequence:
     samples: bool
     """Whether these tokens reach the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Drafted next tokens. The step also samples after each of them."""
+    """Drafted next tokens. The step also samples after each of them. If they are UNKNOWN, the
+    runner's head chooses them at launch."""
+    drafts_by_head: bool = False
+    """Whether the head drafts, or has drafted, these tokens."""
     states: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden size]: set when the runner collects the step."""
 

@@ -201,7 +201,7 @@ class ModelParts:
         is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
         require(is_known, f"an embedding of type {type(embedding).__name__}")
         require(_is_linear(head), "an output layer of another kind")
-        layers = [_layer(layer, parts.get("rotary_emb")) for layer in parts["layers"]]
+        layers = [layer_of(layer, parts.get("rotary_emb")) for layer in parts["layers"]]
         num_attentions = sum(isinstance(layer.mixer, Attention) for layer in layers)
         require(num_attending in (None, num_attentions), "layers without attention")
         dtype = parts["norm"].weight.dtype
@@ -228,7 +228,8 @@ def has_known_parts(model: PreTrainedModel) -> bool:
     return True
 
 
-def _layer(layer: Any, rotary: nn.Module | None) -> Layer:
+def layer_of(layer: Any, rotary: nn.Module | None) -> Layer:
+    """Takes a decoder layer apart. Raises NotOfThisKindError if it has an unknown part."""
     parts = _parts(layer)
     mixing = _MIXERS & parts.keys()
     norms = frozenset(parts.keys() - mixing - {"mlp", "shared_mlp"})

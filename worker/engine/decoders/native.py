@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import LayerCache, Pattern
+from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
 from promptq.worker.engine.decoders.native_weights import NativeWeights
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.build import NativeCodeError
@@ -101,46 +102,68 @@ class NativeDecoder(NativeWeights, LlamaDecoder):
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout, entries, numbers = step.layout, library.StateEntries(), None
-        if self.states is not None:
-            places = self.states.begin(step.items)
-            numbers = torch.tensor([len(item.draft) for item in step.items])
-            entries = library.StateEntries(
-                read=places.read.data_ptr(),
-                written=places.written.data_ptr(),
-                num_drafted=numbers.data_ptr(),
-            )
         logits = torch.empty(len(rows), self._vocab_size, dtype=self._dtype)
         states = torch.empty(len(kept), self._size, dtype=self._dtype)
-        starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
-        tables = layout.block_tables.contiguous()
-        self._native.decoder_run(
-            self._decoder,
-            library.Step(
-                num_rows=step.input_ids.shape[1],
-                ids=step.input_ids.data_ptr(),
-                positions=step.positions.data_ptr(),
-                num_outputs=len(rows),
-                outputs=rows.data_ptr(),
-                num_kept=len(kept),
-                kept=kept.data_ptr(),
-                layout=library.Layout(
-                    num_sequences=len(contexts),
-                    max_blocks=tables.shape[1],
-                    query_starts=starts.data_ptr(),
-                    context_lens=contexts.data_ptr(),
-                    block_tables=tables.data_ptr(),
-                    write_blocks=layout.write_blocks.data_ptr(),
-                    write_offsets=layout.write_offsets.data_ptr(),
-                ),
-                entries=entries,
-                logits=logits.data_ptr(),
-                states=states.data_ptr(),
-            ),
-        )
+        described, memory = _described(step)
+        described.num_outputs, described.outputs = len(rows), rows.data_ptr()
+        described.num_kept, described.kept = len(kept), kept.data_ptr()
+        described.logits, described.states = logits.data_ptr(), states.data_ptr()
+        if self.states is not None:
+            places = self.states.begin(step.items)
+            num_drafted = torch.tensor([len(item.draft) for item in step.items])
+            memory += [places, num_drafted]
+            described.entries = library.StateEntries(
+                read=places.read.data_ptr(),
+                written=places.written.data_ptr(),
+                num_drafted=num_drafted.data_ptr(),
+            )
+        self._native.decoder_run(self._decoder, described)
+        del memory
         if self.states is not None:
             self.states.finish(step.items)
         return logits, states
+
+    def add_head(self, head: HeadParts, cache: LayerCache) -> None:
+        projection = head.projection
+        require(projection.bias is None, "a head whose projection has a bias")
+        layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
+        weights = library.HeadWeights(
+            of_embedding=self._norm(head.of_embedding),
+            of_state=self._norm(head.of_state),
+            projection=self._weight(projection),
+            layer=layer,
+            last=self._norm(head.last),
+        )
+        self._native.decoder_add_head(self._decoder, weights)
+        self._copied.clear()
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        most, num_sequences = step.counts[0], len(step.sequences)
+        sequences = step.sequences * most
+        num_ahead = [depth for depth in range(most) for _ in range(num_sequences)]
+        uniforms = step.sampler.draws(sequences, num_ahead)[0]
+        wanted = step.sampler.distributions(sequences)
+        filters, counts = wanted.filters.table, torch.tensor(step.counts)
+        states = step.states.contiguous()
+        tokens = torch.zeros(most, num_sequences, dtype=torch.int64)
+        described, memory = _described(step)
+        draft = library.Draft(
+            step=described,
+            states=states.data_ptr(),
+            num_drafted=counts.data_ptr(),
+            most_drafted=most,
+            choice=library.Choice(
+                is_sampled=wanted.is_sampled.data_ptr(),
+                temperature=wanted.temperature.data_ptr(),
+                filters=filters.data_ptr(),
+                num_filters=filters.shape[1],
+                uniforms=uniforms.ctypes.data,
+            ),
+            tokens=tokens.data_ptr(),
+        )
+        self._native.decoder_draft(self._decoder, draft)
+        del memory
+        return tokens
 
     @classmethod
     def is_available(cls) -> bool:
@@ -166,6 +189,28 @@ class UnpackedDecoder(NativeDecoder):
 
 
 NativeDecoder.unpacked = UnpackedDecoder
+
+
+def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
+    """Describes the rows of a step, and returns the memory to which the description refers."""
+    layout = step.layout
+    starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
+    tables = layout.block_tables.contiguous()
+    described = library.Step(
+        num_rows=step.input_ids.shape[1],
+        ids=step.input_ids.data_ptr(),
+        positions=step.positions.data_ptr(),
+        layout=library.Layout(
+            num_sequences=len(contexts),
+            max_blocks=tables.shape[1],
+            query_starts=starts.data_ptr(),
+            context_lens=contexts.data_ptr(),
+            block_tables=tables.data_ptr(),
+            write_blocks=layout.write_blocks.data_ptr(),
+            write_offsets=layout.write_offsets.data_ptr(),
+        ),
+    )
+    return described, [starts, contexts, tables]
 
 
 def release(modules: Iterable[nn.Module]) -> int:

@@ -188,6 +188,33 @@ class Step(Structure):
     )
 
 
+class HeadWeights(Structure):
+    _fields_ = (
+        *_all(Norm, "of_embedding", "of_state"),
+        ("projection", Weight),
+        ("layer", LayerWeights),
+        ("last", Norm),
+    )
+
+
+class Choice(Structure):
+    _fields_ = (
+        *_all(c_void_p, "is_sampled", "temperature", "filters"),
+        ("num_filters", c_int64),
+        ("uniforms", c_void_p),
+    )
+
+
+class Draft(Structure):
+    _fields_ = (
+        ("step", Step),
+        *_all(c_void_p, "states", "num_drafted"),
+        ("most_drafted", c_int64),
+        ("choice", Choice),
+        ("tokens", c_void_p),
+    )
+
+
 class NativeError(Exception):
     """A call of native code failed, for example for want of memory."""
 
@@ -196,6 +223,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "decoder_new": (POINTER(ModelShape), POINTER(ModelWeights), c_int64, POINTER(c_void_p)),
     "decoder_add_layer": (c_void_p, POINTER(LayerWeights)),
     "decoder_run": (c_void_p, POINTER(Step)),
+    "decoder_add_head": (c_void_p, POINTER(HeadWeights)),
+    "decoder_draft": (c_void_p, POINTER(Draft)),
     "choose_tokens": (
         *(c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
         *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p),

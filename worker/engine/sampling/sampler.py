@@ -80,6 +80,17 @@ class Sampler:
         draws[0] = uniforms(rows.seeds, positions)
         return draws
 
+    def distributions(self, sequences: list[Sequence]) -> Distributions:
+        """Returns the parameters for drawing a token for each row."""
+        return self._rows_of(sequences).distributions
+
+    def choose(
+        self, logits: torch.Tensor, sequences: list[Sequence], num_ahead: list[int]
+    ) -> torch.Tensor:
+        """Returns token ids [R] as `sample` would, but heeds only temperature, filters and seed."""
+        draws = to_device(self.draws(sequences, num_ahead), self._device)
+        return self._kernels.choose(logits, self.distributions(sequences), draws)[0]
+
     def sample(
         self,
         logits: torch.Tensor,

@@ -140,6 +140,15 @@ struct LayerWeights {
   const ExpertWeights* experts;     // in place of `mlp`, or null
 };
 
+// A head that drafts tokens: a layer whose input is made of a token's embedding and of the final hidden state
+// of the row before. Output layer and embedding are those of the model. The caller keeps norms as above.
+struct HeadWeights {
+  Norm of_embedding, of_state;      // [size]
+  Weight projection;                // [size, 2 size], of the normed embedding and then the normed state
+  LayerWeights layer;
+  Norm last;                        // [size], of the head's final hidden states
+};
+
 // The caller keeps these as long as the call. A step has T rows.
 struct Step {
   int64_t num_rows;
@@ -154,10 +163,33 @@ struct Step {
   void* states;                    // [num_kept, size], the final hidden states
 };
 
+// How tokens are chosen from logits: `filters` are [rows, num_filters], the others [rows].
+struct Choice {
+  const bool* is_sampled;
+  const float* temperature;
+  const double* filters;
+  int64_t num_filters;
+  const double* uniforms;
+};
+
+// Sequences with more drafted tokens come first. K and V of the drafted tokens have room in their blocks.
+struct Draft {
+  Step step;                       // without outputs; `ids` are the tokens after the rows of `states`
+  const void* states;              // [T, size], final hidden states of the model
+  const int64_t* num_drafted;      // [num_sequences]
+  int64_t most_drafted;
+  Choice choice;                   // of [most_drafted, num_sequences] rows
+  int64_t* tokens;                 // [most_drafted, num_sequences]; undefined beyond a sequence's number
+};
+
 class Decoder {
  public:
   virtual ~Decoder() = default;
   virtual void add_layer(const LayerWeights& weights) = 0;
+  // Adds the head, after all layers.
+  virtual void add_head(const HeadWeights& weights) = 0;
+  // Computes the head on the rows of a step, then again and again on its own results.
+  virtual void draft(const Draft& draft) = 0;
   // Computes the logits and states of a step, and writes K and V of all its rows.
   virtual void run(const Step& step) = 0;
 };
@@ -172,6 +204,8 @@ const char* decoder_new(
 void decoder_free(promptq::Decoder* decoder);
 const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWeights* weights);
 const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step);
+const char* decoder_add_head(promptq::Decoder* decoder, const promptq::HeadWeights* weights);
+const char* decoder_draft(promptq::Decoder* decoder, const promptq::Draft* draft);
 
 // Chooses tokens [rows] by logits [rows, vocab_size], and says whether each is sound. `filters` are
 // [rows, num_filters]; the other inputs are [rows].
