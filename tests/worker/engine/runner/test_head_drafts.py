@@ -149,7 +149,7 @@ def test_a_head_of_any_quality_changes_no_token(family: str, native: bool, tmp_p
 
 
 def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
-    """It is one more layer."""
+    """The head is one more layer."""
     directory = save_with_head(tmp_path, "llama")
     with_head, without = (
         load(directory, drafts=drafts).kv_layout.bytes_per_token for drafts in (True, False)
