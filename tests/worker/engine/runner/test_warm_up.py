@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.decoders.fused import FusedDecoder
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.quantization.modules import quantize_model
