@@ -44,6 +44,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.decoders.kernels import linear
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
+from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
@@ -55,6 +56,7 @@ from tests.worker.engine.tiny_models import (
     FAMILIES,
     LLAMA_SHAPED,
     NATIVE,
+    RECURRENT_FAMILIES,
     VOCAB_SIZE,
     generate,
     make_model,
@@ -63,6 +65,7 @@ from tests.worker.engine.tiny_models import (
 BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
+FUSED = NATIVE - {*RECURRENT_FAMILIES}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -265,6 +268,15 @@ def test_other_families_are_refused(family: str, seed: int) -> None:
     assert "layers without attention" not in str(refused.value)
 
 
+@pytest.mark.parametrize("family", sorted(NATIVE - FUSED))
+def test_recurrent_layers_are_refused(family: str, seed: int) -> None:
+    model = make_model(family, seed)
+    mixers = [layer.mixer for layer in ModelParts.of(model).layers]
+    caches: Any = [None] * sum(isinstance(mixer, Attention) for mixer in mixers)
+    with pytest.raises(NotOfThisKindError, match="recurrent layers"):
+        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "biases in some of the projections": lambda attention: attention.q_proj.register_parameter(
         "bias", torch.nn.Parameter(torch.zeros(32))
@@ -309,7 +321,7 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize("family", sorted(NATIVE))
+@pytest.mark.parametrize("family", sorted(FUSED))
 def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
     """With whatever parts its layers have."""
     checked = check(make_model(family, seed))
