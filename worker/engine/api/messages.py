@@ -249,7 +249,7 @@ class EngineLimits:
     embedding_size: int = 0
     """Length of an embedding; 0 if the engine computes none."""
     state_bytes: int = 0
-    """Bytes of the recurrent layers' states, for all slots."""
+    """Bytes of all states of recurrent layers, also of those kept after shared prefixes."""
 
 
 @dataclass(frozen=True, slots=True)

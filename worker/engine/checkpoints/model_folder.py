@@ -86,9 +86,14 @@ class ModelFolder:
             raise UnsupportedModelError(
                 f"{source}: config.json has a text_config that the model's type does not have"
             )
-        check_experts(source, text_config)
+        check_experts(source, text_config, has_weights=self._has_experts)
         if Path(source).is_dir() and (numbers := self._num_numbers):
             check_sizes(source, text_config, numbers)
+
+    def _has_experts(self) -> bool:
+        """Whether files in a directory have weights of experts."""
+        files = self._files() if Path(self.source).is_dir() else []
+        return any(".experts." in name for file in files for name in _tensors(file))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -260,16 +265,24 @@ def _num_numbers(file: Path, packed: int) -> int:
     0 if the file is damaged, which shows when it is loaded.
     """
     try:
+        return sum(
+            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
+            for tensor in _tensors(file).values()
+        )
+    except (KeyError, TypeError):
+        return 0
+
+
+def _tensors(file: Path) -> dict[str, Any]:
+    """Returns what a safetensors file's header says of its tensors; nothing if it is damaged."""
+    try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(min(size, _LARGEST_HEADER)))
         header.pop("__metadata__", None)
-        return sum(
-            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
-            for tensor in header.values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return 0
+        return dict(header)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def _module(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,12 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
             )
 
 
-def check_experts(source: str, config: Any) -> None:
-    """Refuses more active experts than there are, or none. A dense model may have 0 of 0."""
+def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
+    """Refuses more active experts than there are, or none.
+
+    With 0 experts, some families are dense. `has_weights` returns whether there are weights of
+    experts nevertheless.
+    """
 
     def count(names: tuple[str, ...]) -> tuple[str, int] | None:
         in_file = [config.attribute_map.get(name, name) for name in names]
@@ -127,7 +132,7 @@ def check_experts(source: str, config: Any) -> None:
         return next(((name, each) for name, each in counts.items() if isinstance(each, int)), None)
 
     experts, active = count(_EXPERTS), count(_ACTIVE_EXPERTS)
-    if experts is None or active is None or experts[1] == active[1] == 0:
+    if experts is None or active is None or (experts[1] == 0 and not has_weights()):
         return
     if not 1 <= active[1] <= experts[1]:
         raise UnsupportedModelError(

@@ -504,10 +504,11 @@ class _Plan:
         """Let `other`, which this plan computes, keep its state where its tokens begin to differ
         from those of `sequence`. Returns False if that would be no later than after the
         `num_shared` blocks that `sequence` can share already, or if `other` is past that place."""
-        pairs = zip(other.block_hashes, sequence.block_hashes, strict=False)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        most = sequence.num_cacheable_tokens // self.block_size
-        share, end = self.shares[other], min(num_equal, most) * self.block_size
+        hashes = other.block_hashes, sequence.block_hashes
+        most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
+        # Equal hashes are of equal tokens before them, so the first difference can be bisected.
+        num_equal = bisect_left(range(most), True, key=lambda i: hashes[0][i] != hashes[1][i])
+        share, end = self.shares[other], num_equal * self.block_size
         if end <= max(share.start, num_shared * self.block_size):
             return False
         if not share.start < other.keep_after <= end:

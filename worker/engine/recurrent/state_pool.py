@@ -26,7 +26,7 @@ def state_bytes(mixers: Sequence[Mixer]) -> int:
 
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
-    """Returns the bytes of a pool for this number of slots."""
+    """Returns the bytes of a pool for this number of slots, with the kept states."""
     return state_bytes(mixers) * _num_entries(num_slots)
 
 

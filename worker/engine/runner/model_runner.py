@@ -85,6 +85,7 @@ from promptq.worker.engine.runner.trial_steps import (
     Shares,
     kinds_of_steps,
     largest_step,
+    most_padded_step,
     trial_batch,
 )
 from promptq.worker.engine.sampling.mask_thread import Masks
@@ -336,8 +337,8 @@ class ModelRunner:
         cache = KVCache(checked.specs, num_blocks=MIN_BLOCKS, block_size=block_size, device=device)
         plain = replace(options, compile=False, cuda_graphs=False)
         runner = cls(loaded, checked, cache, length, plain, native_sampling=False)
-        shares = largest_step(options.max_num_batched_tokens, options.max_num_seqs, context)
-        runner.collect(runner.launch(runner._largest(shares)))
+        for batch in runner._largest(options.max_num_batched_tokens, options.max_num_seqs, context):
+            runner.collect(runner.launch(batch))
         needed = peak.bytes() - runner.kv_layout.state_bytes
         if options.cuda_graphs and checked.takes_padding:
             needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
@@ -508,13 +509,13 @@ class ModelRunner:
             for shares in (decodes[:1], decodes):
                 yield self._trial(shares, params)
         context = min(length, max(1, kv_tokens // max_num_seqs))
-        shares = largest_step(max_num_batched_tokens, max_num_seqs, context)
-        yield self._largest(shares)
+        yield from self._largest(max_num_batched_tokens, max_num_seqs, context)
 
-    def _largest(self, shares: Shares) -> Batch:
-        """Returns a step with these shares, and everything that takes memory."""
-        most = most_reported_rows(self.vocab_size)
-        return self._trial(shares, MOST_SAMPLING, most)
+    def _largest(self, *sizes: int) -> Iterator[Batch]:
+        """Yields the steps that take the most memory. `sizes` are those of `largest_step`."""
+        kinds = (largest_step,) if self._states is None else (most_padded_step, largest_step)
+        for shares_of in kinds:
+            yield self._trial(shares_of(*sizes), MOST_SAMPLING, most_reported_rows(self.vocab_size))
 
     def _trial(
         self,

@@ -23,8 +23,10 @@ from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.recognition import mixers_of
+from promptq.worker.engine.recurrent.rows import LONGEST_PIECE, Pieces
 from promptq.worker.engine.recurrent.state_pool import StatePool, pool_bytes
 from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.trial_steps import most_padded_step
 from tests.worker.engine.core.test_recovery import serve
 from tests.worker.engine.tiny_models import (
     RECURRENT_FAMILIES,
@@ -109,6 +111,26 @@ def test_any_cut_gives_the_librarys_output(family: str, seed: int) -> None:
     for output, wanted in zip(outputs, expected, strict=True):
         off = off_by(output, wanted)
         assert (float(off.median()) < 1e-5, float(off.max()) < 1e-3) == (True, True)
+
+
+def num_places(lengths: list[int], longest: int = LONGEST_PIECE) -> int:
+    pieces = Pieces(sorted(lengths), longest, CPU)
+    return len(pieces.cut(torch.zeros(sum(lengths), 1))) * pieces.size
+
+
+def test_no_step_has_more_places_in_pieces_than_the_one_that_is_measured(seed: int) -> None:
+    """Short chunks beside a long one would be filled up to its length."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        num_tokens, num_seqs = rng.randint(300, 3000), rng.choice([1, 4, 64, 500])
+        measured = num_places([rows for _, rows in most_padded_step(num_tokens, num_seqs, 5000)])
+        short = rng.choice([2, 5, 33, 65, 100])
+        lengths = [rng.randint(2, short) for _ in range(num_seqs - 1)]
+        while sum(lengths) > num_tokens - 2:
+            lengths.pop()
+        lengths.append(num_tokens - sum(lengths))
+        assert num_places(lengths) <= 2 * num_tokens
+        assert num_places(lengths) <= 1.04 * measured + 128, lengths
 
 
 def test_a_state_of_other_tokens_is_not_used() -> None:
