@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpLayer
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, EngineStats
+from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.decoders.head_parts import DraftStep
+from promptq.worker.engine.model.draft_heads import load_head
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
@@ -146,6 +150,74 @@ def test_a_head_of_any_quality_changes_no_token(family: str, native: bool, tmp_p
     assert outputs == expected
     assert stats.num_preemptions > 0
     assert stats.drafted_tokens > 0
+
+
+class Recorder:
+    """A head that remembers its drafts, by the tokens before them."""
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+        self.drafts: dict[tuple[int, ...], list[int]] = {}
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        tokens: torch.Tensor = self.head.draft(step)
+        for index, (sequence, count) in enumerate(zip(step.sequences, step.counts, strict=True)):
+            if sequence.request.params.temperature == 0.0:
+                self.drafts[tuple(sequence.token_ids)] = tokens[:count, index].tolist()
+        return tokens
+
+
+@torch.inference_mode()
+def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list[int]:
+    """Greedy drafts by the library's modules, over the whole text and without a cache."""
+    library: Any = AutoModelForCausalLM
+    model = library.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    loaded = load_head(model, ModelFolder(str(directory), False).head_weights())
+    head: Any = loaded.module
+    head.config._attn_implementation = "eager"
+    states = model.model(torch.tensor([token_ids])).last_hidden_state[:, :-1]
+    text = list(token_ids)
+    for _ in range(count):
+        embedded = model.get_input_embeddings()(torch.tensor([text[1:]]))
+        places = torch.arange(1, len(text)).unsqueeze(0)
+        hidden = head(
+            embedded,
+            states,
+            position_embeddings=model.model.rotary_emb(embedded, position_ids=places),
+            attention_mask=torch.full((len(text) - 1,) * 2, -torch.inf).triu(1)[None, None],
+            position_ids=places,
+            past_key_values=None,
+        )
+        states = torch.cat([states, hidden[:, -1:]], dim=1)
+        text.append(int(model.lm_head(hidden[:, -1]).argmax()))
+    return text[len(token_ids) :]
+
+
+@pytest.mark.parametrize(
+    ("family", "native"),
+    [
+        *(("llama", True), ("qwen3", True), ("glm4_moe", True)),
+        *(("llama", False), ("deepseek_v3", False)),
+    ],
+)
+def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Path) -> None:
+    """Prompts come in chunks, and requests beside each other. One prefix is cached."""
+    print(f"seed {SEED}")
+    directory = save_with_head(tmp_path, family)
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (5, 21, 9, 34)
+    ]
+    prompts.append([*prompts[1], 7, 8])
+    runner: Any = load(directory, drafts=True, native=native)
+    assert runner.why_no_head == ""
+    recorder = runner._drafts._head = Recorder(runner._drafts._head)
+    run(runner, requests_of(prompts, max_tokens=12), every=2, prefill_chunk=8)
+    assert len(recorder.drafts) >= 8
+    assert max(map(len, recorder.drafts.values())) > 2
+    for token_ids, drafted in recorder.drafts.items():
+        assert drafted == drafts_of_library(directory, [*token_ids], len(drafted))
 
 
 def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
