@@ -14,7 +14,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.model.recurrent.rows import LONGEST_PIECE
+from promptq.worker.engine.recurrent.rows import LONGEST_PIECE
 
 Shares = list[tuple[int, int]]
 
