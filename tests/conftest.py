@@ -124,17 +124,8 @@ def run(environment: dict[str, str], redis_url: str) -> Run:
         *args: str, stdin: str = "", url: str | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
         url = as_role(_role_of(args), redis_url) if url is None else url
-        process = processes.start(
-            *PROMPTQ,
-            *args,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
-        )
-        output, errors = process.communicate(stdin)
-        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+        env = {**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env}
+        return processes.run(*PROMPTQ, *args, stdin=stdin, env=env)
 
     return run
 

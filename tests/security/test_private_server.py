@@ -29,6 +29,7 @@ from promptq.shared.server.advertised import advertised, is_free
 from promptq.shared.server.connection import open_async_redis, open_redis
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import PROMPTQ
+from tests.support import processes
 from tests.support.processes import family_of, read_line, running
 from tests.support.servers import free_port
 from tests.support.waiting import until
@@ -104,9 +105,7 @@ class Impostor:
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROMPTQ, *args], capture_output=True, text=True, env={**os.environ, **env}, check=False
-    )
+    return processes.run(*PROMPTQ, *args, env={**os.environ, **env})
 
 
 def test_nothing_goes_without_the_password() -> None:

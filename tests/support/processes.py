@@ -50,6 +50,14 @@ def start(*command: str | Path, is_new: bool = False, **options: Any) -> subproc
     return kind([*map(str, command)], **options)
 
 
+def run(*command: str | Path, stdin: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Start a process and wait for its end. Its output and errors are text."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = start(*command, text=True, **pipes, **options)
+    output, errors = process.communicate(stdin)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
 @contextmanager
 def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """The same; it is killed at the end if it still runs."""

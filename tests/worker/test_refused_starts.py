@@ -17,18 +17,13 @@ from promptq.shared.errors import ModelNotFoundError
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.serve.build import build
+from tests.support import processes
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    return processes.run(*COMMAND, *options, env={**os.environ, **environment})
 
 
 def one_sentence(outcome: subprocess.CompletedProcess[str]) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import struct
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from promptq.worker.serve.build import Served, build
 from promptq.worker.shipped import MODEL_DIR
 from tests.producer.playing import PROMPTQ
 from tests.support.model_free import finished, running_worker
-from tests.support.processes import started
+from tests.support.processes import run, started
 from tests.support.requests import async_log_of, async_put, put_plainly, until_active
 from tests.support.roles import as_role
 from tests.support.waiting import async_until
@@ -85,8 +84,7 @@ def embedded_beside(url: str) -> list[list[float]]:
     """Vectors of the first text by the synchronous client, and of the second by the command."""
     with Client(url) as client:
         [first] = client.embed(TEXTS[0]).vectors
-    command = [*PROMPTQ, "embed", TEXTS[1], "--redis", url]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run(*PROMPTQ, "embed", TEXTS[1], "--redis", url)
     return [first, json.loads(done.stdout)]
 
 

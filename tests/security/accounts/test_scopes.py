@@ -18,6 +18,7 @@ from promptq.producer.admin.api_keys import SCOPES, hash_of
 from promptq.producer.http import state
 from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS, PROMPTQ
+from tests.support import processes
 from tests.support.roles import as_role
 
 CALLS = {
@@ -121,7 +122,7 @@ def test_when_a_key_was_last_used(
 def test_the_commands(redis_url: str) -> None:
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PROMPTQ_REDIS_URL": as_role("operator", redis_url), "COLUMNS": "80"}
-        return subprocess.run([*PROMPTQ, "keys", *args], capture_output=True, text=True, env=env)
+        return processes.run(*PROMPTQ, "keys", *args, env=env)
 
     made = run("create", "nightly", "--scope", "files", "--scope", "batches", "--expires-in", "30d")
     assert made.returncode == 0, made.stderr

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.torch_paged import TorchPaged
+from promptq.worker.engine.load_check.checked_model import CheckedModel
+from promptq.worker.engine.load_check.formula import check_model
+from promptq.worker.engine.model.loading import LoadedModel
 
 VOCAB_SIZE = 97
 
@@ -289,6 +296,14 @@ NATIVE = {
     *MIXTURES,
 }
 """Families of which all parts have native code."""
+
+
+def check_on_torch(loaded: LoadedModel, backend: AttentionBackend, max_length: int) -> CheckedModel:
+    """Check a model on torch's attention, for a test of something else on `backend`.
+
+    In Triton's interpreter, the check takes seconds.
+    """
+    return replace(check_model(loaded, [TorchPaged()], max_length), backend=backend)
 
 
 def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.worker.shipped import MODEL_DIR
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.support.model_free import text_of
-from tests.support.processes import family_of, running, started
+from tests.support.processes import family_of, run, running, started
 from tests.support.requests import check_log, new, num_tokens, put, result_of
 from tests.support.roles import as_role
 from tests.support.waiting import until
@@ -265,7 +265,7 @@ def test_unservable_models_are_reported_in_a_sentence(
     worker_url: str, options: list[str], sentence: str
 ) -> None:
     command = [*COMMAND, "--redis", worker_url, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(*command)
     assert done.returncode == 1
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.programs.chaos.audit.records import Ending, Queue
 from tests.programs.chaos.processes.earlier import EARLIER_LOG, Release
 from tests.programs.chaos.processes.group import ForkedWorker, ProcessGroup, warm_up
-from tests.support.fork_server import ForkServer, fork_server
+from tests.support.fork_server import WORKER, ForkServer, fork_server
 from tests.support.paths import ROOT
 from tests.support.processes import family_of
 
@@ -37,12 +37,7 @@ _OPTIONS = {
     Queue.UPSTREAM: [],
 }
 _WORKER = "tests.programs.chaos.processes.chaotic_worker"
-_LIBRARIES = (
-    _WORKER,
-    "promptq.worker.engine.runner.model_runner",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.auto.tokenization_auto",
-)
+_LIBRARIES = (_WORKER, *WORKER)
 _THREADS = {"OMP_NUM_THREADS": "1"}  # read when torch is imported
 _DRAIN_SECONDS = 2.0
 _FAMILY = 4

@@ -38,7 +38,7 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.runner.cuda_graphs import graph_kinds
 from tests.support.paths import ROOT
 from tests.worker.engine.attention.compile_kernels import SHARED_MEMORY
-from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
+from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, check_on_torch, make_model
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SHAPES = [
@@ -67,7 +67,7 @@ def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: i
         assert case.untouched()
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("pattern", [FULL, Pattern("sliding", 6), Pattern("chunked", 8)], ids=str)
 @pytest.mark.parametrize("step", STEPS)
 def test_equals_plain_attention(step: str, pattern: Pattern, seed: int) -> None:
@@ -75,12 +75,14 @@ def test_equals_plain_attention(step: str, pattern: Pattern, seed: int) -> None:
         check(step, shape, pattern, torch.float32, seed)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("step", STEPS)
 def test_low_precision(step: str, dtype: torch.dtype, seed: int) -> None:
     check(step, SHAPES[1], Pattern("sliding", 40), dtype, seed)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_keys_and_values_in_fp8(step: str, seed: int) -> None:
     for shape in SHAPES[1:]:
@@ -160,7 +162,7 @@ class TinyModel:
         model = make_model(family, seed)
         model.requires_grad_(False).to(DEVICE)
         loaded = LoadedModel(family, model, frozenset())
-        checked = check_model(loaded, [TritonPaged()], 128)
+        checked = check_on_torch(loaded, TritonPaged(), 128)
         self.cache = KVCache(checked.specs, num_blocks=64, block_size=4, device=DEVICE)
         for layer in self.cache.layers:
             layer.key.fill_(float("nan"))
@@ -305,7 +307,7 @@ def test_kinds_of_graphs() -> None:
     assert max(graph_kinds(64, 2048)) == StepKind(512, is_mixed=True)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_pass_the_check_at_load(family: str) -> None:
     """Packed steps on these kernels give what the library's own attention gives."""

@@ -112,6 +112,7 @@ def test_heads_of_all_shapes(
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int4")],

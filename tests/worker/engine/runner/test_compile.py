@@ -103,6 +103,7 @@ def step_of(num_rows: int, packer: Packer) -> PackedStep:
     return packer.pack(Batch([ScheduledSequence(sequence, 0, num_rows, samples=True)]))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +19,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
-from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.quantization.modules import quantize_model
 from promptq.worker.engine.runner.model_runner import ModelRunner
@@ -30,7 +30,7 @@ from promptq.worker.engine.runner.trial_steps import (
     powers_of_two,
     trial_batch,
 )
-from tests.worker.engine.tiny_models import make_model
+from tests.worker.engine.tiny_models import check_on_torch, make_model
 
 CPU = torch.device("cpu")
 LENGTH, TOKENS, SEQUENCES = 1100, 300, 40
@@ -77,9 +77,9 @@ def make_runner(family: str, bits: int | None = None) -> ModelRunner:
     model = make_model(family, 7, max_position_embeddings=LENGTH, head_dim=16)
     model.requires_grad_(False)
     loaded = LoadedModel(family, model, frozenset())
-    decoders = [] if bits is None else [FusedDecoder]
-    checked = check_model(loaded, [TritonPaged()], LENGTH, decoders=decoders)
+    checked = check_on_torch(loaded, TritonPaged(), LENGTH)
     if bits is not None:
+        checked = replace(checked, decoder=FusedDecoder, why_no_own_code="")
         quantize_model(model.bfloat16(), bits, 32, embeddings=True)
     cache = KVCache(checked.specs, num_blocks=100, block_size=16, device=CPU)
     options = LoadOptions(native=False, max_num_seqs=SEQUENCES)
