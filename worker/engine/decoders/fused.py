@@ -19,7 +19,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
@@ -54,7 +54,7 @@ class _Layer:
         self.scoring = Scoring(attention.scale, pattern, attention.softcap, attention.sinks)
 
 
-class FusedDecoder(LlamaDecoder):
+class FusedDecoder(Decoder):
     """Computes packed steps in fused kernels, directly or captured in a CUDA graph.
 
     The parameters of `model` become views of the fused weights, so the model can still compute.

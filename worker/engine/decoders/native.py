@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
 from promptq.worker.engine.decoders.layer_parts import Attention, Layer, ModelParts
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
@@ -43,7 +43,7 @@ VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
 
 
-class NativeDecoder(LlamaDecoder):
+class NativeDecoder(Decoder):
     """Computes packed steps in one call that releases the interpreter lock."""
 
     _is_packed = True
@@ -61,7 +61,7 @@ class NativeDecoder(LlamaDecoder):
         *,
         releases: bool = False,
     ) -> None:
-        """See LlamaDecoder. This decoder has its own attention and ignores the backend."""
+        """See Decoder. This decoder has its own attention and ignores the backend."""
         parts = ModelParts.of(model, len(caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
@@ -307,20 +307,28 @@ class NativeDecoder(LlamaDecoder):
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Describes a weight, where it is."""
+        """Describes a weight, where it is. One that is packed may be copied before."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
-        numbers = self._address(weight, *self._dtypes)
-        return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
+        if self._is_packed:
+            self._copied.append(weight := weight.contiguous())
+        if weight.dtype not in (self._dtype, *self._dtypes):
+            raise NotOfThisKindError("it has weights of several dtypes")
+        row_stride, column_stride = weight.stride()
+        return library.Weight(
+            numbers=weight.data_ptr(),
+            bits=8 * weight.itemsize,
+            row_stride=row_stride,
+            column_stride=column_stride,
+        )
 
-    def _address(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
-        """Returns the address of numbers, if there are any. They have the decoder's dtype or one of
-        the `others`."""
-        if weight is None:
+    def _address(self, bias: torch.Tensor | None) -> int | None:
+        """Returns the address of a bias, if there is one."""
+        if bias is None:
             return None
-        if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
-            raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
-        return weight.data_ptr()
+        if bias.dtype != self._dtype or not bias.is_contiguous():
+            raise NotOfThisKindError("it has biases of another dtype, or not in their order")
+        return bias.data_ptr()
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
         """Returns the address of a copy in fp32, if there are numbers, and keeps it."""
