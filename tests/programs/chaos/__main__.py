@@ -19,6 +19,7 @@ from tests.programs.chaos.audit.outcome import Outcome, mutant_table, report
 from tests.programs.chaos.audit.records import FLEET, Queue
 from tests.programs.chaos.driver import SCENARIOS, Run
 from tests.programs.chaos.processes.earlier import LAST_RELEASE, check_out
+from tests.programs.chaos.processes.layer_kinds import FAMILIES, save_model_of
 from tests.programs.chaos.processes.server import ChaoticCluster
 from tests.programs.chaos.schedule import MEAN_SECONDS_ON_A_CLUSTER, Fault
 from tests.programs.states.mutants import CHAOS_MUTANTS
@@ -38,6 +39,9 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
     parser.add_argument(
+        "--layers", choices=FAMILIES, help="a tiny model with these in place of the shipped one"
+    )
+    parser.add_argument(
         "--queues", nargs="+", type=Queue, choices=FLEET, help="which there are, of the fleet's"
     )
     parser.add_argument(
@@ -54,7 +58,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.scenario != "fleet":
-        for name in ("queues", "beside_last_release", "cluster"):
+        for name in ("queues", "layers", "beside_last_release", "cluster"):
             if getattr(options, name):
                 parser.error(f"--{name.replace('_', '-')}: for the scenario fleet alone")
     names = [""] if options.mutant is None else [options.mutant]
@@ -107,6 +111,7 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
                 earlier=earlier,
                 cluster=cluster,
                 engines=engines,
+                model=save_model_of(options.layers, folder) if options.layers else None,
             )
             return asyncio.run(chaos.run())
 

@@ -116,7 +116,7 @@ class Run:
     that name of CHAOS_MUTANTS, and the run is over at the first violation. With an `earlier`
     release half of the clients are of that, and the fleet is updated and rolled back under way.
     With a `cluster`, which the run stops, the queues are on that. `engines`, which it stops too,
-    are behind the workers of Queue.UPSTREAM.
+    are behind the workers of Queue.UPSTREAM. A `model` takes the place of the shipped one.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class Run:
         earlier: Release | None = None,
         cluster: ChaoticCluster | None = None,
         engines: Engines | None = None,
+        model: Path | None = None,
     ) -> None:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
@@ -145,6 +146,7 @@ class Run:
         self._server = PersistentServer(folder, self._group)
         self._cluster = cluster
         self._engines = engines
+        self._model = model
         self._roads = {role: Network(self._server.port) for role in Role}
         self._clients: list[asyncio.subprocess.Process] = []
         self._refused: list[str] = []
@@ -174,6 +176,7 @@ class Run:
                 self._environment,
                 self._earlier,
                 upstream,
+                self._model,
             )
             if self._earlier is not None:
                 self._fleet.share_with_earlier(SHARES[0])

@@ -188,6 +188,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.1,
     },
     "granitemoe": {**_MIXTURE, "num_local_experts": 8},
+    "exaone_moe": {
+        **_MIXTURE,
+        **MIXED_LAYERS,
+        "sliding_window_pattern": None,
+        "num_experts": 8,
+    },
+    "flint": {**_MIXTURE, **MIXED_LAYERS, "num_experts": 8},
+    "cohere2_moe": {**_MIXTURE, **MIXED_LAYERS, "num_experts": 8},
 }
 """Mixtures of experts, with all that their routers may have."""
 

@@ -18,10 +18,10 @@ from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
 
 
-class LlamaDecoder(ABC):
+class Decoder(ABC):
     """Computes packed steps like PackedModel, without the library's modules."""
 
-    unpacked: ClassVar[type[LlamaDecoder] | None] = None
+    unpacked: ClassVar[type[Decoder] | None] = None
     """A decoder that computes the same in fp32 without a copy of the weights, so that the check at
     load can compare the formula. None: there is no such decoder."""
     states: StatePool | None = None

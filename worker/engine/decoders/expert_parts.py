@@ -17,8 +17,13 @@ from torch import nn
 from torch.func import functional_call
 
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
-from promptq.worker.engine.device.expert_weights import expert_weights, has_experts
+from promptq.worker.engine.decoders.norm_parts import Found, NotOfThisKindError, require
+from promptq.worker.engine.device.expert_weights import (
+    expert_weights,
+    has_experts,
+    join_gates,
+    split_gates,
+)
 from promptq.worker.engine.quantization.modules import QuantizedExperts, QuantizedLinear
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -117,7 +122,9 @@ class ExpertParts:
     shared: DenseMLP | None
 
     @classmethod
-    def of(cls, mlp: Any, dense_mlp: Callable[[Any], DenseMLP]) -> ExpertParts:
+    def of(
+        cls, mlp: Any, dense_mlp: Callable[[Any], DenseMLP], found: Found | None = None
+    ) -> ExpertParts:
         """Returns the parts of a layer's MLP. `dense_mlp` takes a dense MLP apart.
 
         Raises NotOfThisKindError if the MLP has an unknown part.
@@ -127,7 +134,7 @@ class ExpertParts:
         fused, router = mlp.experts, mlp.gate if "gate" in names else mlp.router
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
-        routing = _routing(mlp, router)
+        routing = _routing(mlp, router, {} if found is None else found)
         weight, bias = router.weight.float(), getattr(router, "bias", None)
         if gate := getattr(mlp, "shared_expert_gate", None):
             is_plain = isinstance(gate, nn.Linear) and gate.bias is None and gate.out_features == 1
@@ -170,18 +177,15 @@ class ExpertParts:
 def _biases(fused: Any, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not fused.has_bias:
         return None, None
-    of_inputs = fused.gate_up_proj_bias[index]
-    if not fused.is_concatenated:
-        of_inputs = torch.cat([of_inputs[::2], of_inputs[1::2]])
+    of_inputs = torch.cat(split_gates(fused, fused.gate_up_proj_bias[index]))
     return of_inputs, fused.down_proj_bias[index]
 
 
 _Formula = tuple[str, bool, float]
 """The fields `scores`, `normalizes` and `scale` of Routing."""
-_found: dict[tuple[Any, ...], _Formula | None] = {}
 
 
-def _routing(mlp: Any, router: Any) -> Routing:
+def _routing(mlp: Any, router: Any, found: Found) -> Routing:
     """Raises NotOfThisKindError if no known formula gives what the library's router gives."""
     names = {name for name, _ in router.named_children()}
     is_known = hasattr(router, "top_k") and hasattr(router, "weight") and names <= _PARTS_OF_ROUTER
@@ -205,9 +209,9 @@ def _routing(mlp: Any, router: Any) -> Routing:
     fields = vars(router).items()
     settings = tuple((name, each) for name, each in fields if isinstance(each, int | float | str))
     key = type(router), router.weight.shape, bias is None, settings
-    if key not in _found:
-        _found[key] = _formula(routing, mlp, router)
-    if (formula := _found[key]) is None:
+    if key not in found:
+        found[key] = _formula(routing, mlp, router)
+    if (formula := found[key]) is None:
         raise NotOfThisKindError("it has a router with an unknown formula")
     scores, normalizes, scale = formula
     known = replace(routing, scores=scores, normalizes=normalizes, scale=scale)
@@ -231,7 +235,10 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
         for name, each in chain(router.named_parameters(), router.named_buffers())
     }
     weight, logit_bias = given["weight"], given.get("bias")
-    probes = drawn(_NUM_PROBES, weight.shape[1]) / weight.shape[1] ** 0.5
+    probes = 3.0 * drawn(_NUM_PROBES, weight.shape[1]) / weight.shape[1] ** 0.5
+    # The logits of a row are shifted together, because a softcap shows only in large ones. Sigmoids
+    # of large positive ones are all 1, so the choice among them is anyone's.
+    weight[:, 0], probes[:, 0] = 1.0, torch.linspace(-30.0, 5.0, _NUM_PROBES, device="cpu")
     biases = [each for name, each in given.items() if name.endswith("e_score_correction_bias")]
     arguments = []
     if _choice_bias(mlp) is not None:
@@ -256,11 +263,8 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
 def _activation(fused: Any) -> tuple[str, Limits]:
     """Returns the formula that gives what the library's experts compute."""
     generator = torch.Generator("cpu").manual_seed(0)
-    gate, up = 6 * torch.randn(2, _NUM_PROBES, 8, generator=generator, device="cpu")
-    gate_up = torch.stack([gate, up], -1).flatten(-2)
-    if fused.is_concatenated:
-        gate_up = torch.cat([gate, up], -1)
-    expected = fused._apply_gate(gate_up)
+    gate, up = 10 * torch.randn(2, _NUM_PROBES, 8, generator=generator, device="cpu")
+    expected = fused._apply_gate(join_gates(fused, gate, up))
     for name, activation in ACTIVATIONS.items():
         if torch.allclose(activation(gate) * up, expected, rtol=1e-4, atol=1e-5):
             return name, Limits()

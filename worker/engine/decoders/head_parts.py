@@ -47,7 +47,7 @@ class HeadParts:
             of_embedding=Norm.of(head.enorm),
             of_state=Norm.of(head.hnorm),
             projection=head.eh_proj,
-            layer=layer_of(head.mtp_block, rotary),
+            layer=layer_of(head.mtp_block, rotary, {}),
             last=Norm.of(head.post_norm),
         )
 

@@ -9,7 +9,6 @@ names but another formula. The library's modules serve such a family.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -22,16 +21,14 @@ from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP, activation_of
 from promptq.worker.engine.decoders.norm_parts import (
     RMS_NORM,
+    Found,
     Norm,
     NotOfThisKindError,
     require,
 )
 from promptq.worker.engine.decoders.rotation_parts import Rotation
-from promptq.worker.engine.quantization.modules import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    embedding_scale,
-)
+from promptq.worker.engine.device.precision import embedding_scale
+from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
 from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.parts import RecurrenceParts, RecurrentParts
 from promptq.worker.engine.recurrent.recognition import mixer_of
@@ -82,15 +79,9 @@ _SYNONYMS = {
 }
 """Some families' names of a part."""
 
-_KEEPS_HEADS: dict[str, Callable[[Any], bool]] = {
-    "SmolLM3Attention": lambda attention: not attention.use_rope,
-    "Cohere2Attention": lambda attention: attention.sliding_window is None,
-    "Exaone4Attention": lambda each: each.sliding_window is not None and not each.is_sliding,
-}
-"""Families of which some layers do not rotate heads, and whether a layer does not."""
-
 _MIXERS = {"self_attn", "linear_attn", "mamba", "conv"}
 """The names of what mixes positions."""
+
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
@@ -201,7 +192,8 @@ class ModelParts:
         is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
         require(is_known, f"an embedding of type {type(embedding).__name__}")
         require(_is_linear(head), "an output layer of another kind")
-        layers = [layer_of(layer, parts.get("rotary_emb")) for layer in parts["layers"]]
+        found: Found = {}
+        layers = [layer_of(layer, parts.get("rotary_emb"), found) for layer in parts["layers"]]
         num_attentions = sum(isinstance(layer.mixer, Attention) for layer in layers)
         require(num_attending in (None, num_attentions), "layers without attention")
         dtype = parts["norm"].weight.dtype
@@ -211,7 +203,7 @@ class ModelParts:
             if scale is None
             else float(torch.tensor(scale, device="cpu").to(dtype)),
             layers=layers,
-            norm=Norm.of(parts["norm"]),
+            norm=Norm.of(parts["norm"], found),
             head=head,
             logit_scale=getattr(whole, "logit_scale", 1.0)
             / (getattr(config, "logits_scaling", None) or 1.0),
@@ -228,7 +220,7 @@ def has_known_parts(model: PreTrainedModel) -> bool:
     return True
 
 
-def layer_of(layer: Any, rotary: nn.Module | None) -> Layer:
+def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
     """Takes a decoder layer apart. Raises NotOfThisKindError if it has an unknown part."""
     parts = _parts(layer)
     mixing = _MIXERS & parts.keys()
@@ -237,12 +229,12 @@ def layer_of(layer: Any, rotary: nn.Module | None) -> Layer:
     require(bool(is_known), f"a layer of {sorted(parts)}")
     places, mixer = _NORM_PLACES[norms], parts[mixing.pop()]
     before_mixer, after_mixer, before_mlp, after_mlp = (
-        Norm.of(parts[name]) if name else None for name in places
+        Norm.of(parts[name], found) if name else None for name in places
     )
     recurrent = mixer_of(mixer)
     return Layer(
-        mixer=_attention(mixer, rotary) if recurrent is None else _recurrent(recurrent),
-        mlp=_mlp(parts.get("mlp"), parts.get("shared_mlp")),
+        mixer=_attention(mixer, rotary, found) if recurrent is None else _recurrent(recurrent),
+        mlp=_mlp(parts.get("mlp"), parts.get("shared_mlp"), found),
         before_mixer=before_mixer,
         after_mixer=after_mixer,
         before_mlp=before_mlp,
@@ -268,15 +260,13 @@ def _recurrent(mixer: Mixer) -> Recurrent:
     return Recurrent(mixer, parts, Norm(weight, None, given.epsilon, RMS_NORM))
 
 
-def _attention(attention: Any, rotary: nn.Module | None) -> Attention:
+def _attention(attention: Any, rotary: nn.Module | None, found: Found) -> Attention:
     parts = _parts(attention)
     names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
     is_known = names and "o_proj" in parts and parts.keys() <= _ATTENTION_PARTS
     require(bool(is_known), f"attention of {sorted(parts)}")
-    config = attention.config
-    require(getattr(config, "clip_qkv", None) is None, "a clip of queries, keys and values")
-    rope = getattr(config, "rope_parameters", None) or {}
-    require(not rope.get("llama_4_scaling_beta"), "queries that are scaled by their positions")
+    clip = getattr(attention.config, "clip_qkv", None)
+    require(clip is None, "a clip of queries, keys and values")
     qkv, output = _linears(parts, names), _linears(parts, ("o_proj",))[0]
     size, group = attention.head_dim, attention.num_key_value_groups
     outputs = [linear.out_features for linear in qkv]
@@ -288,7 +278,7 @@ def _attention(attention: Any, rotary: nn.Module | None) -> Attention:
     sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
     is_whole = outputs in (sizes, [sum(sizes)]) and output.in_features == sizes[0]
     require(is_whole, "projections that are not whole heads")
-    norms, norms_rotated = _norms_of_heads(parts)
+    norms, norms_rotated = _norms_of_heads(parts, found)
     norm_sizes = [len(norm.weight) for norm in norms if norm is not None]
     norms_whole_rows = norm_sizes == sizes[:2] != [size, size]
     require(norms_whole_rows or {*norm_sizes} <= {size}, f"norms of heads of size {norm_sizes}")
@@ -307,34 +297,35 @@ def _attention(attention: Any, rotary: nn.Module | None) -> Attention:
         key_norm=norms[1],
         norms_whole_rows=norms_whole_rows,
         norms_rotated=norms_rotated,
-        rotation=_rotation(attention, rotary),
+        rotation=_rotation(attention, rotary, qkv[0].in_features),
     )
 
 
-def _norms_of_heads(parts: dict[str, Any]) -> tuple[list[Norm | None], bool]:
+def _norms_of_heads(parts: dict[str, Any], found: Found) -> tuple[list[Norm | None], bool]:
     """Returns the norms of queries and keys, and whether they follow the rotation."""
     for names in _NORMS_OF_HEADS:
         if present := [name for name in names if name in parts]:
             require(len(present) == len(names), "a norm of queries or keys alone")
-            return [Norm.of(parts[name]) for name in names], names != _NORMS_OF_HEADS[0]
+            return [Norm.of(parts[name], found) for name in names], names != _NORMS_OF_HEADS[0]
     return [None, None], False
 
 
-def _rotation(attention: Any, rotary: Any) -> Rotation | None:
-    if rotary is None or _KEEPS_HEADS.get(type(attention).__name__, lambda _: False)(attention):
+def _rotation(attention: Any, rotary: Any, size: int) -> Rotation | None:
+    if rotary is None:
         return None
     layer_type = None
     if "layer_type" in signature(rotary.forward).parameters:  # a table for each type of layer
         layer_type = attention.config.layer_types[attention.layer_idx]
     family = sys.modules[type(attention).__module__]
-    return Rotation(rotary, layer_type, getattr(family, "apply_rotary_pos_emb", None))
+    rotation = Rotation(rotary, layer_type, getattr(family, "apply_rotary_pos_emb", None))
+    return rotation if rotation.is_of(attention, size) else None
 
 
-def _mlp(mlp: Any, shared: Any) -> MLP:
+def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
     """`shared` is a dense MLP beside experts, or alone."""
     if not hasattr(mlp, "experts"):
         return dense_mlp(shared if mlp is None else mlp)
-    experts = ExpertParts.of(mlp, dense_mlp)
+    experts = ExpertParts.of(mlp, dense_mlp, found)
     if shared is None:
         return experts
     require(experts.shared is None, "shared experts twice")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
 from promptq.worker.engine.decoders.native_weights import NativeWeights
@@ -39,7 +39,7 @@ _FREED_BYTES = 2**26
 """Freed weights go back to the system once they have this many bytes."""
 
 
-class NativeDecoder(NativeWeights, LlamaDecoder):
+class NativeDecoder(NativeWeights, Decoder):
     """Computes packed steps in one call that releases the interpreter lock."""
 
     def __init__(
@@ -53,7 +53,7 @@ class NativeDecoder(NativeWeights, LlamaDecoder):
         num_slots: int = 0,
         releases: bool = False,
     ) -> None:
-        """See LlamaDecoder. This decoder has its own attention and ignores the backend."""
+        """See Decoder. This decoder has its own attention and ignores the backend."""
         parts = ModelParts.of(model, len(caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):

@@ -285,20 +285,28 @@ class NativeWeights:
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Describes a weight, where it is."""
+        """Describes a weight, where it is. One that is packed may be copied before."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
-        numbers = self._address(weight, *self._dtypes)
-        return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
+        if self._is_packed:
+            self._copied.append(weight := weight.contiguous())
+        if weight.dtype not in (self._dtype, *self._dtypes):
+            raise NotOfThisKindError("it has weights of several dtypes")
+        row_stride, column_stride = weight.stride()
+        return library.Weight(
+            numbers=weight.data_ptr(),
+            bits=8 * weight.itemsize,
+            row_stride=row_stride,
+            column_stride=column_stride,
+        )
 
-    def _address(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
-        """Returns the address of numbers, if there are any. They have the decoder's dtype or one of
-        the `others`."""
-        if weight is None:
+    def _address(self, bias: torch.Tensor | None) -> int | None:
+        """Returns the address of a bias, if there is one."""
+        if bias is None:
             return None
-        if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
-            raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
-        return weight.data_ptr()
+        if bias.dtype != self._dtype or not bias.is_contiguous():
+            raise NotOfThisKindError("it has biases of another dtype, or not in their order")
+        return bias.data_ptr()
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
         """Returns the address of a copy in fp32, if there are numbers, and keeps it."""

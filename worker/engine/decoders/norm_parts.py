@@ -19,6 +19,11 @@ def require(holds: bool, otherwise: str) -> None:
         raise NotOfThisKindError(f"it has {otherwise}")
 
 
+Found = dict[tuple[Any, ...], Any]
+"""Formulas by the kind and the sizes of the modules that showed them, so that each kind of module
+is tried once."""
+
+
 @dataclass(frozen=True, slots=True)
 class NormFormula:
     """`normed * weight + bias`, computed in fp32."""
@@ -68,20 +73,20 @@ class Norm:
     formula: NormFormula
 
     @classmethod
-    def of(cls, module: Any) -> Norm:
+    def of(cls, module: Any, found: Found | None = None) -> Norm:
         """Raises NotOfThisKindError if the module computes something else."""
+        found = {} if found is None else found
         name = type(module).__name__
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
         if not (isinstance(weight, torch.Tensor) and weight.dim() == 1 and epsilon):
             raise NotOfThisKindError(f"it has a norm of type {name}")
-        formula = _formula(module, float(epsilon))
-        if formula is None:
+        key = type(module), weight.shape, bias is None, epsilon
+        if key not in found:
+            found[key] = _formula(module, float(epsilon))
+        if (formula := found[key]) is None:
             raise NotOfThisKindError(f"it has a norm of type {name}")
         return cls(weight, bias, float(epsilon), formula)
-
-
-_found: dict[tuple[Any, ...], NormFormula | None] = {}
 
 
 def _formula(norm: Any, epsilon: float) -> NormFormula | None:
@@ -89,13 +94,6 @@ def _formula(norm: Any, epsilon: float) -> NormFormula | None:
 
     Weights are random, because those of the module may be on another device, or without values.
     """
-    key = type(norm), norm.weight.shape, getattr(norm, "bias", None) is None, epsilon
-    if key not in _found:
-        _found[key] = _tried(norm, epsilon)
-    return _found[key]
-
-
-def _tried(norm: Any, epsilon: float) -> NormFormula | None:
     generator = torch.Generator("cpu").manual_seed(0)
     names = [name for name, _ in norm.named_parameters()]
     if not {*names} <= {"weight", "bias"}:

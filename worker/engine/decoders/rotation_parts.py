@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,34 @@ class Rotation:
     apply: Callable[..., Any] | None
     """The family's function that rotates queries and keys by the tables."""
 
+    def is_of(self, attention: nn.Module, size: int) -> bool:
+        """Whether an attention module of rows of this size rotates its heads.
+
+        Derivatives show on what its output depends. They are taken on the device `meta`, so no
+        weight is read. Raises NotOfThisKindError if the output also depends on positions beside the
+        rotation.
+        """
+        like = torch.empty(1, device=next(attention.parameters()).device)
+        with torch.inference_mode(False), torch.enable_grad():
+            try:
+                tables = [_on_meta(table) for table in self._computed(2, like)]
+                positions = _on_meta(torch.zeros(1, 2))
+                output = _attended(attention, size, tables, positions)
+            except Exception:  # it may need anything; the check at load will show
+                return True
+            if not output.requires_grad:
+                return False
+            inputs = [*tables, positions]
+            *by_tables, by_positions = torch.autograd.grad(output, inputs, allow_unused=True)
+        require(by_positions is None, "attention that reads positions beside its rotation")
+        return any(each is not None for each in by_tables)
+
     def tables(self, max_length: int, like: torch.Tensor) -> RotationTables:
         """Returns the tables for positions below `max_length`, with the dtype and device of `like`.
 
         Raises NotOfThisKindError if pairs are in an unknown order.
         """
-        positions = torch.arange(max_length, device=like.device).unsqueeze(0)
-        further = () if self.layer_type is None else (self.layer_type,)
-        cosine, sine = (table[0] for table in self.module(like, positions, *further))
+        cosine, sine = (table[0] for table in self._computed(max_length, like))
         half = cosine.shape[1] // 2
         layouts = [
             (slice(half), False),
@@ -66,6 +88,13 @@ class Rotation:
             if self._is_by(tables, cosine, sine):
                 return tables
         raise NotOfThisKindError("it has a rotation of another kind")
+
+    def _computed(self, max_length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the module's cosines and sines [1, max_length, ...]."""
+        positions = torch.arange(max_length, device=like.device).unsqueeze(0)
+        further = () if self.layer_type is None else (self.layer_type,)
+        cosine, sine = self.module(like, positions, *further)
+        return cosine, sine
 
     def _is_by(self, tables: RotationTables, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
         """Whether the family rotates a few heads by these tables."""
@@ -88,3 +117,34 @@ class Rotation:
         except (RuntimeError, TypeError):  # of tables with another size
             return False
         return torch.allclose(found[0, 0], tables.rotated(heads), atol=1e-5)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, device="meta", requires_grad=True)
+
+
+def _attended(
+    attention: Any, size: int, tables: list[torch.Tensor], positions: torch.Tensor
+) -> torch.Tensor:
+    """Returns the sum of what the module computes of two rows on the device `meta`."""
+    module, config = copy.copy(attention), copy.copy(attention.config)
+    config._attn_implementation_internal = "eager"
+    modules = {
+        name: nn.Linear(each.in_features, each.out_features, device="meta")
+        if isinstance(each, nn.Linear)  # it may be quantized
+        else each
+        for name, each in module.named_children()
+    }
+    vars(module).update(config=config, _modules=modules)
+    output = functional_call(
+        module,
+        {name: torch.empty(each.shape, device="meta") for name, each in module.named_parameters()},
+        kwargs={
+            "hidden_states": torch.empty(1, 2, size, device="meta"),
+            "position_embeddings": (*tables,),
+            "attention_mask": None,
+            "position_ids": positions,
+        },
+    )
+    total: torch.Tensor = output[0].sum()
+    return total

@@ -14,6 +14,7 @@ from torch import nn
 from promptq.worker.engine.device.expert_weights import (
     expert_weights,
     has_experts,
+    misread_experts,
     sum_of_experts,
 )
 from promptq.worker.engine.device.memory import free_bytes
@@ -69,9 +70,9 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     """Make a model with 16-bit weights compute in fp32, and restore it on exit.
 
     `by_parts`: linear layers, embeddings and experts keep their weights, and widen a part of them
-    at a time while they run. Otherwise, all weights are converted. Yields whether the model now
-    computes in fp32. It is left unchanged if there is too little memory, or if some weights have
-    another type.
+    at a time while they run, except experts of which our reading is wrong. Otherwise, all weights
+    are converted. Yields whether the model now computes in fp32. It is left unchanged if there is
+    too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     if any(
@@ -81,6 +82,8 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
         yield False
         return
     widening = [module for module in model.modules() if by_parts and _widens(module)]
+    misread = misread_experts(model) if widening else set()
+    widening = [module for module in widening if type(module) not in misread]
     kept = {id(weight) for module in widening for weight in _large_weights(module)}
     halves = [tensor for tensor in tensors if tensor.dtype in _HALVES and id(tensor) not in kept]
     needed = sum(4 * tensor.numel() for tensor in halves)
@@ -110,7 +113,7 @@ def _large_weights(module: Any) -> list[torch.Tensor]:
     """Returns the weights that a module can widen part by part."""
     if has_experts(module):
         return [module.gate_up_proj, module.down_proj]
-    return [module.weight] if _kind(module) in _WIDENING else []
+    return [module.weight] if _kind(module) in _WIDENING and module.weight.numel() else []
 
 
 def _widening_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
@@ -118,7 +121,13 @@ def _widening_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    return nn.Embedding if hasattr(module, "scalar_embed_scale") else type(module)
+    return type(module) if embedding_scale(module) is None else nn.Embedding
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """Returns the factor of the embeddings, if the module scales them, as Gemma's does. The module
+    rounds the factor to the model's dtype."""
+    return getattr(module, "scalar_embed_scale", None)
 
 
 def product(
@@ -141,7 +150,7 @@ def _widening_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _widening_embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
     rows = nn.functional.embedding(ids, module.weight).float()
-    scale = getattr(module, "scalar_embed_scale", None)  # of Gemma's embeddings
+    scale = embedding_scale(module)
     return rows if scale is None else rows * scale
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.types import LayerSpec
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.model.backend_choice import TURNED_OFF
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
 from promptq.worker.engine.recurrent.mixer import Mixer
@@ -39,7 +39,7 @@ class CheckedModel:
     """See PackedModel."""
     mixers: tuple[Mixer, ...] = ()
     """The recurrent modules."""
-    decoder: type[LlamaDecoder] | None = None
+    decoder: type[Decoder] | None = None
     """promptq's decoder that serves the model; None: the library's modules do."""
     why_no_own_code: str = TURNED_OFF
     """Why none of promptq's decoders serves the model; empty if one does."""
@@ -68,7 +68,7 @@ class CheckedModel:
         *,
         num_slots: int = 0,
         releases: bool = False,
-    ) -> PackedModel | LlamaDecoder:
+    ) -> PackedModel | Decoder:
         """Returns the model on this cache, for `num_slots` sequences of up to `max_length` tokens.
 
         `releases`: nothing else needs the weights, so the decoder frees those that it packs.

@@ -17,7 +17,7 @@ from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import Packer
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import (
@@ -49,7 +49,8 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 
 _DECODER_POSITIONS = 1024
 """The most positions of requests that test promptq's decoders. More need no test, because their
-table of positions comes from the model's module."""
+table of positions comes from the model's module, and layers that read positions beside the table
+are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def packed_logits(
 
 
 def run_steps(
-    model: PackedModel | LlamaDecoder, cache: KVCache, probes: list[Probe], device: torch.device
+    model: PackedModel | Decoder, cache: KVCache, probes: list[Probe], device: torch.device
 ) -> list[torch.Tensor]:
     """Returns each probe's logits [length, vocab_size] from three packed steps: a chunk of each
     request, another chunk, then a decode."""

@@ -13,7 +13,7 @@ import torch
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.attention.backend import AttentionBackend
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.device.precision import exact_products, in_float32
 from promptq.worker.engine.load_check.checked_model import CheckedModel, Verdict
 from promptq.worker.engine.load_check.comparison import (
@@ -41,7 +41,7 @@ def check_model(
     backends: Items[AttentionBackend],
     max_length: int | None,
     *,
-    decoders: Items[type[LlamaDecoder]] = (),
+    decoders: Items[type[Decoder]] = (),
     why_no_own_code: str = TURNED_OFF,
     known: Verdict | None = None,
 ) -> CheckedModel:
@@ -94,7 +94,7 @@ def _check(
     loaded: LoadedModel,
     backends: Items[AttentionBackend],
     max_length: int | None,
-    decoders: Items[type[LlamaDecoder]],
+    decoders: Items[type[Decoder]],
     why_no_own_code: str,
     by_parts: bool,
     refused: UnsupportedModelError | None,
@@ -170,7 +170,7 @@ def _check(
 def _with_decoder(
     loaded: LoadedModel,
     checked: CheckedModel,
-    decoders: Items[type[LlamaDecoder]],
+    decoders: Items[type[Decoder]],
     max_length: int | None,
     tolerance: float,
     by_parts: bool,

@@ -9,7 +9,7 @@ import torch
 
 from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.attention.kv_cache import KVCache
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.device.precision import in_float32
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.load_check.comparison import (
@@ -72,7 +72,7 @@ class Expectation:
 
 
 def check_packed(
-    loaded: LoadedModel, decoder: LlamaDecoder, cache: KVCache, expected: Expectation, options: str
+    loaded: LoadedModel, decoder: Decoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
     """Compares a decoder that has packed the weights, on its cache, which is still unused.
 

@@ -13,7 +13,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerSpec
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.native import DTYPES, NativeDecoder
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native.build import NativeCodeError
@@ -102,7 +102,7 @@ def why_no_native_code(loaded: LoadedModel) -> str:
 
 def own_decoders(
     device: torch.device, options: LoadOptions, no_native_code: str
-) -> tuple[list[type[LlamaDecoder]], str]:
+) -> tuple[list[type[Decoder]], str]:
     """Returns promptq's decoders to try on the device, or the reason why there are none.
 
     `no_native_code` is the result of `why_no_native_code`; only the decoder on a CPU needs it.
@@ -124,9 +124,7 @@ def own_decoders(
     return [NativeDecoder], ""
 
 
-def decoder_of_saved_weights(
-    device: torch.device, options: LoadOptions
-) -> type[LlamaDecoder] | None:
+def decoder_of_saved_weights(device: torch.device, options: LoadOptions) -> type[Decoder] | None:
     """Returns the decoder that can use quantized weights in their saved format. None: the weights
     are widened, because the code that serves or checks the model needs them wide."""
     if device.type == "cpu" and options.dtype == "float16":  # native code does not compute in it

@@ -130,7 +130,7 @@ class HeadOfModules:
         join_seam(attention, SeamLayer(self._context, cache, FULL))
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See LlamaDecoder."""
+        """See Decoder."""
         layout, states = step.layout, step.states
         ids, positions = step.input_ids, step.positions
         last = torch.tensor(step.last_rows, device=states.device)

@@ -20,15 +20,15 @@ from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, fir
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.layer_parts import has_known_parts
 from promptq.worker.engine.device.expert_weights import take_any_sizes
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
+from promptq.worker.engine.device.precision import embedding_scale
 from promptq.worker.engine.model.draft_heads import LoadedHead, NoHeadError, load_head
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import (
     FewBits,
-    embedding_scale,
     move_quantized,
     quantize_model,
 )
@@ -129,7 +129,7 @@ def load_model(
     device: torch.device,
     dtype: DType = "auto",
     trust_remote_code: bool = False,
-    decoder: type[LlamaDecoder] | None = None,
+    decoder: type[Decoder] | None = None,
     with_head: bool = False,
 ) -> LoadedModel:
     """Load a causal LM; a directory or a file needs no network.
@@ -226,7 +226,7 @@ def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None,
 
 
 def _widen_others(
-    saved: SavedWeights, files: ModelFiles, decoder: type[LlamaDecoder] | None
+    saved: SavedWeights, files: ModelFiles, decoder: type[Decoder] | None
 ) -> dict[str, FewBits]:
     """Widen the quantized weights that `decoder` cannot use, and return the others. Keeps none if
     the library renames or joins weights while it loads this family."""
@@ -282,7 +282,7 @@ def fits_beside_others(
 
 
 def _check_memory(
-    files: ModelFiles, dtype: DType, device: torch.device, decoder: type[LlamaDecoder] | None
+    files: ModelFiles, dtype: DType, device: torch.device, decoder: type[Decoder] | None
 ) -> None:
     """Refuse weights that do not fit, because the system would otherwise end the process."""
     # Quantized weights are read on the host first.

@@ -70,7 +70,10 @@ class ModelShape(Structure):
 
 
 class Weight(Structure):
-    _fields_ = (*_all(c_void_p, "numbers", "scales", "offsets"), *_all(c_int64, "bits", "group"))
+    _fields_ = (
+        *_all(c_void_p, "numbers", "scales", "offsets"),
+        *_all(c_int64, "bits", "group", "row_stride", "column_stride"),
+    )
 
 
 class ModelWeights(Structure):

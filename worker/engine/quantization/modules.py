@@ -20,7 +20,7 @@ from promptq.worker.engine.device.expert_weights import (
     has_experts,
     sum_of_experts,
 )
-from promptq.worker.engine.device.precision import product
+from promptq.worker.engine.device.precision import embedding_scale, product
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -58,11 +58,11 @@ class QuantizedEmbedding(nn.Embedding):
         super().__init__(*weight.shape, device="meta")
         self.weight = _nothing(weight, dtype)
         self.quantized: FewBits = weight
-        self.scale = scale
+        self.scalar_embed_scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.quantized.rows(input).dequantized().to(self.weight.dtype)
-        return rows if self.scale is None else _scaled(rows, self.scale)
+        return rows if self.scalar_embed_scale is None else _scaled(rows, self.scalar_embed_scale)
 
 
 class _ScaledEmbedding(nn.Embedding):
@@ -78,14 +78,6 @@ class _ScaledEmbedding(nn.Embedding):
 
 def _scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
     return rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
-
-
-def embedding_scale(module: nn.Module) -> float | None:
-    """Returns the factor of the embeddings, if the module scales them, as Gemma's does. The module
-    rounds the factor to the model's dtype."""
-    if isinstance(module, QuantizedEmbedding):
-        return module.scale
-    return getattr(module, "scalar_embed_scale", None)
 
 
 class QuantizedExperts(nn.Module):
@@ -188,7 +180,7 @@ def with_plain_modules(model: PreTrainedModel) -> None:
             linear = cast("QuantizedLinear", module)
             model.set_submodule(name, _plain_linear(linear, _plain_weight(linear)))
     if isinstance(embedding, QuantizedEmbedding):
-        shape, scale = embedding.quantized.shape, embedding.scale
+        shape, scale = embedding.quantized.shape, embedding_scale(embedding)
         plain = (
             nn.Embedding(*shape, device="meta")
             if scale is None

@@ -26,7 +26,7 @@ from promptq.worker.engine.attention.types import LayerSpec, RequestedLists, Ste
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.native import NativeDecoder
 from promptq.worker.engine.device.async_copies import to_device_at_once
@@ -50,7 +50,7 @@ class DraftHead(Protocol):
     """Computes a model's head: a decoder of promptq, or the library's modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See LlamaDecoder."""
+        """See Decoder."""
         ...
 
 
@@ -276,7 +276,7 @@ def attention_of_head(
 def code_of_head(
     model: PreTrainedModel,
     head: LoadedHead,
-    served: PackedModel | LlamaDecoder,
+    served: PackedModel | Decoder,
     cache: KVCache,
     backend: AttentionBackend,
 ) -> DraftHead:

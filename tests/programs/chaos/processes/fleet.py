@@ -57,7 +57,7 @@ class Place:
         server: ForkServer,
         environment: Mapping[str, str],
         earlier: Release | None = None,
-        upstream: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
@@ -68,7 +68,7 @@ class Place:
         self.is_to_be_earlier = False
         """Whether the next process is of the earlier release."""
         self.is_earlier = False
-        self._options = [*_OPTIONS[queue], *upstream]
+        self._options = [*_OPTIONS[queue], *options]
         self._url = url
         self._folder = folder
         self._earlier = earlier
@@ -213,7 +213,8 @@ class Place:
 class Fleet:
     """All workers of a run. `environment` is added to that of the processes.
 
-    `upstream` are the options of each worker that forwards.
+    `upstream` are the options of each worker that forwards. A `model` is served in place of the
+    shipped one.
     """
 
     def __init__(
@@ -225,19 +226,23 @@ class Fleet:
         environment: Mapping[str, str],
         earlier: Release | None = None,
         upstream: Sequence[Sequence[str]] = (),
+        model: Path | None = None,
     ) -> None:
+        further = {Queue.REAL: ["--model", str(model)]} if model else {}
+        shared = (url, folder, group)
         self._servers = [fork_server(_LIBRARIES, **_THREADS)]
         if earlier is not None:
             self._servers.append(earlier.server)
         self.places = [
-            Place(queue, number, url, folder, group, self._servers[0], environment, earlier)
+            Place(
+                *(queue, number, *shared, self._servers[0], environment, earlier),
+                further.get(queue, ()),
+            )
             for queue, count in counts.items()
             for number in range(count)
         ]
         self.places += [
-            Place(
-                Queue.UPSTREAM, number, url, folder, group, self._servers[0], environment, None, it
-            )
+            Place(Queue.UPSTREAM, number, *shared, self._servers[0], environment, None, it)
             for number, it in enumerate(upstream)
         ]
 

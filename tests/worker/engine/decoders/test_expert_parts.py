@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.layer_parts import dense_mlp
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
-from tests.worker.engine.tiny_models import MIXTURES, make_model
+from promptq.worker.engine.device.expert_weights import misread_experts
+from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner.model_runner import ModelRunner
+from tests.worker.engine.tiny_models import MIXTURES, make_model, save_model
 
 FORMULAS = {
     "qwen3_moe": ("softmax", True),
@@ -27,6 +32,9 @@ FORMULAS = {
     "ernie4_5_moe": ("softmax", True),
     "phimoe": ("sparsemixer", False),
     "granitemoe": ("softmax", True),
+    "exaone_moe": ("sigmoid", True),
+    "flint": ("sigmoid", True),
+    "cohere2_moe": ("softmax", True),
 }
 
 
@@ -61,6 +69,12 @@ class OtherRouter(Qwen2MoeTopKRouter):
         return logits, shares**2, chosen
 
 
+class CappedRouter(Qwen2MoeTopKRouter):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = 100.0 * torch.tanh(nn.functional.linear(hidden_states, self.weight) / 100.0)
+        return logits, *logits.softmax(-1).topk(self.top_k)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "an MLP of .*further": lambda mlp: mlp.add_module("further", nn.Identity()),
     "experts of type Identity": lambda mlp: setattr(mlp, "experts", nn.Identity()),
@@ -70,7 +84,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a router of type Linear": lambda mlp: setattr(mlp, "gate", nn.Linear(32, 8)),
     "a router of type Qwen2MoeTopKRouter": lambda mlp: mlp.gate.add_module("other", nn.Identity()),
     "a router with an unknown formula": lambda mlp: setattr(mlp.gate, "__class__", OtherRouter),
+    "a router with an unknown formul.": lambda mlp: setattr(mlp.gate, "__class__", CappedRouter),
     "experts with an unknown activation": lambda mlp: setattr(mlp.experts, "act_fn", nn.Mish()),
+    "experts with an unknown activatio.": lambda mlp: setattr(mlp.experts, "act_fn", nn.ReLU6()),
     "9 active experts of 8": lambda mlp: setattr(mlp.gate, "top_k", 9),
     "a gate of shared experts with a bias": lambda mlp: setattr(
         mlp, "shared_expert_gate", nn.Linear(32, 1)
@@ -86,3 +102,37 @@ def test_a_mixture_with_another_part_is_refused(reason: str, seed: int) -> None:
     CHANGES[reason](mlp)
     with pytest.raises(NotOfThisKindError, match=reason):
         parts_of(mlp)
+
+
+class SwappedExperts(modeling_qwen3_moe.Qwen3MoeExperts):
+    """Its gate and up have changed places, and only what it computes shows that."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(hidden_states)
+        for row, hidden in enumerate(hidden_states):
+            for index, share in zip(top_k_index[row], top_k_weights[row], strict=True):
+                up, gate = (self.gate_up_proj[index] @ hidden).chunk(2)
+                total[row] += share * (self.down_proj[index] @ (self.act_fn(gate) * up))
+        return total
+
+
+def test_experts_are_compared_with_their_module_in_16_bits(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our reading of them is not compared with itself."""
+    directory = str(save_model(tmp_path, "qwen3_moe", seed))
+    options = LoadOptions(device="cpu", dtype="bfloat16", kv_cache_memory=2**20)
+    assert ModelRunner.load(directory, options).why_no_own_code == ""
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", SwappedExperts)
+    assert "its logits are off by" in ModelRunner.load(directory, options).why_no_own_code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_our_reading_of_experts_is_that_of_their_module(
+    family: str, dtype: torch.dtype, seed: int
+) -> None:
+    model: Any = make_model(family, seed).to(dtype)
+    assert misread_experts(model) == set()

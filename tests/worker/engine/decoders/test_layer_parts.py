@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.qwen3 import modeling_qwen3
 
 from promptq.worker.engine.decoders.layer_parts import (
     Attention,
@@ -38,6 +41,14 @@ def rotation_of(layer: Layer) -> Rotation | None:
     return layer.mixer.rotation
 
 
+class ScaledAttention(modeling_qwen3.Qwen3Attention):
+    """Its scores are larger far behind the begin of a text."""
+
+    def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
+        factor = 1.0 + torch.log(1.0 + torch.floor(others["position_ids"] / 8192.0))
+        return super().forward(hidden_states * factor.unsqueeze(-1), **others)
+
+
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "other parts: .*further": lambda model, layer: model.model.add_module("further", nn.Identity()),
     "a layer of .*further": lambda model, layer: layer.add_module("further", nn.Identity()),
@@ -47,6 +58,10 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "an MLP of .*router": lambda model, layer: layer.mlp.add_module("router", nn.Identity()),
     "an activation of type Tanh": lambda model, layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+    "an activation of type ReLU6": lambda model, layer: setattr(layer.mlp, "act_fn", nn.ReLU6()),
+    "an activation of type ClippedGELU": lambda model, layer: setattr(
+        layer.mlp, "act_fn", ACT2FN["gelu_10"]
+    ),
     "an embedding of type OtherEmbedding": lambda model, layer: setattr(
         model.model, "embed_tokens", OtherEmbedding(97, 32)
     ),
@@ -64,8 +79,8 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
         layer.self_attn, "num_key_value_groups", 4
     ),
     "a clip of queries": lambda model, layer: setattr(layer.self_attn.config, "clip_qkv", 8.0),
-    "queries that are scaled": lambda model, layer: layer.self_attn.config.rope_parameters.update(
-        llama_4_scaling_beta=0.5
+    "attention that reads positions beside its rotation": lambda model, layer: setattr(
+        layer.self_attn, "__class__", ScaledAttention
     ),
     "an output layer of another kind": lambda model, layer: setattr(
         model, "lm_head", OtherLinear(32, 97)
@@ -87,6 +102,33 @@ def test_parts_are_known_before_weights_are_loaded(family: str) -> None:
     """Whether a saved format is kept is decided for a model without values."""
     model: Any = make_model(family)
     assert has_known_parts(model.to("meta")) == (family in NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "rotates"),
+    [
+        ("qwen3", {}, [True, True]),
+        ("smollm3", {}, [True, False]),
+        ("cohere2", {}, [True, False] * 2),
+        ("exaone4", {}, [True, False] * 2),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, [True] * 4),
+        ("exaone_moe", {}, [True, False] * 2),
+        ("flint", {}, [True, False] * 2),
+        ("cohere2_moe", {}, [True, False] * 2),
+        ("ministral3", {}, []),
+    ],
+)
+def test_layers_without_rotation_are_found_by_what_they_compute(
+    family: str, settings: dict[str, Any], rotates: list[bool], seed: int
+) -> None:
+    model: Any = make_model(family, seed, **settings)
+    size: int = model.config.hidden_size
+    body, found = model.get_decoder(), []
+    for layer in body.layers:
+        rotation = Rotation(body.rotary_emb, None, None)
+        with suppress(NotOfThisKindError):  # it reads positions beside the rotation
+            found.append(rotation.is_of(layer.self_attn, size))
+    assert found == rotates
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -132,8 +174,6 @@ def test_rotations_are_those_of_the_models_own_module(
 
 
 def test_a_rotation_of_another_kind_is_named(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.qwen3 import modeling_qwen3
-
     plain = modeling_qwen3.apply_rotary_pos_emb
     monkeypatch.setattr(
         modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: plain(q, k, cos, -sin)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from promptq.worker.engine.decoders.expert_parts import ExpertParts
+from promptq.worker.engine.decoders.expert_parts import Expert, ExpertParts
 from promptq.worker.engine.decoders.layer_parts import dense_mlp
 from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.native.library import load_native
@@ -69,6 +69,18 @@ def test_each_familys_experts(family: str) -> None:
         for num_threads in (1, 3):
             y = computed(parts, x, is_packed=is_packed, num_threads=num_threads)
             torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_transposed_experts_are_read_in_place() -> None:
+    """The check at load has no copy of all experts of a model."""
+    mlp, decoder = mixture("gpt_oss"), object.__new__(UnpackedDecoder)
+    decoder._dtype, decoder._kept, decoder._copied = torch.float32, [], []
+    decoder._experts(parts_of(mlp))
+    whole = {each.untyped_storage().data_ptr() for each in mlp.experts.parameters()}
+    experts = [each for each in decoder._kept if isinstance(each, Expert)]
+    assert len(experts) == 8
+    for gate, up, down, *_ in experts:
+        assert {each.untyped_storage().data_ptr() for each in (gate, up, down)} <= whole
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "phimoe"])

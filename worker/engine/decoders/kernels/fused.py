@@ -20,7 +20,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
-from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.kernels.activation import Activation
 from promptq.worker.engine.decoders.kernels.experts import Experts, joined_experts
@@ -39,12 +39,9 @@ from promptq.worker.engine.decoders.layer_parts import (
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
+from promptq.worker.engine.device.precision import embedding_scale
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import (
-    FewBits,
-    QuantizedExperts,
-    embedding_scale,
-)
+from promptq.worker.engine.quantization.modules import FewBits, QuantizedExperts
 
 
 class _Attention:
@@ -90,7 +87,7 @@ def fused_mlp(parts: MLP) -> Product:
     return lambda x: down(activation(inputs(x)))
 
 
-class FusedDecoder(LlamaDecoder):
+class FusedDecoder(Decoder):
     """Computes packed steps in fused kernels, directly or captured in a CUDA graph.
 
     The parameters of `model` become views of the fused weights, so the model can still compute.

@@ -30,10 +30,12 @@ struct Weight {
   const void* numbers;
   const float *scales, *offsets;
   int64_t bits, group;
+  int64_t row_stride, column_stride;
 };
 
 inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
-  return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs};
+  return {weight.numbers, weight.scales, weight.offsets, weight.bits, weight.group, outputs, inputs,
+          weight.row_stride, weight.column_stride};
 }
 
 // The caller keeps these as long as the decoder, except the head if weights are packed.

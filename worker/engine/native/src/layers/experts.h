@@ -209,7 +209,7 @@ class Experts {
   }
 
   const int64_t size_, num_threads_, num_routed_, top_k_, has_shared_gate_;
-  const Router choice_;
+  const ExpertChoice choice_;
   const Linear<float> router_;
   std::vector<DenseMlp<T>> mlps_;  // of the experts, then of the shared ones
 };

@@ -12,9 +12,9 @@
 
 namespace promptq {
 
-class Router {
+class ExpertChoice {
  public:
-  explicit Router(const Routing& routing)
+  explicit ExpertChoice(const Routing& routing)
       : routing_(routing),
         bias_(routing.choice_bias, routing.choice_bias + (routing.choice_bias ? routing.num_experts : 0)) {}
 

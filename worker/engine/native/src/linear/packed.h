@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "machine/elements.h"
 
@@ -12,18 +11,21 @@ namespace promptq {
 // A weight [rows, columns], one row after the other. With 16 or 32 bits, it has the model's own numbers. With
 // 8 or 4 bits, a number is `scales[row, column / group] * n + offsets[row, column / group]`, where n has no
 // sign. Two n of 4 bits share a byte, the lower half first. Without offsets, these are -2^(bits - 1) scales.
+// Only copy_row and some_rows take numbers with other strides, which have 16 or 32 bits.
 struct Matrix {
   const void* numbers;
   const float *scales, *offsets;  // [rows, ceil(columns / group)], or null
   int64_t bits, group, rows, columns;
+  int64_t row_stride = 0, column_stride = 0;  // in numbers; 0: one row after the other
 
   int64_t row_bytes() const { return (columns * bits + 7) / 8; }
   int64_t num_groups() const { return scales ? (columns + group - 1) / group : 0; }
 
   Matrix some_rows(int64_t first, int64_t count) const {
     const auto from = [&](const float* each) { return each ? each + first * num_groups() : nullptr; };
-    return {static_cast<const uint8_t*>(numbers) + first * row_bytes(), from(scales), from(offsets), bits,
-            group, count, columns};
+    const int64_t stride = row_stride ? row_stride * bits / 8 : row_bytes();
+    return {static_cast<const uint8_t*>(numbers) + first * stride, from(scales), from(offsets), bits, group,
+            count, columns, row_stride, column_stride};
   }
 
   // Whether both matrices have the same format, so that their rows can be one matrix.
@@ -38,11 +40,13 @@ void copy_row(const Matrix& matrix, int64_t row, T* to) {
   const Matrix its = matrix.some_rows(row, 1);
   const auto* from = static_cast<const uint8_t*>(its.numbers);
   if (!its.scales) {
+    const int64_t stride = std::max<int64_t>(its.column_stride, 1);
     if (its.bits == 8 * sizeof(T)) {
-      std::memcpy(to, from, its.row_bytes());
+      const auto* numbers = static_cast<const T*>(its.numbers);
+      for (int64_t i = 0; i < its.columns; ++i) to[i] = numbers[i * stride];
     } else {
       const auto* numbers = static_cast<const Bf16*>(its.numbers);
-      for (int64_t i = 0; i < its.columns; ++i) store(to[i], load(numbers[i]));
+      for (int64_t i = 0; i < its.columns; ++i) store(to[i], load(numbers[i * stride]));
     }
     return;
   }
