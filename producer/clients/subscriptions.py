@@ -67,9 +67,9 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Put a channel's messages into a mailbox, complete after its first `SUBSCRIBED`.
+        """Start to put a channel's messages into a mailbox. Raises QueueClosedError.
 
-        Raises QueueClosedError.
+        The mailbox may lack messages that were sent before it got its first `SUBSCRIBED`.
         """
         if self._closed:
             raise QueueClosedError("the client was closed")

@@ -43,7 +43,7 @@ from promptq.shared.server.cluster import client_at, client_of
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""A missed wake-up costs at most this long."""
+"""A missed wake-up delays a request by at most this time."""
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
