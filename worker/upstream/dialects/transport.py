@@ -169,7 +169,7 @@ async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def _check(response: aiohttp.ClientResponse) -> None:
     """Raises an error for anything but an answer that can be read.
 
-    A redirect is not followed, as the prompt would go where the operator did not send it.
+    No redirect is followed: the prompt would go to a server that the operator did not choose.
     """
     if 300 <= response.status < 400:
         place = response.headers.get("Location", "nowhere")[:_MOST_SHOWN]
