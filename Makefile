@@ -43,8 +43,9 @@ bench: $(SET_UP) # Measure side by side with other engines; ARGS="--quick" for a
 chaos: $(SET_UP) # Kill and freeze real processes, and audit; ARGS="--seconds 3600 --seed 7".
 	@$(BIN)/python -m tests chaos $(ARGS)
 
-model: $(SET_UP) # Train the shipped model from the text that its grammar writes.
+model: $(SET_UP) # Train the shipped model from the text that its grammar writes, then its head.
 	@$(BIN)/python -m training.train
+	@$(BIN)/python -m training.draft_head
 
 clean: # Remove everything that was built, installed or cached here.
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache

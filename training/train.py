@@ -151,15 +151,16 @@ def _let_attention_copy(attention: Any, plan: Plan) -> None:
     attention.o_proj.weight.copy_(values.flatten(0, 1).T / group)
 
 
-def _optimizers(model: Qwen3ForCausalLM, plan: Plan) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers_of(
+    parameters: list[torch.nn.Parameter], embeddings: list[torch.nn.Parameter], plan: Plan
+) -> list[tuple[torch.optim.Optimizer, float]]:
     """Each with its peak rate: Muon for the matrices inside, AdamW for all else.
 
     After 240 steps Muon (https://kellerjordan.github.io/posts/muon) had a loss of 0.94 where AdamW
     alone had 3.16, and steps are what two cores have few of.
     """
-    embedding = model.get_input_embeddings().weight
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not embedding]
-    others = [p for p in model.parameters() if p.dim() != 2 or p is embedding]
+    matrices = [p for p in parameters if p.dim() == 2 and not any(p is e for e in embeddings)]
+    others = [p for p in parameters if p.dim() != 2 or any(p is e for e in embeddings)]
     return [
         (
             torch.optim.Muon(matrices, lr=plan.matrix_rate, weight_decay=plan.weight_decay),
@@ -175,7 +176,8 @@ def _optimizers(model: Qwen3ForCausalLM, plan: Plan) -> list[tuple[torch.optim.O
 
 
 def _fit(model: Qwen3ForCausalLM, training: Iterator[Batch], pad: int, plan: Plan) -> None:
-    optimizers = _optimizers(model, plan)
+    embedding = cast(torch.nn.Parameter, model.get_input_embeddings().weight)
+    optimizers = optimizers_of([*model.parameters()], [embedding], plan)
     columns = (
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(),

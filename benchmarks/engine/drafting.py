@@ -1,8 +1,9 @@
-"""Measures drafts where a text repeats itself and where it does not.
+"""Measures drafts where a text repeats itself, where it does not, and by a model's head.
 
-The engine alone, on the suite's 54M model, with and without drafts in turns; each pair has prompts
-of its own. A model of random weights soon repeats itself when it is greedy, so a prompt that ends
-with the first tokens of its own greedy answer is a prompt that the rest of the answer repeats.
+The engine alone, with and without drafts in turns; each pair has prompts of its own. The shipped
+model, which has a head, writes stories; the suite's 54M model does all else. A model of random
+weights soon repeats itself when it is greedy, so a prompt that ends with the first tokens of its
+own greedy answer is a prompt that the rest of the answer repeats.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.api.port import Engine
-from promptq.worker.serve.build import build
+from promptq.worker.serve.build import Served, build
 
 PROMPT, OUTPUT = 128, 256
 FEW_TOKENS = {str(token): 100.0 for token in range(1000, 1032)}
@@ -39,12 +39,18 @@ class Case:
     params: SamplingParams
     repeats: bool = False
     """Whether the prompts end with what the model goes on to repeat."""
+    tells: bool = False
+    """Whether the shipped model tells stories."""
 
 
 GREEDY = SamplingParams(temperature=0.0)
 RANDOM = SamplingParams(temperature=1.0)
 MISLEADING = SamplingParams(temperature=2.0, logit_bias=FEW_TOKENS)
+STORY = SamplingParams(temperature=0.8)
+OPENINGS = ("Once upon a time", "One day, a little fox", "In the forest there was a bear")
 CASES = [
+    Case("stories, 1 at once", 1, STORY, tells=True),
+    Case("stories, 4 at once", 4, STORY, tells=True),
     Case("repeats its prompt, 1 at once", 1, GREEDY, repeats=True),
     Case("repeats its prompt, 4 at once", 4, GREEDY, repeats=True),
     Case("repeats its prompt, 8 at once", 8, GREEDY, repeats=True),
@@ -69,12 +75,16 @@ class Measured:
 class Bench:
     """An engine and the requests it was given."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self._engine = engine
+    def __init__(self, served: Served, seed: int) -> None:
+        self._engine = served.engine
+        self._tokenizer = served.tokenizer
         self._chance = random.Random(seed)
         self._next_id = 1
 
     def prompts(self, case: Case) -> list[list[int]]:
+        if case.tells:
+            texts = self._chance.choices(OPENINGS, k=case.batch)
+            return [self._tokenizer.encode_output(text) for text in texts]
         drawn = [
             [self._chance.randrange(1, VOCAB_SIZE) for _ in range(PROMPT)]
             for _ in range(case.batch)
@@ -133,7 +143,8 @@ def main() -> None:
     settings = read_worker_settings(
         model=str(model), dtype=arguments.dtype, max_model_len=1024, kv_cache_memory="1G"
     )
-    bench = Bench(build(settings).engine, arguments.seed)
+    shipped = read_worker_settings(dtype=arguments.dtype, kv_cache_memory="100M")
+    benches = [Bench(build(each), arguments.seed) for each in (settings, shipped)]
 
     table = Table(title=f"{arguments.dtype}, medians of {arguments.rounds} rounds")
     for column in ("text", "without, tok/s", "with, tok/s", "ratio", "drafted", "accepted"):
@@ -141,6 +152,7 @@ def main() -> None:
     pairs: dict[str, list[tuple[Measured, Measured]]] = {case.title: [] for case in CASES}
     for round_number in range(-1, arguments.rounds):  # the first one warms up
         for case in CASES:
+            bench = benches[case.tells]
             prompts = bench.prompts(case)
             order = [0, arguments.speculative_tokens][:: 1 if round_number % 2 else -1]
             both = {

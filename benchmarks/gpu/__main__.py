@@ -225,6 +225,7 @@ def measure(
 
     right = {
         "kernels": lambda: checks.check_kernels(device, tiny=tiny),
+        "experts": lambda: checks.check_experts(device, tiny=tiny),
         "whole models": lambda: checks.check_models(device, tiny=tiny),
     }
     if not are_right(report, right, whatever_is_wrong):

@@ -20,13 +20,18 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.decoders.expert_parts import Routing
+from promptq.worker.engine.decoders.kernels.experts import choose_experts
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
+from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
 from promptq.worker.engine.decoders.kernels.heads import place_heads
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
+from promptq.worker.engine.decoders.rotation_parts import RotationTables
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
+from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
+from tests.worker.engine.tiny_models import NATIVE, VOCAB_SIZE, generate, make_model
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -65,8 +70,14 @@ TINY_CASES = [
 ]
 PRODUCTS = [(8, None, False), (8, 32, True), (4, 32, False), (4, 128, True)]
 """Bits, group, and whether there are offsets."""
-FAMILIES = ["qwen3", "gemma2", "gpt_oss", "mistral", "deepseek_v3"]
+FAMILIES = [
+    *("qwen3", "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "nemotron", "granite"),
+    *("hunyuan_v1_dense", "gpt_oss", "qwen2_moe", "glm4_moe", "phimoe", "deepseek_v3"),
+]
+"""Each has parts of layers that the others do not have."""
 TINY_FAMILIES = ["qwen3", "gpt_oss"]
+EXPERTS = [None, *PRODUCTS]
+"""Formats of the weights of experts. None: bf16."""
 
 
 def check_kernels(device: torch.device, *, tiny: bool) -> str:
@@ -133,6 +144,62 @@ def check_products(device: torch.device, *, tiny: bool) -> str:
     )
 
 
+def check_experts(device: torch.device, *, tiny: bool) -> str:
+    """Products with the weights of experts, for few rows and for many, and the choice of experts.
+    Raises AssertionError naming all that are off."""
+    seed, worst = secrets.randbelow(1 << 31), 0.0
+    generator = torch.Generator().manual_seed(seed)
+    wrong: list[str] = []
+    (num_experts, top_k), (outputs, inputs) = (8, 2), (66, 300)
+    if not tiny:
+        (num_experts, top_k), (outputs, inputs) = (64, 8), (1536, 2048)
+    for routing in (
+        Routing(num_experts, top_k, normalizes=True),
+        Routing(num_experts, top_k, "sigmoid", num_groups=4, top_groups=2, scale=2.5),
+        Routing(num_experts, 2, "sparsemixer", jitter=0.1),
+    ):
+        logits = torch.randn(50, num_experts, generator=generator).to(device)
+        experts, shares = choose_experts(routing, logits)
+        found = torch.zeros_like(logits).scatter(1, experts.long(), shares)
+        if not torch.allclose(found, routing.shares(logits), rtol=1e-3, atol=1e-5):
+            wrong.append(f"{routing}: other shares")
+    for wanted in EXPERTS:
+        weight: torch.Tensor | QuantizedWeight
+        if wanted is None:
+            weight = torch.randn(num_experts, outputs, inputs, generator=generator)
+            weight = weight.to(device, torch.bfloat16)
+            wide = weight.double()
+        else:
+            bits, group, has_offsets = wanted
+            sizes = num_experts * outputs, inputs
+            weight = random_weight(bits, group, *sizes, seed, device, has_offsets=has_offsets)
+            wide = weight.dequantized().double().view(num_experts, outputs, inputs)
+        linear = GroupedProduct(weight, num_experts)
+        for num_rows in (1, 20) if tiny else (1, 64, 500, 3000):  # a variant for each
+            what = f"{num_experts} experts of {outputs} x {inputs}, {wanted}, {num_rows} rows"
+            rows = torch.randn(num_rows, inputs, generator=generator).to(device, torch.bfloat16)
+            chosen = torch.rand(num_rows, num_experts, generator=generator).topk(top_k).indices
+            chosen = chosen.to(device)
+            try:
+                with poisoned_memory():
+                    groups = Groups.of(chosen.int(), num_experts)
+                    found = linear(rows, groups).view(num_rows, top_k, outputs)
+            except Exception as error:  # the compiler's, of one variant: see how the others fare
+                wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
+                continue
+            exact = torch.zeros(found.shape, dtype=torch.float64, device=device)
+            for expert in range(num_experts):
+                row, slot = (chosen == expert).nonzero(as_tuple=True)
+                exact[row, slot] = rows[row].double() @ wide[expert].T
+            off = off_by(found, exact)
+            if not off < TOLERANCE[torch.bfloat16]:
+                wrong.append(f"{what}: off by {off:.2g}")
+            worst = max(worst, off / TOLERANCE[torch.bfloat16])
+    if wrong:
+        raise AssertionError("\n".join([f"{len(wrong)} wrong, seed {seed}", *wrong]))
+    return f"{len(EXPERTS)} formats against fp64, seed {seed}; worst at {worst:.0%}"
+
+
 def _check_fp8(device: torch.device, seed: int) -> str:
     weight = random_fp8_weight(96, 640, seed, device)
     if not FP8Product.takes(weight):
@@ -157,15 +224,15 @@ def _check_fp8_heads(device: torch.device, seed: int) -> None:
     qkv = (300 * qkv).to(device, torch.bfloat16)  # some of it is beyond what fp8 has
     places = torch.arange(num_rows, device=device)
     layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
-    angles = torch.rand(num_rows, size, device=device)
-    cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
+    angles = torch.rand(num_rows, size // 2, device=device)
+    tables = RotationTables(angles.cos().bfloat16(), angles.sin().bfloat16(), is_interleaved=False)
     shape = (num_rows, num_kv_heads, 16, size)
     wide, narrow = (
         LayerCache(*(torch.zeros(shape, device=device).to(dtype) for _ in range(2)))
         for dtype in (torch.bfloat16, FP8)
     )
     for cache in (wide, narrow):
-        place_heads(qkv, places, cosine, sine, None, 1e-6, cache, layout)
+        place_heads(qkv, places, tables, None, cache, layout)
     for kept, exact in ((narrow.key, wide.key), (narrow.value, wide.value)):
         rounded = exact.float().clamp(-448, 448).to(FP8).float()
         is_compared = exact.abs() >= 2.0**-6  # Triton's interpreter cuts smaller ones off
@@ -190,22 +257,26 @@ def check_models(device: torch.device, *, tiny: bool) -> str:
         expected = [generate(model, prompt, num_tokens) for prompt in prompts]
         model.requires_grad_(False).to(device)
         try:
-            outputs = _outputs(LoadedModel(family, model, frozenset()), prompts, num_tokens)
+            runner = _runner(LoadedModel(family, model, frozenset()))
+            outputs = _outputs(runner, prompts, num_tokens)
         except Exception as error:
             wrong.append(f"{family}: {type(error).__name__}: {str(error)[:400]}")
             continue
         if outputs != expected:
             wrong.append(f"{family}: {outputs} instead of {expected}")
+        if device.type == "cuda" and family in NATIVE and runner.why_no_own_code:
+            wrong.append(f"{family}: without fused kernels, {runner.why_no_own_code}")
     if wrong:
         raise AssertionError("\n".join([f"{len(wrong)} wrong, seed {seed}", *wrong]))
     return f"{len(families)} families, {len(prompts)} requests each, seed {seed}: as `generate`"
 
 
-def _outputs(loaded: LoadedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    runner = ModelRunner.of(
-        loaded,
-        LoadOptions(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=4),
-    )
+def _runner(loaded: LoadedModel) -> ModelRunner:
+    options = LoadOptions(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=4)
+    return ModelRunner.of(loaded, options)
+
+
+def _outputs(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24)
     return run(engine, prompts, num_tokens)
 

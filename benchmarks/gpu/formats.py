@@ -12,7 +12,7 @@ from benchmarks.gpu import models
 from benchmarks.gpu.cases import random_fp8_weight, random_weight
 from benchmarks.gpu.models import SEED, Bench, Size
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.decoders.fused import FusedDecoder
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.quantization.modules import FewBits, quantize_model

@@ -19,7 +19,7 @@ from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.decoders.fused import FusedDecoder
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel

@@ -28,7 +28,7 @@ from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerSpec, StepLayout
 from promptq.worker.engine.core.block_manager import num_blocks_for
-from promptq.worker.engine.decoders.fused import FusedDecoder
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.model.packed_model import PackedModel
 
 LAUNCH = 1.5e-6
@@ -72,7 +72,7 @@ def _bytes_of(inputs: int, outputs: int, wanted: Format) -> int:
 
 def _add_norm(rows: int, hidden: int) -> Kernel:
     """Reads the hidden state and the update, and writes the sum and its norm."""
-    return Kernel("_add_rms_norm_kernel", NUM_BYTES * (4 * rows + 1) * hidden)
+    return Kernel("_add_norm_kernel", NUM_BYTES * (4 * rows + 1) * hidden)
 
 
 def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
@@ -80,7 +80,7 @@ def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) ->
     query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
     to_heads, to_output, to_inner, from_inner = size.products
     of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
-    in_heads = NUM_BYTES * (rows * (2 * query + 2 * kv) + 2 * (rows + 1) * size.head_size)
+    in_heads = NUM_BYTES * (rows * (2 * query + 2 * kv) + (rows + 2) * size.head_size)
     in_heads += of_cache * 2 * rows * kv
     attended = of_cache * 2 * rows * context * kv + NUM_BYTES * 2 * rows * query
     return [
@@ -91,7 +91,7 @@ def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) ->
         *_matmul(rows, *to_output, wanted),
         _add_norm(rows, size.hidden),
         *_matmul(rows, *to_inner, wanted),
-        Kernel("_silu_kernel", NUM_BYTES * 3 * rows * size.intermediate),
+        Kernel("_activation_kernel", NUM_BYTES * 3 * rows * size.intermediate),
         *_matmul(rows, *from_inner, wanted),
     ]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from promptq.shared.queue.spoilt import readable
 from promptq.shared.runtime.large_json import object_in
@@ -53,6 +53,6 @@ def ended_attempts(text: str | None) -> list[EndedAttempt]:
 
 def _parsed(text: str | bytes | None) -> Any:
     try:
-        return json.loads(text or "null")
-    except (ValueError, RecursionError):
+        return from_json(text or "null", allow_inf_nan=False)
+    except ValueError:
         return None

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS
@@ -269,8 +270,8 @@ def _record(batch_id: str, reply: Any) -> BatchRecord | None:
     fields = text_map(reply)
     names = [name for name in BatchRecord.model_fields if name in fields]
     try:
-        values = {name: json.loads(fields[name]) for name in names}
+        values = {name: from_json(fields[name], allow_inf_nan=False) for name in names}
         record = BatchRecord.model_validate(values)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return record if record.id == batch_id else None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import from_json, to_json
 
 from promptq.producer.calls.output.model_text import needed_of
@@ -72,17 +72,22 @@ class BodyOptions(BaseModel):
     model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
+    _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of a body under our names. Raises InvalidRequestError."""
         return fields
 
+    @classmethod
+    def names_in(cls, fields: Mapping[str, Any]) -> dict[str, str]:
+        """The names of a payload's fields that a body has under other names; see `in_api_names`."""
+        return {}
+
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
         """The call with these fields of a payload. `answer` are other fields of the call."""
-        return CompletionCall(
-            fields=fields, wait_for_worker=self.wait_for_worker, body_bytes=body_bytes, **answer
-        )
+        answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
+        return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 
 
 class GeneratingOptions(BodyOptions):
@@ -235,6 +240,7 @@ def read_options(
         options = kind.model_validate(kind.renamed(body_fields))
     except ValidationError as error:
         raise invalid_request(error) from None
+    options._names = kind.names_in(body_fields)
     fields = dict(options.model_extra or {})
     if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
         fields["model"] = options.model

@@ -51,6 +51,8 @@ class Completion:
     """See CompletionCall."""
     prefill: str = ""
     """The beginning of the output, which the caller supplied. The answer does not repeat it."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """See CompletionCall."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -141,6 +143,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         echo_only=call.echo_only,
         encoding_format=call.encoding_format,
         prefill=call.fields.get("output_prefix", {}).get("text", ""),
+        names=call.names,
     )
 
 

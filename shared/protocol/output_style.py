@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 OBJECT, NAMED, TAGGED = "object", "named", "tagged"
 ELEMENTS, LITERALS, CHANNELS = "elements", "literals", "channels"
+_NEEDED: dict[str, tuple[str, ...]] = {
+    OBJECT: (),
+    NAMED: ("before", "middle"),
+    TAGGED: ("opening", "key_before", "key_after", "value_after", "closing"),
+    ELEMENTS: ("before", "key_before", "key_after", "value_after", "after"),
+    LITERALS: ("middle", "key_after", "after"),
+    CHANNELS: ("opening", "before", "middle", "closing", "prelude", "after"),
+}
+"""The forms, and the marks that a style of each must have."""
+_LONGEST_NAME = 128
+_BESIDE_NAMES = ("<", "{", '"')
+"""Letters that end a name in most forms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +83,19 @@ class OutputStyle:
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release knows the form."""
-        return self.form in (OBJECT, NAMED, TAGGED, ELEMENTS, LITERALS, CHANNELS)
+        """Whether this release knows the form, and the style has the marks that it needs."""
+        needed = _NEEDED.get(self.form)
+        return needed is not None and all(getattr(self, name).strip() for name in needed)
+
+    def can_name(self, name: str) -> bool:
+        """Whether a reader finds a tool of this name in a call."""
+        if self.form == OBJECT:
+            return True
+        if self.form in (CHANNELS, LITERALS):
+            return re.fullmatch(r"[\w.-]+", name) is not None and len(name) <= _LONGEST_NAME
+        marks = [mark for mark in (self.middle.strip(), self.name_end.strip()) if mark]
+        is_text = name.isprintable() and name == name.strip() and 0 < len(name) <= _LONGEST_NAME
+        return is_text and not any(mark in name for mark in (*_BESIDE_NAMES, *marks))
 
     @property
     def has_pairs(self) -> bool:

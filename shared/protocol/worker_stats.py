@@ -151,7 +151,7 @@ class WorkerStats(_Observation):
     kv_used_tokens: int = 0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
-    """Bytes of the states of recurrent layers, for all slots."""
+    """Bytes of all states of recurrent layers, also of those kept after shared prefixes."""
     kv_blocks: int = 0
     kv_used_blocks: int = 0
     """Blocks that some sequence owns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -19,9 +20,12 @@ _AT_ONCE = 16
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
     """Parse a JSON object. `readers`, by the name of a list, convert each of its items.
 
-    Raises ValueError, RecursionError, and errors of a reader.
+    Raises ValueError, RecursionError, and errors of a reader. Half a character, which cannot be
+    written in UTF-8, is a ValueError.
     """
     decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
+    if "\\ud" in text or "\\uD" in text:
+        decode = partial(_decode_whole, decode)
     members: dict[str, Any] = {}
     at, end = _after(text, 0, "{"), "}"
     while (at := _skip(text, at)) < len(text) and text[at] != end:
@@ -51,6 +55,14 @@ def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[di
     if _skip(text, _after(text, at, end)) != len(text):
         raise ValueError("there is more than one value")
     return members
+
+
+def _decode_whole(
+    decode: Callable[[str, int], tuple[Any, int]], text: str, at: int
+) -> tuple[Any, int]:
+    value, at = decode(text, at)
+    json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError
+    return value, at
 
 
 def _skip(text: str, at: int) -> int:

@@ -132,7 +132,7 @@ PREFETCH_EMPTY = Spec("counter", "prefetch_empty",
 ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
 RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed again.")
 STATE_BYTES = Spec("gauge", "recurrent_state_bytes",
-                   "Memory for the states of recurrent layers, of all slots.")
+                   "Memory for the states of recurrent layers, of slots and of shared prefixes.")
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
 REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
 FENCES_LOST = Spec("counter", "fences_lost", "Requests that another attempt took from the worker,"

@@ -64,6 +64,7 @@ _NO_LIMIT = 2**31  # redis-py takes None as 100
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
 _DATABASE = re.compile(r"/?|/\d+")
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
+_PLACE_IN_SCRIPT = re.compile(r" script: (\w+, )?on @.*")
 _NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
@@ -186,6 +187,8 @@ def _try_to_make(kind: Any, url: str) -> Any:
     if parts.scheme in ("redis", "rediss") and not _DATABASE.fullmatch(parts.path):
         raise ValueError(f"the database {parts.path[1:]!r} is not a number")
     query = without_defaults(parts.query, is_of_sentinels, parts.scheme.startswith("rediss"))
+    if parts.fragment:
+        raise ValueError("nothing may follow a #")
     if query != parts.query:
         url = url.replace(f"?{parts.query}", f"?{query}")
     if is_of_sentinels:
@@ -297,7 +300,7 @@ def explain(
     """The promptq error for an error of the client library."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
-        text = str(error).partition(" script: ")[0]  # the rest is a place in a script
+        text = _PLACE_IN_SCRIPT.sub("", str(error))
         if text.startswith(_NO_PASSWORD):
             return RedisAuthError(
                 f"the server at {shown} wants a user and a password, and the address has none"

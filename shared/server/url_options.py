@@ -40,7 +40,11 @@ _DURATION = (_is_duration, "a number of seconds above 0")
 _SWITCH = (lambda value: value.lower() in _YES_OR_NO, "true or false")
 _NAME = (_is_name, "printable ASCII characters without spaces")
 _TEXT = (bool, "a text")
-_FILE = (lambda value: os.access(value, os.R_OK), "a file that can be read here")
+_FILE = (
+    lambda value: os.path.isfile(value) and os.access(value, os.R_OK),
+    "a file that can be read here",
+)
+_FOLDER = (os.path.isdir, "a folder that can be read here")
 
 MIN_CONNECTIONS = 2
 """A process has subscriptions, which keep a connection each, and calls beside them."""
@@ -63,7 +67,8 @@ _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
         f"a number of connections from {MIN_CONNECTIONS} on",
     ),
     "health_check_interval": (_is_number_from(0), "a whole number of seconds"),
-    **{f"ssl_{name}": _FILE for name in ("keyfile", "certfile", "ca_certs", "ca_path")},
+    **{f"ssl_{name}": _FILE for name in ("keyfile", "certfile", "ca_certs")},
+    "ssl_ca_path": _FOLDER,
     **{f"ssl_{name}": _TEXT for name in ("password", "cert_reqs", "ca_data", "ciphers")},
     **{f"ssl_{name}_verify_flags": _TEXT for name in ("include", "exclude")},
     "ssl_min_version": (lambda value: value in ("771", "772"), "771 (TLS 1.2) or 772 (TLS 1.3)"),
@@ -97,7 +102,9 @@ def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():
-        for name, value in parse_qsl(part):
+        for name, value in parse_qsl(part, keep_blank_values=True):
+            if not value:
+                raise ValueError(f"the option {name!r} has no value")
             if name in _NO_EFFECT:
                 if value.lower() not in _NO_EFFECT[name]:
                     raise ValueError(
@@ -112,4 +119,6 @@ def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
             if not is_right(value):
                 raise ValueError(f"the option {name!r} is {value!r} and not {right}")
             kept.append(part)
+    if "ssl_keyfile=" in query and "ssl_certfile=" not in query:
+        raise ValueError("the option 'ssl_keyfile' needs 'ssl_certfile', the key's certificate")
     return "&".join(kept)

@@ -1,4 +1,4 @@
-"""Spoilt records, as strangers or bad luck leave them: 30 kinds of values, keys of wrong types."""
+"""Spoilt records, as strangers or bad luck leave them: values and keys of many wrong types."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ SPOILT: dict[str, bytes] = {
     "no UTF-8": b"\xff\xfe",
     "half a character": b"\xed\xa0\x80",
     "half a character in JSON": b'"\\ud800"',
+    "half characters in members": b'{"index":0,"token_ids":[1],"text":"\\ud800","finish_reason":'
+    b'"error","error":{"type":"dead_letter","message":"\\udfff"},"stop_reason":"\\ud800"}',
+    "half characters in a list": b'[{"attempt":1,"worker":"\\ud800","how":"\\udfff"}]',
     "zero bytes": b"\x00\x00",
     "control characters": b"\x1b[2J\r\n\xe2\x80\xa8",
     "members of wrong types": b'{"index":"x","token_ids":{},"text":1,"error":"x","usage":[],'

@@ -15,6 +15,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import identify
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import batches, document
+from training.draft_head import FILE, HeadPlan, train_head
 from training.texts.chats import chat, exchange, story_exchange
 from training.texts.phrases import an, render
 from training.texts.plots import ENDINGS, HABITS, MEETINGS, OPENINGS, PLOTS
@@ -301,6 +302,22 @@ def test_training_twice_gives_the_same_files(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "model.safetensors").read_bytes() != (
         tmp_path / "c" / "model.safetensors"
     ).read_bytes()
+
+
+def test_training_a_head_twice_gives_the_same_file_and_leaves_the_model_alone(
+    tmp_path: Path,
+) -> None:
+    plan = HeadPlan(steps=3, batch_tokens=512, max_row_tokens=256, validation_batches=1)
+    for name in ("a", "b"):
+        train(tmp_path / name, 0, TINY)
+    weights = (tmp_path / "a" / "model.safetensors").read_bytes()
+
+    rates = [train_head(tmp_path / name, 0, plan) for name in ("a", "b")]
+
+    assert rates[0] == rates[1]
+    heads = [(tmp_path / name / FILE).read_bytes() for name in ("a", "b")]
+    assert heads[0] == heads[1]
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == weights
 
 
 def test_each_format_of_weights_is_another_model_for_a_queue() -> None:

@@ -204,6 +204,7 @@ def _build_model(
         quantization_group=int(settings.quantization_group),
         quantize_embeddings=settings.quantize_embeddings,
         kv_cache_dtype=settings.kv_cache_dtype,
+        drafts=None if settings.speculative_tokens is None else settings.speculative_tokens > 0,
         compile=settings.compile,
         cuda_graphs=settings.cuda_graphs,
     )
@@ -335,8 +336,11 @@ def _method(runner: ModelRunner, settings: WorkerSettings) -> str:
         method += f", weights in {settings.quantization}"
     if settings.kv_cache_dtype != "auto":
         method += f", KV cache in {settings.kv_cache_dtype}"
-    if runner.kv_layout.num_states is not None:
+    layout = runner.kv_layout
+    if layout.num_states is not None and not layout.states_skip_drafts:
         method += ", no drafts (recurrent layers)"
+    elif runner.why_no_head:
+        method += f", no drafts by its head ({runner.why_no_head})"
     return method + f", no CUDA graphs ({runner.why_no_graphs})" * bool(runner.why_no_graphs)
 
 

@@ -30,9 +30,16 @@ class IncrementalDecoder:
         self._tokens, self._done = _whole(decode, context)
         """The last tokens, and the text of the first `_num_done` tokens, which was returned."""
         self._num_done = len(self._tokens)
+        self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
+        """Whether the context has a text, but no whole character."""
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token makes certain; empty while a character is incomplete."""
+        if self._lacks_context:
+            self._lacks_context = False
+            alone = self._decode([token_id])
+            if not alone.endswith(REPLACEMENT):  # the token is its own context
+                self._tokens, self._done, self._num_done = [token_id], alone, 1
         self._tokens.append(token_id)
         if len(self._tokens) - self._num_done > _MOST_TOKENS and not self._may_be_complete():
             return ""

@@ -32,6 +32,24 @@ _SMALL = 256
 _MOST_BITS = 2**16
 _MOST_DECIMALS = 1000
 _LONGEST_SEPARATOR = 64
+_MOST_PIECES = 2**20
+"""The most pieces that one operation may make of a text. A piece takes some 50 to 80 bytes."""
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_INTO_PIECES = frozenset(
+    {
+        *("batch", "groupby", "list", "map", "reject", "rejectattr", "select", "selectattr"),
+        *("slice", "sort", "striptags", "title", "unique", "urlize", "wordcount", "wordwrap"),
+    }
+)
+"""Filters that take a text apart, into characters or words."""
+_GROWTH = {
+    **dict.fromkeys(("e", "escape", "forceescape", "tojson", "xmlattr"), 6),
+    **dict.fromkeys(("urlencode", "encode"), 12),
+    "pprint": 10,
+}
+"""Filters and methods, and how many characters or bytes they may make of one."""
+_CASES = frozenset({"capitalize", "casefold", "lower", "swapcase", "title", "upper"})
+"""Filters and methods that need up to 12 bytes for a character beyond ASCII."""
 _MEASURED = (str, bytes, list, tuple, dict)
 _TEXTS_OF_ANYTHING = frozenset(
     {
@@ -118,6 +136,36 @@ def _int_of(value: Any) -> int:
     return abs(value) if isinstance(value, int) else 0
 
 
+def _check_count(num_pieces: int) -> None:
+    if num_pieces > _MOST_PIECES:
+        raise TemplateSizeError
+
+
+def _check_pieces(text: str | bytes, separator: Any, most: int) -> None:
+    """Check the number of pieces before a text is split, `most` times at most if that is not -1."""
+    if len(text) > _MOST_PIECES and not 0 <= most <= _MOST_PIECES:
+        _check_count(len(text.split(separator, _MOST_PIECES)))
+
+
+def _check_lines(text: str | bytes) -> None:
+    if len(text) > _MOST_PIECES:
+        letters = text.decode("latin-1") if isinstance(text, bytes) else text
+        _check_count(sum(map(letters.count, _LINE_ENDS)))
+
+
+def _check_characters(value: Any) -> None:
+    """Check the length of a text of which each character may become a text."""
+    if isinstance(value, str | bytes):
+        _check_count(len(value))
+
+
+def _check_growth(name: str, value: Any) -> None:
+    if isinstance(value, str) and len(value) > _SMALL and not value.isascii() and name in _CASES:
+        _check(len(value) * 12)
+    if name in _GROWTH:
+        _check(_length(value) * _GROWTH[name])
+
+
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
     """Check `%` and `format`. Each field may be as wide as any number in the template or values."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
@@ -132,7 +180,14 @@ def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
 
 def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
     """Check the length of the result of a text's method."""
+    _check_growth(name, text)
     match name, args:
+        case "split" | "rsplit", _:
+            separators = [arg for arg in args if isinstance(arg, str | bytes)]
+            most = [arg for arg in args if isinstance(arg, int)]
+            _check_pieces(text, separators[0] if separators else None, most[0] if most else -1)
+        case "splitlines", _:
+            _check_lines(text)
         case "center" | "ljust" | "rjust" | "zfill", [width, *_]:
             _check(_int_of(width))
         case "expandtabs", [size, *_]:
@@ -152,6 +207,9 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
     width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
         _check(_length(value))
+    if name in _INTO_PIECES:
+        _check_characters(value)
+    _check_growth(name, value)
     match name:
         case "center" | "slice":
             _check(width)
@@ -159,6 +217,7 @@ def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[st
             _check(width * 8)
         case "indent":
             steps = max(width, *map(_length, arguments), 4) if arguments else 4
+            _check_lines(str(value))
             _check(_length(value) + (str(value).count("\n") + 1) * steps)
         case "replace" if len(arguments) >= 2:
             _check_method(str(value), "replace", [str(arguments[0]), str(arguments[1])])
@@ -184,6 +243,7 @@ def _bounded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **kwargs: Any) -> Any:
         context, (value, *arguments) = args[:has_context], args[has_context:]
         if name == "join":
+            _check_characters(value)
             attribute = arguments[1] if len(arguments) > 1 else kwargs.get("attribute")
             value = [*value]
             if attribute is not None:
@@ -232,6 +292,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             filters[name] = original
         self.filters = filters
 
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parse a template. Arguments behind a `*` become a list, which is checked."""
+        template = super()._parse(source, name, filename)
+        calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
+        for call in calls:
+            if call.dyn_args is not None:
+                call.dyn_args = nodes.Filter(call.dyn_args, "list", [], [], None, None)
+        return template
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is type(right) is str:  # the most frequent one
             _check(len(left) + len(right))
@@ -258,6 +327,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str | bytes):
             if name == "join" and len(args) == 1:
+                _check_characters(args[0])
                 args = ([*args[0]],)
             if name in ("format", "format_map"):
                 _check_format(text, [*args, *kwargs.values()])

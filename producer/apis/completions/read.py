@@ -15,6 +15,7 @@ from promptq.producer.apis.completions.tolerated_fields import (
     FieldsWithoutEffect,
     FixedFields,
     in_our_names,
+    names_in,
 )
 from promptq.producer.calls.call import (
     IGNORED,
@@ -48,6 +49,10 @@ class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
     @classmethod
     def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return in_our_names(fields)
+
+    @classmethod
+    def names_in(cls, fields: Mapping[str, Any]) -> dict[str, str]:
+        return names_in(fields)
 
 
 class CompletionOptions(CallOptions):

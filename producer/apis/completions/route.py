@@ -189,7 +189,8 @@ class _Frames(Frames):
         """Write an event of the choice at `place`."""
         if event.finish_reason is not None:
             so_far = self._num_tokens + event.end
-            if (error := failure(event.finish_reason, event.error, so_far)) is not None:
+            names = self._completion.names
+            if (error := failure(event.finish_reason, event.error, so_far, names)) is not None:
                 raise error
         self._num_tokens += len(event.token_ids)
         if not self._writers:

@@ -19,7 +19,6 @@ from promptq.producer.calls.call import (
     ONLY_VALUE,
     name_of_tool,
     tools_named,
-    without_none,
     wrong_field,
 )
 from promptq.shared.errors import InvalidRequestError
@@ -100,6 +99,15 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def names_in(body: Mapping[str, Any]) -> dict[str, str]:
+    """Returns vLLM's names for the format of the output, if a body has them; see `in_api_names`."""
+    name = next((name for name in _FORMS if name in body), None)
+    if name is None:
+        return {}
+    schema = ".json" if name == "structured_outputs" else ""
+    return {"response_format": name, ".json_schema.schema": schema}
+
+
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}
 _FORMS = (
     "structured_outputs",
@@ -113,12 +121,13 @@ def _format_of(name: str, value: Any) -> dict[str, Any]:
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
         if isinstance(value, dict):  # vLLM's own class may be written out whole
-            value = without_none(value)
+            value = {key: member for key, member in value.items() if member not in _UNSET}
         if not (isinstance(value, dict) and len(value) == 1 and {*value} <= _KINDS):
+            members = ", ".join(value)[:80] if isinstance(value, dict) and value else "none"
             raise wrong_field(
                 name,
                 'must be one of {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},'
-                ' {"grammar": LARK} and {"json_object": true}; other forms are not served',
+                f' {{"grammar": LARK}} and {{"json_object": true}}; got the members {members}',
             )
         [(kind, value)] = value.items()
     if kind in ("regex", "choice", "grammar"):
@@ -141,6 +150,7 @@ def _format_of(name: str, value: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": name, "schema": value}}
 
 
+_UNSET = (None, False)
 _KINDS = {"json", "json_object", "regex", "choice", "grammar"}
 
 

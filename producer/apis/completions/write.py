@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -33,7 +33,7 @@ def answer(
     completion: Completion, results: Sequence[Result], style: OutputStyle | None
 ) -> Work[dict[str, Any]]:
     """The body of the answer. Raises ApiError if a result is no answer."""
-    if (error := failure_of(results)) is not None:
+    if (error := failure_of(results, completion.names)) is not None:
         raise error
     choices = []
     for index, result in enumerate(results):
@@ -51,10 +51,12 @@ def answer(
     return body
 
 
-def failure_of(results: Sequence[Result]) -> ApiError | None:
+def failure_of(results: Sequence[Result], names: Mapping[str, str]) -> ApiError | None:
     """The first failure among the results. A deadline is a failure only without any output."""
     num_tokens = sum(len(result.token_ids) for result in results)
-    failures = (failure(result.finish_reason, result.error, num_tokens) for result in results)
+    failures = (
+        failure(result.finish_reason, result.error, num_tokens, names) for result in results
+    )
     return next((error for error in failures if error is not None), None)
 
 

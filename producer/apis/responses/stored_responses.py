@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 
 from promptq.producer.apis.responses.ended_output import EndedOutput
 from promptq.producer.apis.responses.input_items import id_of
@@ -171,6 +172,8 @@ def _record(response_id: str, reply: Any) -> StoredResponse | None:
     if None in reply[:-1]:
         return None
     tenant, queue, options, echo = (field.decode() for field in reply[:-1])
-    call = _CALLS.validate_python({**json.loads(options), "id": response_id, "echo": echo})
+    call = _CALLS.validate_python(
+        {**from_json(options, allow_inf_nan=False), "id": response_id, "echo": echo}
+    )
     _ = call.expected  # raises an error if a stranger wrote it
     return StoredResponse(call, tenant, queue, reply[-1])

@@ -33,6 +33,7 @@ class ChannelText:
         self._reasoning_channel = style.reasoning_before.removeprefix(style.before).removesuffix(
             style.middle
         )
+        self._blank: list[str] = []  # white space in front of a text that may begin with a header
         self._held = ""
         self._kind = ""  # of the message that is open
         self._is_empty = True
@@ -69,7 +70,7 @@ class ChannelText:
         if self._kind:
             self._write(self._held)
         elif not (self._in_header or self._kinds_read or self._forced):
-            self._open(_CONTENT)
+            self._open_content()
             self._write(self._held)
         self._held = ""
         return self._take()
@@ -88,13 +89,21 @@ class ChannelText:
     def _read_start(self) -> bool:
         """Reads what is in front of a header, or of a text without one."""
         begun = self._held.lstrip()
+        self._blank.append(self._held[: len(self._held) - len(begun)])
+        self._held = begun
         if begun.startswith(self._starts):
+            self._blank.clear()
             self._in_header, self._is_at_start = True, False
             return True
         if any(mark.startswith(begun) for mark in self._starts):
             return False
-        self._open(_CONTENT)
+        self._open_content()
         return True
+
+    def _open_content(self) -> None:
+        self._held = "".join(self._blank) + self._held
+        self._blank.clear()
+        self._open(_CONTENT)
 
     def _read_header(self) -> bool:
         header, middle, rest = self._held.partition(self._middle)

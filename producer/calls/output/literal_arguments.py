@@ -34,6 +34,7 @@ class LiteralArguments:
 
     def __init__(self, style: OutputStyle, types: Mapping[str, frozenset[str]]) -> None:
         self._quote, self._key_end = style.quote, style.key_after.strip()
+        self._quotes = (style.quote,) if style.quote else ("'", '"')
         self._types = types
         self.are_over = False
         self._closers = [style.after.strip()[0]]
@@ -41,6 +42,7 @@ class LiteralArguments:
         self._wants_key, self._lacks_value = True, False
         self._key: str | None = None  # a key that was a string
         self._allowed = frozenset[str]()
+        self._word: list[str] = []  # letters outside of strings
         self._held = ""
         self._string_end = ""
         self._kept: list[str] | None = None  # a string that is no text, or a key
@@ -52,32 +54,39 @@ class LiteralArguments:
         return self._state(letter)
 
     def _outside(self, letter: str) -> str:
-        self._held = (self._held + letter).lstrip()
-        word = self._held
-        if (word == self._quote) if self._quote else word in ("'", '"'):
-            return self._open_string(word)
+        if letter.isspace() and not self._word:
+            return ""
+        self._word.append(letter)
+        begun = "".join(self._word[: len(self._quotes[0]) + 1])
+        if begun in self._quotes:
+            return self._open_string(begun)
         if letter not in _PUNCTUATION:
             return ""
-        word = word[:-1].rstrip()
-        if letter in _CLOSERS and not word and not self._wants_key:
+        if letter in _CLOSERS and len(self._word) == 1 and not self._wants_key:
             return self._item() + self._open(letter)
         is_end = letter == self._closers[-1]
         if self._wants_key:
             if letter == (self._key_end if len(self._closers) == 1 else ":"):
+                word = self._take_word()
                 return self._open_value(word if self._key is None else self._key)
             if not is_end and letter != ",":
                 return ""
-            self._held = ""
+            self._word.clear()
             return self._close() if is_end else ""
         if not is_end and letter != ",":
             return ""
-        self._held = ""
-        word = word or "null" * self._lacks_value
+        word = self._take_word() or "null" * self._lacks_value
         value = self._item() + self._value(word) if word else ""
         if is_end:
             return value + self._close()
         self._wants_key = self._closers[-1] != "]"
         return value
+
+    def _take_word(self) -> str:
+        """Returns the word before the last letter."""
+        word = "".join(self._word[:-1]).rstrip()
+        self._word.clear()
+        return word
 
     def _item(self) -> str:
         """Returns what stands before a value: in a list, the comma."""
@@ -92,7 +101,7 @@ class LiteralArguments:
         self._counts[-1] += 1
         if len(self._closers) == 1:
             self._allowed = self._types.get(key, frozenset())
-        self._wants_key, self._key, self._held = False, None, ""
+        self._wants_key, self._key = False, None
         self._lacks_value = True
         return f"{before}{json.dumps(key)}: "
 
@@ -106,7 +115,7 @@ class LiteralArguments:
         return json.dumps(word, ensure_ascii=False)
 
     def _open(self, letter: str) -> str:
-        self._held = ""
+        self._word.clear()
         self._closers.append(_CLOSERS[letter])
         self._counts.append(0)
         self._wants_key = letter == "{"
@@ -121,7 +130,8 @@ class LiteralArguments:
         return "}" if count else "{}"
 
     def _open_string(self, mark: str) -> str:
-        self._held, self._string_end = "", mark
+        self._word.clear()
+        self._string_end = mark
         self._state = self._in_string
         is_value = not self._wants_key
         is_text = not self._allowed or bool(JSON_TYPES[str] & self._allowed)

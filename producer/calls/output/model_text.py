@@ -79,7 +79,7 @@ class ModelText:
         self._channels: ChannelText | None = None
         style = style and style.of_chat(with_tools=expected.with_tools)
         if style is not None and style.form == CHANNELS:
-            if expected.with_tools or expected.with_reasoning:
+            if style.has_calls and (expected.with_tools or expected.with_reasoning):
                 self._channels = ChannelText(
                     style, with_tools=expected.with_tools, forced=expected.is_forced
                 )

@@ -16,6 +16,7 @@ class ReasoningText:
 
     def __init__(self, before: str, after: str) -> None:
         self._before, self._after = before.strip(), after.strip()
+        self._blank: list[str] = []  # white space in front of the held text
         self._held = ""
         self._has_begun = False  # whether some reasoning was returned
         self._state: Callable[[str], tuple[str, str]] = self._at_start
@@ -27,33 +28,46 @@ class ReasoningText:
     def finish(self) -> tuple[str, str]:
         """Ends the text. Returns the part that was held back."""
         held, self._held = self._held, ""
-        return (held.rstrip(), "") if self._state == self._inside else ("", held)
+        if self._state == self._inside:
+            return self._certain(held.rstrip()), ""
+        return "", "".join(self._blank) + held
 
     def _at_start(self, text: str) -> tuple[str, str]:
-        self._held += text
-        begun = self._held.lstrip()
+        text = self._held + text
+        self._held = begun = text.lstrip()
+        self._blank.append(text[: len(text) - len(begun)])
         if begun.startswith(self._before):
             self._held, self._state = "", self._inside
+            self._blank.clear()
             return self._inside(begun[len(self._before) :])
         if self._before.startswith(begun):
             return "", ""
-        self._state = self._in_rest
-        held, self._held = self._held, ""
-        return "", held
+        rest, self._state = self.finish()[1], self._in_rest
+        self._blank.clear()
+        return "", rest
 
     def _inside(self, text: str) -> tuple[str, str]:
-        held = self._held + text
-        if not self._has_begun:
-            held = held.lstrip()
-        end = held.find(self._after)
+        text = self._held + text
+        end = text.find(self._after)
         if end >= 0:
             self._held, self._state = "", self._at_rest
-            rest = self._at_rest(held[end + len(self._after) :])[1]
-            return held[:end].rstrip(), rest
-        certain = held[: len(held) - overlap(held, self._after)].rstrip()
-        self._has_begun = self._has_begun or bool(certain)
-        self._held = held[len(certain) :]
-        return certain, ""
+            reasoning = self._certain(text[:end].rstrip())
+            self._blank.clear()
+            return reasoning, self._at_rest(text[end + len(self._after) :])[1]
+        size = len(text) - overlap(text, self._after)
+        certain, self._held = text[:size].rstrip(), text[size:]
+        reasoning = self._certain(certain)
+        self._blank.append(text[len(certain) : size])
+        return reasoning, ""
+
+    def _certain(self, text: str) -> str:
+        """Returns a text that is reasoning, with the white space between it and the text before."""
+        if not text:
+            return ""
+        text = "".join(self._blank) + text if self._has_begun else text.lstrip()
+        self._blank.clear()
+        self._has_begun = True
+        return text
 
     def _at_rest(self, text: str) -> tuple[str, str]:
         text = text.lstrip()

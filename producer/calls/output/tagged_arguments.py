@@ -42,6 +42,7 @@ class TaggedArguments:
         self.are_over = False
         self._types = types
         self._held = ""
+        self._parts: list[str] = []  # of a value that is no text, before what is held
         self._key, self._allowed = "", frozenset[str]()
         self._is_text = False
         self._num_values = 0
@@ -90,11 +91,16 @@ class TaggedArguments:
     def _in_line(self) -> str:
         is_over = self._held.endswith(self._value_after)
         if is_over:
-            text = self._held.removesuffix(self._value_after)
+            text = "".join(self._parts) + self._held.removesuffix(self._value_after)
+            self._parts.clear()
             text = text.removesuffix("\n") if self._in_lines else text
             self._held, self._state = "", self._between
             return inside(text) + '"' if self._is_text else as_json(text, self._allowed)
         if not self._is_text:
+            if len(self._held) > _LONGEST_KEY:
+                certain = len(self._held) - len(self._value_after)
+                self._parts.append(self._held[:certain])
+                self._held = self._held[certain:]
             return ""
         num_held = overlap(self._held, "\n" + self._value_after) if self._in_lines else 0
         num_held = num_held or overlap(self._held, self._value_after)

@@ -59,6 +59,7 @@ class ToolText:
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._held = ""  # text that may still turn out to be a call
+        self._blank: list[str] = []  # white space behind it
         self._follows_call = False  # but for white space
         self._object: list[str] = []  # a call whose members come in another order
         self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
@@ -114,6 +115,7 @@ class ToolText:
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
         """Ends the text. Returns the part that was held back."""
+        self._hold_blank()
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
                 self._begin_call("")
@@ -186,10 +188,12 @@ class ToolText:
         self._state = self._in_head
 
     def _in_head(self, letter: str) -> None:
+        if not self._matched and letter.isspace():
+            self._blank.append(letter)
+            return
+        self._hold_blank()
         self._held += letter
         literal = self._head[self._element]
-        if not self._matched and letter.isspace():
-            return
         if literal == _NAME:
             self._in_name(letter)
         elif literal == _STRING:
@@ -202,6 +206,10 @@ class ToolText:
                 self._no_call()
             elif literal == self._matched:
                 self._next_element()
+
+    def _hold_blank(self) -> None:
+        self._held += "".join(self._blank)
+        self._blank.clear()
 
     def _in_quoted_name(self, letter: str) -> None:
         self._matched += letter
@@ -226,7 +234,12 @@ class ToolText:
         is_word = letter.isalnum() or letter in "_-." or not (self._is_bare or letter in '{"')
         if end and self._name:
             self._next_element(end if end not in squeezed(self._style.middle) else "")
-        elif end or not (is_word or of_mark) or len(self._matched) > _LONGEST_NAME:
+        elif (
+            end
+            or not (is_word or of_mark)
+            or len(self._matched) > _LONGEST_NAME
+            or (self._before and self._dense.endswith(self._before))  # there another call begins
+        ):
             self._no_call()
 
     def _in_first_key(self, letter: str) -> None:

@@ -140,6 +140,13 @@ def test_no_path_answers_500_for_a_spoilt_record(
     client.sadd(KEYS.unfinished_batches, value[:200])
     client.zadd(KEYS.batches_of(""), {value[:200]: 1, "batch_" + "0" * 32: 2})
     client.hset(KEYS.batch("batch_" + "0" * 32), mapping={"id": value, "endpoint": value})
+    for number, field in enumerate(("endpoint", "input_file_id", "metadata", "errors", "usage"), 1):
+        batch = {"id": f"batch_{number:032x}", "endpoint": "/v1/completions"}
+        batch |= {"input_file_id": "file-x", "created_at": 1, "expires_at": 2**40}
+        whole = {name: json.dumps(member) for name, member in batch.items()}
+        client.hset(KEYS.batch(batch["id"]), mapping={**whole, field: value})
+        client.zadd(KEYS.batches_of(""), {batch["id"]: 2 + number})
+        paths.append(f"/v1/batches/{batch['id']}")
     for path in paths:
         with http.stream("GET", path) as answer:
             # A stream that waits for its end says so from time to time.

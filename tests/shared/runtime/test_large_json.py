@@ -43,6 +43,11 @@ def test_objects_are_read_and_written_as_by_the_library() -> None:
         assert json.loads(at_once(written(fields))) == json.loads(text)
 
 
+def test_whole_characters_may_be_escaped() -> None:
+    text = r'{"a":"\ud83e\udd8a","b":["\\ud800"]}'
+    assert at_once(object_in(text, {})) == {"a": "\U0001f98a", "b": [r"\ud800"]}
+
+
 def test_items_of_a_list_are_converted_one_by_one() -> None:
     parts = object_in(' { "a" : [ 1 , 2 ] , "b" : [ 3 ] , "c" : [ ] } ', {"a": str})
     assert next(parts) is None
@@ -57,6 +62,9 @@ def test_items_of_a_list_are_converted_one_by_one() -> None:
         ('{"a":[1}', "no ',' or ']'"),
         ('{"a":[NaN]}', "NaN is not JSON"),
         ("[]", "no '{'"),
+        ('{"a":"\\ud800"}', "surrogates"),
+        ('{"a":[{"b":["\\udFFF"]}]}', "surrogates"),
+        ('{"\\uDbff":1}', "surrogates"),
     ],
 )
 def test_what_is_no_object_is_refused(text: str, why: str) -> None:

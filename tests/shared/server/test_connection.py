@@ -100,7 +100,7 @@ PLACES = {
         *("parser_class=x", "connection_class=x", "credential_provider=x", "cache=x", "foo=1"),
         *("socket_keepalive_options=x", "legacy_responses=false", "redis_connect_func=x"),
         *("command_packer=x", "maint_notifications_config=x", "event_dispatcher=x", "host=other"),
-        "decode_response=1",
+        *("decode_response=1", "db=", "db", "client_name="),
     ],
 )
 def test_refuses_an_option_that_would_break_it_by_name(scheme: str, option: str) -> None:
@@ -142,6 +142,13 @@ def test_a_database_is_a_number(scheme: str, place: str) -> None:
         place = place.replace("host/", "host/service/")
     with pytest.raises(ConfigurationError, match=r"the database '\S+' is not a number"):
         open_redis(f"{scheme}://:secret@{place}")
+
+
+@pytest.mark.parametrize("scheme", PLACES)
+def test_nothing_of_a_url_is_left_out_silently(scheme: str) -> None:
+    """A fragment would be, so `#1` would mean the database 0."""
+    with pytest.raises(ConfigurationError, match="nothing may follow a #"):
+        open_redis(f"{scheme}://:secret@{PLACES[scheme]}#1")
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "redis+sentinel"])
@@ -219,6 +226,16 @@ def test_explains_what_the_client_library_raises() -> None:
         assert type(sentence) is expected
         assert "secret" not in str(sentence)
         assert not str(sentence).endswith("."), "more may follow"
+
+
+@pytest.mark.parametrize("place", ["9b1e1cafe, on @user_script:7", "on @user_script:7"])
+def test_a_place_in_a_script_is_left_out_and_the_reason_is_not(place: str) -> None:
+    """Redis 7 and Valkey 9. In Valkey the reason itself has the word before the place."""
+    reason = "ACL failure in script: No permissions to access a key"
+    sentence = explain(
+        redis.exceptions.NoPermissionError(f"{reason} script: {place}."), "redis://h"
+    )
+    assert str(sentence).endswith(f"said: {reason}")
 
 
 async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> None:

@@ -41,6 +41,7 @@ def run(folder: Path, option: str) -> tuple[dict[str, Any], str]:
 def test_checks_and_measures(tmp_path: Path) -> None:
     figures, said = run(tmp_path, "--without-peers")
     assert "as `generate`" in figures["whole models"]
+    assert "against fp64" in figures["experts"]
     assert figures["engine"] > 0
     assert figures["engine, compiled"] > 0
     assert {name for name in figures if name.startswith(("decode", "prefill", "attention"))} == {

@@ -284,6 +284,8 @@ NATIVE = {
     *("llama", "qwen3", "mistral", "phi", "gemma2", "gemma3_text", "olmo2", "olmo3", "granite"),
     *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
     *("cohere2", "helium", "starcoder2"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid"),
+    *("bamba", "lfm2"),
     *MIXTURES,
 }
 """Families of which all parts have native code."""

@@ -109,13 +109,14 @@ def test_the_way_a_model_is_computed_is_said() -> None:
 
 
 def test_recurrent_layers_and_their_memory_are_said(tmp_path: Path) -> None:
-    save_model(tmp_path, "granitemoehybrid", vocab_size=2048, mamba_d_state=1024)
+    save_model(tmp_path, "kimi_linear", vocab_size=2048, linear_head_dim=128)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL_DIR / name, tmp_path)
     settings = WorkerSettings(model=str(tmp_path), max_num_seqs=4, device="cpu")
     served = build(settings)
     assert served.method == (
-        "no native code (it has recurrent layers (Mamba 2)), no drafts (recurrent layers)"
+        "no native code (it has recurrent layers of an unknown kind (Kimi Delta Attention)), no"
+        " drafts (recurrent layers)"
     )
     line = _ready_line(settings, served, "redis://localhost", 1.0, "")
     megabytes = served.engine.limits.state_bytes / 2**20

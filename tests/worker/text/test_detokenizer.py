@@ -155,6 +155,19 @@ def test_an_output_behind_a_replacement_character_keeps_its_first_space(
     assert tokenizer.decode([*before, *output]) == prompt + " cat\ufffd a 漢"
 
 
+@pytest.mark.parametrize(("has_bos", "num_times"), [(False, 1), (True, 1), (False, 800)])
+def test_an_output_behind_parts_of_characters_alone_keeps_its_first_space(
+    has_bos: bool, num_times: int
+) -> None:
+    tokenizer = HuggingFaceTokenizer(sentence_piece(adds_bos=True))
+    bos = tokenizer.encode_prompt(Request(prompt="a"))[:1]
+    before = [*bos * has_bos, *tokenizer.encode_text("漢")[-2:] * num_times]
+    assert set(tokenizer.decode(before)) == {REPLACEMENT}
+    output = tokenizer.encode_text("cat 漢")
+    assert "".join(run(TextStream(tokenizer.decode, before), output)) == " cat 漢"
+    assert "".join(run(TextStream(tokenizer.decode, bos), output)) == "cat 漢"
+
+
 def test_half_a_character_before_an_output_does_not_spoil_it() -> None:
     """Be it that of a prompt that was sent as token ids."""
     tokenizer = HuggingFaceTokenizer(sentence_piece())

@@ -62,6 +62,30 @@ GROWING = [
     "{% filter center(3000000000) %}x{% endfilter %}",
     "{{ ['x'] | map('center', 3000000000) | list }}",
 ]
+LARGE = {"words": "ab ", "lines": "ab\\n", "letters": "\u1234", "marks": "&\x01", "sharp": "\xdf"}
+"""Texts of some 60 MB are within the limit. In pieces they take gigabytes."""
+GROWING += [
+    f"{{% set s = '{LARGE[name]}' * {2**20 // len(LARGE[name])} * 24 %}}{{{{ {expression} }}}}"
+    for name, expression in [
+        *(("words", "s.split(' ') | length"), ("words", "s.split() | length")),
+        *(("words", "s.rsplit() | length"), ("words", "s.encode().split() | length")),
+        *(
+            ("words", f"s | {it} | length")
+            for it in ("title", "urlize", "wordwrap(40)", "striptags")
+        ),
+        *(("words", "s | wordcount"), ("words", "s.split(' ', 2000000) | length")),
+        *(("lines", "s.splitlines() | length"), ("lines", "s | indent(1) | length")),
+        *(("letters", f"s | {it} | list | length") for it in ("list", "unique", "map('upper')")),
+        *(("letters", f"s | {it} | list | length") for it in ("batch(2)", "slice(3)", "select")),
+        *(("letters", "s | sort | length"), ("letters", "s | join(',') | length")),
+        *(("letters", "','.join(s) | length"), ("letters", "cycler(*s)")),
+        *(("letters", "'{}'.format(*s)"), ("letters", "s | urlencode | length")),
+        *(("letters", "s.encode('unicode_escape') | length"), ("letters", "s | groupby('x')")),
+        *(("marks", f"s | {it} | length") for it in ("tojson", "e", "forceescape", "pprint")),
+        *(("marks", "{'x': s} | xmlattr"), ("marks", "[s] | tojson | length")),
+        *(("sharp", "s.upper() | length"), ("sharp", "s | upper | length")),
+    ]
+]
 
 
 def rendered(template: str, **fields: Any) -> str:
@@ -109,8 +133,21 @@ def test_what_templates_do_gives_the_same() -> None:
         "{{ 'x' | center(5) }}{{ ','.join(['a', 'b']) }}{{ 1.25 | round(1) }}{{ [1, 2] | sum }}"
         "{%- set c %}in{{ m.role }}{% endset %}{{ c }}{% macro f(x) %}[{{ x }}]{% endmacro %}"
         "{{ f(1) ~ f('a') }}{{ 'a b' | title | upper }}{{ [3, 1] | sort | first }}{% endfor %}"
+        "{{ 'a,b'.split(',') }}{{ ' a b '.split() }}{{ '{}{}'.format(*'ab') }}{{ 'ab' | list }}"
     )
     assert rendered(template) == (
         '<|user|>\nHi{\n  "role": "user",\n  "content": "Hi"\n}    a\n    b---3a, 1userHi'
         "  2.2|x   aa_bxb['x', 'y']NoneTrue322  x  a,b1.23inuser[1][a]A B1"
+        "['a', 'b']['a', 'b']ab['a', 'b']"
     )
+
+
+def test_a_long_message_may_be_taken_apart() -> None:
+    """As templates do to find the reasoning. A message may have 8 MiB."""
+    content = "word \u1234\n" * 500_000 + "</think>answer"
+    template = (
+        "{% set s = messages[0].content %}{{ s.split('</think>')[-1] }}{{ s.rsplit('w', 1) | length"
+        " }}{{ s | tojson | length }}{{ s.splitlines() | length }}{{ s | upper | length }}"
+    )
+    text = rendered(template, messages=[{"role": "user", "content": content}])
+    assert text == f"answer2{len(content) + 500_002}500001{len(content)}"

@@ -249,7 +249,7 @@ class EngineLimits:
     embedding_size: int = 0
     """Length of an embedding; 0 if the engine computes none."""
     state_bytes: int = 0
-    """Bytes of the recurrent layers' states, for all slots."""
+    """Bytes of all states of recurrent layers, also of those kept after shared prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,10 @@ class EngineAbilities:
     inexact_with: frozenset[str] = frozenset()
     """Fields of a request with which `exact_resume` does not hold. `temperature` stands for any
     request that is not greedy."""
+
+    head_cost: float | None = None
+    """The time of a token that a head of the model drafts, as a share of the time of a step. None:
+    the model has no such head."""
 
     is_at_risk: bool = True
     """Whether a running request may be the cause of an engine's failure."""

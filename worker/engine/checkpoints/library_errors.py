@@ -26,6 +26,8 @@ def first_sentence(error: Exception) -> str:
     if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
         kind = type(error).__name__
         return f"its files have sizes that cannot be, or do not fit each other ({kind})"
+    if isinstance(error, KeyError):
+        return f"{error} is missing in its files"
     first, _, rest = str(error).strip().partition("\n")
     if first.rstrip().endswith(":"):  # only the next line names the fault
         first += " " + rest.strip().split("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ from promptq.worker.engine.checkpoints.gptq import GPTQ
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_weights
 from promptq.worker.engine.checkpoints.safe_files import (
+    HEAD_FOLDER,
     check_config,
     check_experts,
     check_sizes,
@@ -84,9 +86,14 @@ class ModelFolder:
             raise UnsupportedModelError(
                 f"{source}: config.json has a text_config that the model's type does not have"
             )
-        check_experts(source, text_config)
+        check_experts(source, text_config, has_weights=self._has_experts)
         if Path(source).is_dir() and (numbers := self._num_numbers):
             check_sizes(source, text_config, numbers)
+
+    def _has_experts(self) -> bool:
+        """Whether files in a directory have weights of experts."""
+        files = self._files() if Path(self.source).is_dir() else []
+        return any(".experts." in name for file in files for name in _tensors(file))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,6 +166,23 @@ class ModelFolder:
                 tensors = {key: file.get_tensor(f"{module}.{key}") for key, file in parts.items()}
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
+
+    def head_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the head that predicts further tokens, by name; empty if the files
+        have none. Its names are those of a layer after the last one (DeepSeek-V3, GLM-4.5), or
+        begin with `mtp` (Qwen3-Next). It may also lie in the folder `mtp`, where programs that do
+        not know it do not look."""
+        first = self.config.get_text_config(decoder=True).num_hidden_layers
+        names = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
+        shared = (".embed_tokens.weight", ".shared_head.head.weight")  # copies of the model's
+        weights = {}
+        further = (self._folder() / HEAD_FOLDER).glob("*.safetensors")
+        for file in (*self._files(), *sorted(further)):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 # no dict
+                    if names.fullmatch(name) and not name.endswith(shared):
+                        weights[name] = tensors.get_tensor(name)
+        return weights
 
     def _weight(
         self, format: Format, module: str, parts: dict[str, torch.Tensor]
@@ -241,16 +265,24 @@ def _num_numbers(file: Path, packed: int) -> int:
     0 if the file is damaged, which shows when it is loaded.
     """
     try:
+        return sum(
+            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
+            for tensor in _tensors(file).values()
+        )
+    except (KeyError, TypeError):
+        return 0
+
+
+def _tensors(file: Path) -> dict[str, Any]:
+    """Returns what a safetensors file's header says of its tensors; nothing if it is damaged."""
+    try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(min(size, _LARGEST_HEADER)))
         header.pop("__metadata__", None)
-        return sum(
-            prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)
-            for tensor in header.values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return 0
+        return dict(header)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def _module(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
 """Endings of the files that promptq or the library may read."""
-_FOLDERS = ("", "additional_chat_templates", "1_Pooling")
+HEAD_FOLDER = "mtp"
+_FOLDERS = ("", "additional_chat_templates", "1_Pooling", HEAD_FOLDER)
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
 """The most layers, experts of a layer, or labels; the library makes an object for each."""
@@ -117,8 +119,12 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
             )
 
 
-def check_experts(source: str, config: Any) -> None:
-    """Refuses more active experts than there are, or none. A dense model may have 0 of 0."""
+def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
+    """Refuses more active experts than there are, or none.
+
+    With 0 experts, some families are dense. `has_weights` returns whether there are weights of
+    experts nevertheless.
+    """
 
     def count(names: tuple[str, ...]) -> tuple[str, int] | None:
         in_file = [config.attribute_map.get(name, name) for name in names]
@@ -126,7 +132,7 @@ def check_experts(source: str, config: Any) -> None:
         return next(((name, each) for name, each in counts.items() if isinstance(each, int)), None)
 
     experts, active = count(_EXPERTS), count(_ACTIVE_EXPERTS)
-    if experts is None or active is None or experts[1] == active[1] == 0:
+    if experts is None or active is None or (experts[1] == 0 and not has_weights()):
         return
     if not 1 <= active[1] <= experts[1]:
         raise UnsupportedModelError(

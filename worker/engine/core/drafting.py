@@ -1,10 +1,11 @@
-"""Guesses the next tokens of a sequence from its own text (prompt lookup, Saxena 2023).
+"""Guesses the next tokens of a sequence: from its own text, or with a head of its model.
 
 A step with a few more rows costs little more, as long as it mostly waits for the weights. So a
-decode may carry drafted tokens: those that followed the last occurrence of its last tokens in the
-prompt or output. The step also samples after each of them, and a drafted token is accepted if and
-only if the same token would have been sampled without it. A wrong draft costs only time, and this
-module limits how much.
+decode may carry drafted tokens. Prompt lookup (Saxena 2023) takes those that followed the last
+occurrence of its last tokens in the prompt or output. A model may also have a head that predicts
+further tokens (multi-token prediction); then the runner drafts. The step samples after each drafted
+token too, and one is accepted if and only if the same token would have been sampled without it. A
+wrong draft costs only time, and this module limits how much.
 """
 
 from __future__ import annotations
@@ -26,9 +27,25 @@ _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
 """Credits are in tokens. A higher limit would waste more drafts on a text that no longer repeats
 itself."""
+_LARGEST_DEBT = 1.0
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
 """Numbers of tokens that have to match. A match of a single token means too little."""
+
+UNKNOWN = -1
+"""A drafted token that the model's head has not chosen yet."""
+_MOST_BY_HEAD = 8
+"""The most tokens that the head drafts. It chooses one after the other."""
+_FIRST_RATE = 0.7
+"""The expected rate of acceptance of each token by the head, given that the one before is right."""
+_FIRST_FOUND = 3.0
+"""The expected number of accepted tokens of a prompt lookup, beside a head."""
+_WEIGHT = 1 / 16
+_WEIGHT_OF_LOOKUP = 1 / 4
+"""The weights of a new draft in these expectations."""
+_FORGETTING = 1 / 256
+"""The weight of the first expectation in that of prompt lookup after a step without a lookup. So a
+text that begins to repeat itself is noticed."""
 
 
 class PromptLookup:
@@ -60,6 +77,37 @@ class PromptLookup:
 
 
 @dataclass(slots=True)
+class Head:
+    """A head of the model that drafts, for all sequences."""
+
+    cost: float
+    """See EngineAbilities."""
+    rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * _MOST_BY_HEAD)
+    """For each place of a draft, the expected rate of acceptance if all before are right."""
+
+    def settle(self, num_drafted: int, num_accepted: int) -> None:
+        for place in range(min(num_accepted + 1, num_drafted)):
+            self.rates[place] += _WEIGHT * ((place < num_accepted) - self.rates[place])
+
+    def best_length(self, most: int, num_sequences: int, credit: float) -> tuple[int, float]:
+        """Returns how many tokens the head should draft, and the tokens that the step then makes in
+        the time of a step without drafts. A draft that would cost more than it is worth has to be
+        paid for from the credit, so that the rates stay known."""
+        of_token = _ROW_COST * num_sequences + self.cost
+        expected, right, cost = 0.0, 1.0, _DRAFT_COST
+        best = (0, 1.0)
+        for length, rate in enumerate(self.rates[:most], start=1):
+            right *= rate
+            expected += right
+            cost += of_token
+            if (tokens := (1 + expected) / (1 + cost)) > best[1]:
+                best = (length, tokens)
+        if best[0] == 0 and _DRAFT_COST + of_token <= credit:
+            return 1, 1.0
+        return best
+
+
+@dataclass(slots=True)
 class Drafter:
     """Drafts for one sequence, as many tokens as pay off.
 
@@ -72,23 +120,46 @@ class Drafter:
     begin: int
     end: int
     """Drafts are made while the sequence has `begin` tokens or more, and never past `end`."""
+    head: Head | None = None
     _lookup: PromptLookup = field(default_factory=PromptLookup)
     _length: int = _FIRST_LENGTH
     _credit: float = _FIRST_CREDIT
+    _found: float = _FIRST_FOUND
 
     def draft(self, token_ids: list[int], num_rows: int, num_sequences: int) -> list[int]:
-        """Draft at most `num_rows` tokens, for a step of `num_sequences` sequences."""
+        """Draft at most `num_rows` tokens, for a step of `num_sequences` sequences. All are UNKNOWN
+        if the model's head is to draft them."""
         affordable = int((self._credit - _DRAFT_COST) / (_ROW_COST * num_sequences))
         useful = self.end - len(token_ids) - 1  # the last token is sampled, not drafted
-        count = min(self._length, self.max_drafted, num_rows, affordable, useful)
-        if count < 1 or len(token_ids) < self.begin:
+        most = min(self.max_drafted, num_rows, useful)
+        if most < 1 or len(token_ids) < self.begin:
             return []
-        return self._lookup.find(token_ids, count)
+        count = min(most, self._length, affordable)
+        found = self._lookup.find(token_ids, count) if count > 0 else []
+        if self.head is None:
+            return found
+        length, tokens_per_step = self.head.best_length(most, num_sequences, self._credit)
+        if found and length == 0:
+            return found
+        if found:
+            cost = _DRAFT_COST + _ROW_COST * len(found) * num_sequences
+            if (1 + self._found) / (1 + cost) > tokens_per_step:
+                return found
+        return [UNKNOWN] * length
 
-    def settle(self, num_drafted: int, num_accepted: int, num_sequences: int) -> None:
+    def settle(
+        self, num_drafted: int, num_accepted: int, num_sequences: int, *, by_head: bool = False
+    ) -> None:
         """Account for a decode of the sequence, with or without a draft."""
         credit = self._credit + _ALLOWANCE + num_accepted
+        if by_head or not num_drafted:
+            self._found += _FORGETTING * (_FIRST_FOUND - self._found)
         if num_drafted:
             credit -= _DRAFT_COST + _ROW_COST * num_drafted * num_sequences
-            self._length = 2 * num_accepted + 1
-        self._credit = min(credit, _MAX_CREDIT)
+            if by_head and self.head is not None:
+                credit -= self.head.cost * num_drafted
+                self.head.settle(num_drafted, num_accepted)
+            else:
+                self._length = 2 * num_accepted + 1
+                self._found += _WEIGHT_OF_LOOKUP * (num_accepted - self._found)
+        self._credit = max(-_LARGEST_DEBT, min(credit, _MAX_CREDIT))

@@ -23,7 +23,7 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.block_manager import BlockManager
-from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.drafting import Drafter, Head
 from promptq.worker.engine.core.failed_steps import (
     Collected,
     StepRecovery,
@@ -102,10 +102,13 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # A rejected draft could not be taken back out of a state, nor a step that was launched
+        # A rejected draft cannot be taken back out of a state, nor can a step that was launched
         # after one that failed.
         self._speculative_tokens = speculative_tokens
-        self._may_draft = not has_states
+        self._may_draft = not has_states or layout.states_skip_drafts
+        self._has_states = has_states
+        cost = self.abilities.head_cost
+        self._head = None if cost is None else Head(cost)
         self._async_scheduling = async_scheduling and not has_states
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # the work of a failed step
@@ -287,8 +290,8 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns None for a request without drafts, for a model with recurrent layers, or if its
-        next token depends on earlier ones (see `looks_back`)."""
+        """Returns None for a request without drafts, for a model that takes none, or if its next
+        token depends on earlier ones (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
@@ -300,7 +303,12 @@ class LLMEngine:
         ):
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
-        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
+        return Drafter(
+            max_drafted,
+            begin=begin,
+            end=sequence.max_num_tokens,
+            head=self._head,
+        )
 
     def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
         for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
@@ -354,7 +362,9 @@ class LLMEngine:
             sequence.token_ids.append(tokens[num_appended].token_id)
             num_appended += 1
             finish_reason = self._finish_reason(sequence)
-        self._advance(share, share.num_tokens + num_appended - 1)
+        # States do not include drafted tokens: the next step computes the accepted ones again.
+        num_accepted = 0 if self._has_states else num_appended - 1
+        self._advance(share, share.num_tokens + num_accepted)
         grammar = sequence.request.grammar
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
@@ -399,8 +409,8 @@ class LLMEngine:
         else:
             output = _failed(
                 sequence,
-                "its hidden states are no finite numbers: they overflow in the model's dtype; try"
-                " bfloat16 or float32",
+                "its hidden states are no finite numbers: a weight is none (fetch the model's files"
+                " again), or they overflow in the model's dtype (try bfloat16 or float32)",
             )
         return [self._end(sequence, output)]
 
@@ -409,7 +419,12 @@ class LLMEngine:
         self._totals.drafted_tokens += num_drafted
         self._totals.accepted_tokens += num_accepted
         if share.sequence.drafter is not None:
-            share.sequence.drafter.settle(num_drafted, num_accepted, len(batch.scheduled))
+            share.sequence.drafter.settle(
+                num_drafted,
+                num_accepted,
+                len(batch.scheduled),
+                by_head=share.drafts_by_head,
+            )
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.may_end and sequence.token_ids[-1] in sequence.request.end_token_ids:

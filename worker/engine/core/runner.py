@@ -33,6 +33,8 @@ class KVLayout:
     """The number of further states, after shared prefixes."""
     state_bytes: int = 0
     """Bytes of all states."""
+    states_skip_drafts: bool = False
+    """Whether a step may have drafted rows, because the states after it do not include them."""
 
 
 class Runner(Protocol):

@@ -12,7 +12,7 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from promptq.worker.engine.core.block_manager import BlockManager
-from promptq.worker.engine.core.drafting import MAX_ROWS
+from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from promptq.worker.engine.core.shares import Shares, TenantCounts
@@ -198,7 +198,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue  # preempted for a sequence before it
-            if sequence.num_uncomputed_tokens > 1:
+            if not sequence.decodes:
                 prefilling.append(sequence)
                 continue
             while not self.block_manager.extend(sequence):
@@ -301,13 +301,13 @@ class Scheduler:
             if num_rows < 1:
                 return
             sequence = share.sequence
-            if sequence.drafter is None or sequence.num_uncomputed_tokens > 1:
+            if sequence.drafter is None or not (sequence.decodes and share.samples):
                 continue
             draft = sequence.drafter.draft(sequence.token_ids, num_rows, len(plan.shares))
             if not draft or self.block_manager.num_free <= self._watermark:
                 continue
             if self.block_manager.extend(sequence, len(draft)):
-                plan.shares[sequence] = replace(share, draft=tuple(draft))
+                share.draft, share.drafts_by_head = tuple(draft), draft[0] == UNKNOWN
                 num_rows -= len(draft)
 
     def _find_room(
@@ -438,7 +438,7 @@ class _Plan:
     """Whether prefixes are shared only where states of recurrent layers are kept."""
     shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     prefilling: set[Sequence] = field(default_factory=set)
-    """The sequences that compute more than their last token."""
+    """The sequences that do not decode."""
 
     def limit_prompts(self, num_tokens: int | None) -> None:
         """Leave at most `num_tokens` for prompts, if there are decodes beside them."""
@@ -473,7 +473,7 @@ class _Plan:
         self.num_reported_rows_left -= num_reported
         self.shares[sequence] = share
         self.num_tokens_left -= num_tokens
-        if uncomputed > 1:
+        if uncomputed > 1 and not sequence.decodes:
             self.prefilling.add(sequence)
 
     def take_back(self, sequence: Sequence) -> None:
@@ -504,10 +504,11 @@ class _Plan:
         """Let `other`, which this plan computes, keep its state where its tokens begin to differ
         from those of `sequence`. Returns False if that would be no later than after the
         `num_shared` blocks that `sequence` can share already, or if `other` is past that place."""
-        pairs = zip(other.block_hashes, sequence.block_hashes, strict=False)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        most = sequence.num_cacheable_tokens // self.block_size
-        share, end = self.shares[other], min(num_equal, most) * self.block_size
+        hashes = other.block_hashes, sequence.block_hashes
+        most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
+        # Equal hashes are of equal tokens before them, so the first difference can be bisected.
+        num_equal = bisect_left(range(most), True, key=lambda i: hashes[0][i] != hashes[1][i])
+        share, end = self.shares[other], num_equal * self.block_size
         if end <= max(share.start, num_shared * self.block_size):
             return False
         if not share.start < other.keep_after <= end:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
-from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter
 from promptq.worker.engine.core.pooling import Pool
 
 if TYPE_CHECKING:
@@ -86,6 +86,14 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def decodes(self) -> bool:
+        """Whether its last token alone is left to compute. A few accepted drafted tokens before it
+        do not count; recurrent layers have to compute these again."""
+        if self.num_computed_tokens < self.num_prompt_tokens:
+            return self.num_uncomputed_tokens <= 1
+        return self.num_uncomputed_tokens <= MAX_ROWS
+
+    @property
     def num_cacheable_tokens(self) -> int:
         """Number of first tokens that need no computing if the KV cache has them. Hidden states and
         logits are not cached. So the last token and rows to report are always computed, and for the
@@ -111,7 +119,10 @@ class ScheduledSequence:
     samples: bool
     """Whether these tokens reach the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Drafted next tokens. The step also samples after each of them."""
+    """Drafted next tokens. The step also samples after each of them. If they are UNKNOWN, the
+    runner's head chooses them at launch."""
+    drafts_by_head: bool = False
+    """Whether the head drafts, or has drafted, these tokens."""
     states: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden size]: set when the runner collects the step."""
 

@@ -12,7 +12,10 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
+from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.quantization.modules import FewBits
+from promptq.worker.engine.recurrent.state_pool import StatePool
 
 
 class LlamaDecoder(ABC):
@@ -21,6 +24,8 @@ class LlamaDecoder(ABC):
     unpacked: ClassVar[type[LlamaDecoder] | None] = None
     """A decoder that computes the same in fp32 without a copy of the weights, so that the check at
     load can compare the formula. None: there is no such decoder."""
+    states: StatePool | None = None
+    """The states of recurrent layers, if there are any."""
 
     @abstractmethod
     def __init__(
@@ -31,9 +36,11 @@ class LlamaDecoder(ABC):
         backend: AttentionBackend,
         max_length: int,
         *,
+        num_slots: int = 0,
         releases: bool = False,
     ) -> None:
-        """Builds a decoder for positions below `max_length`; each layer has a cache and a pattern.
+        """Builds a decoder for positions below `max_length`; each layer that attends has a cache
+        and a pattern, and recurrent layers have states for `num_slots` sequences.
 
         `backend` is the attention backend that serves the model. `releases`: the decoder may free
         weights of the model of which it has copies. Raises NotOfThisKindError if the model has a
@@ -49,6 +56,15 @@ class LlamaDecoder(ABC):
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See PackedModel."""
+
+    def add_head(self, head: HeadParts, cache: LayerCache) -> None:
+        """Adds a head that drafts, with K and V in `cache`. Raises NotOfThisKindError."""
+        raise NotOfThisKindError("there is no code for heads that draft")
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step. Those
+        beyond a sequence's count mean nothing."""
+        raise NotImplementedError
 
     @classmethod
     def is_available(cls) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -20,18 +20,26 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP, activation_of
-from promptq.worker.engine.decoders.norm_parts import Norm, require
+from promptq.worker.engine.decoders.norm_parts import (
+    RMS_NORM,
+    Norm,
+    NotOfThisKindError,
+    require,
+)
 from promptq.worker.engine.decoders.rotation_parts import Rotation
 from promptq.worker.engine.quantization.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
     embedding_scale,
 )
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.parts import RecurrenceParts, RecurrentParts
+from promptq.worker.engine.recurrent.recognition import mixer_of
 
 _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
     frozenset(name for name in names if name): names
     for names in (
-        # Norms before the attention, after it, before the MLP, and after it.
+        # Norms before what mixes positions, after it, before the MLP, and after it.
         ("input_layernorm", "", "post_attention_layernorm", ""),
         (
             *("input_layernorm", "post_attention_layernorm"),
@@ -43,6 +51,8 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
             *("post_attention_layernorm", "post_mlp_layernorm"),
         ),
         ("attention_layernorm", "", "feedforward_layernorm", ""),
+        ("operator_norm", "", "ffn_norm", ""),
+        ("input_layernorm", "", "pre_ff_layernorm", ""),
         ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
     )
 }
@@ -50,7 +60,11 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
 
 _SYNONYMS = {
     "final_layernorm": "norm",
+    "embedding_norm": "norm",
     "dense": "o_proj",
+    "out_proj": "o_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
     "fc1": "up_proj",
     "fc2": "down_proj",
     "c_fc": "up_proj",
@@ -58,6 +72,13 @@ _SYNONYMS = {
     "act": "act_fn",
     "activation_fn": "act_fn",
     "block_sparse_moe": "mlp",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "input_linear": "gate_up_proj",
+    "output_linear": "down_proj",
+    "activation": "act_fn",
 }
 """Some families' names of a part."""
 
@@ -68,6 +89,8 @@ _KEEPS_HEADS: dict[str, Callable[[Any], bool]] = {
 }
 """Families of which some layers do not rotate heads, and whether a layer does not."""
 
+_MIXERS = {"self_attn", "linear_attn", "mamba", "conv"}
+"""The names of what mixes positions."""
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
@@ -85,6 +108,9 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    is_gated: bool
+    """Whether what a head attends to is multiplied with the sigmoid of a gate, whose weights follow
+    those of the head's query."""
     scale: float
     """The scale of scores."""
     softcap: float | None
@@ -107,26 +133,42 @@ MLP = DenseMLP | ExpertParts
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A recurrent layer."""
+
+    mixer: Mixer
+    """The library's module, and the shape of its states."""
+    parts: RecurrentParts
+    norm: Norm | None
+    """The norm of a RecurrenceParts, for all values."""
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return self.parts.linears
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(attention(before(hidden)))`, then the same with the MLP.
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP.
 
     Any of the norms may be missing.
     """
 
-    attention: Attention
+    mixer: Attention | Recurrent
+    """The part that mixes positions."""
     mlp: MLP
-    before_attention: Norm | None
-    after_attention: Norm | None
+    before_mixer: Norm | None
+    after_mixer: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
     is_parallel: bool
-    """Whether the MLP has the input of the attention."""
+    """Whether the MLP has the input of the mixer."""
     residual_scale: float
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules of the large weights."""
-        return (*self.attention.linears, *self.mlp.modules)
+        return (*self.mixer.linears, *self.mlp.modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +194,16 @@ class ModelParts:
         config = whole.config.get_text_config(decoder=True)
         body = whole.get_decoder()
         parts = _parts(body)
-        require(parts.keys() == _BODY_PARTS, f"other parts: {sorted(parts)}")
+        is_known = _BODY_PARTS - {"rotary_emb"} <= parts.keys() <= _BODY_PARTS
+        require(is_known, f"other parts: {sorted(parts)}")
         embedding, head = parts["embed_tokens"], whole.get_output_embeddings()
         scale = embedding_scale(embedding)
         is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
         require(is_known, f"an embedding of type {type(embedding).__name__}")
         require(_is_linear(head), "an output layer of another kind")
-        layers = [_layer(layer, parts["rotary_emb"]) for layer in parts["layers"]]
-        require(num_attending in (None, len(layers)), "layers without attention")
+        layers = [layer_of(layer, parts.get("rotary_emb")) for layer in parts["layers"]]
+        num_attentions = sum(isinstance(layer.mixer, Attention) for layer in layers)
+        require(num_attending in (None, num_attentions), "layers without attention")
         dtype = parts["norm"].weight.dtype
         return cls(
             embedding=embedding,
@@ -184,20 +228,23 @@ def has_known_parts(model: PreTrainedModel) -> bool:
     return True
 
 
-def _layer(layer: Any, rotary: nn.Module) -> Layer:
+def layer_of(layer: Any, rotary: nn.Module | None) -> Layer:
+    """Takes a decoder layer apart. Raises NotOfThisKindError if it has an unknown part."""
     parts = _parts(layer)
-    norms = parts.keys() - {"self_attn", "mlp"}
-    is_known = frozenset(norms) in _NORM_PLACES and {"self_attn", "mlp"} <= parts.keys()
-    require(is_known, f"a layer of {sorted(parts)}")
-    places = _NORM_PLACES[frozenset(norms)]
-    before_attention, after_attention, before_mlp, after_mlp = (
+    mixing = _MIXERS & parts.keys()
+    norms = frozenset(parts.keys() - mixing - {"mlp", "shared_mlp"})
+    is_known = norms in _NORM_PLACES and len(mixing) == 1 and {"mlp", "shared_mlp"} & parts.keys()
+    require(bool(is_known), f"a layer of {sorted(parts)}")
+    places, mixer = _NORM_PLACES[norms], parts[mixing.pop()]
+    before_mixer, after_mixer, before_mlp, after_mlp = (
         Norm.of(parts[name]) if name else None for name in places
     )
+    recurrent = mixer_of(mixer)
     return Layer(
-        attention=_attention(parts["self_attn"], rotary),
-        mlp=_mlp(parts["mlp"]),
-        before_attention=before_attention,
-        after_attention=after_attention,
+        mixer=_attention(mixer, rotary) if recurrent is None else _recurrent(recurrent),
+        mlp=_mlp(parts.get("mlp"), parts.get("shared_mlp")),
+        before_mixer=before_mixer,
+        after_mixer=after_mixer,
         before_mlp=before_mlp,
         after_mlp=after_mlp,
         is_parallel=not any(places[1:]),
@@ -205,7 +252,23 @@ def _layer(layer: Any, rotary: nn.Module) -> Layer:
     )
 
 
-def _attention(attention: Any, rotary: nn.Module) -> Attention:
+def _recurrent(mixer: Mixer) -> Recurrent:
+    parts = mixer.parts
+    if parts is None:
+        raise NotOfThisKindError(f"it has recurrent layers of an unknown kind ({mixer.name})")
+    for linear in parts.linears:
+        require(_is_linear(linear), f"a linear layer of type {type(linear).__name__}")
+    if not isinstance(parts, RecurrenceParts):
+        return Recurrent(mixer, parts, None)
+    require(activation_of(parts.activation) == "silu", "a convolution without SiLU")
+    num_values, given = parts.num_value_heads * parts.value_size, parts.norm
+    num_repeats = num_values // len(given.weight)
+    require(num_repeats * len(given.weight) == num_values, "a norm of other values")
+    weight = given.weight.repeat(num_repeats)
+    return Recurrent(mixer, parts, Norm(weight, None, given.epsilon, RMS_NORM))
+
+
+def _attention(attention: Any, rotary: nn.Module | None) -> Attention:
     parts = _parts(attention)
     names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
     is_known = names and "o_proj" in parts and parts.keys() <= _ATTENTION_PARTS
@@ -216,22 +279,27 @@ def _attention(attention: Any, rotary: nn.Module) -> Attention:
     require(not rope.get("llama_4_scaling_beta"), "queries that are scaled by their positions")
     qkv, output = _linears(parts, names), _linears(parts, ("o_proj",))[0]
     size, group = attention.head_dim, attention.num_key_value_groups
-    num_kv_heads = sum(linear.out_features for linear in qkv) // ((group + 2) * size)
+    outputs = [linear.out_features for linear in qkv]
+    is_gated = len(outputs) == 3 and outputs[0] == 2 * output.in_features
+    if is_gated:
+        outputs[0] //= 2
+    num_kv_heads = sum(outputs) // ((group + 2) * size)
     num_heads = num_kv_heads * group
     sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
-    outputs = [linear.out_features for linear in qkv]
     is_whole = outputs in (sizes, [sum(sizes)]) and output.in_features == sizes[0]
     require(is_whole, "projections that are not whole heads")
     norms, norms_rotated = _norms_of_heads(parts)
     norm_sizes = [len(norm.weight) for norm in norms if norm is not None]
     norms_whole_rows = norm_sizes == sizes[:2] != [size, size]
     require(norms_whole_rows or {*norm_sizes} <= {size}, f"norms of heads of size {norm_sizes}")
+    require(not (norms_whole_rows and is_gated), "norms of whole rows and gates")
     return Attention(
         qkv=qkv,
         output=output,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=size,
+        is_gated=is_gated,
         scale=float(attention.scaling),
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=parts.get("sinks"),
@@ -253,7 +321,7 @@ def _norms_of_heads(parts: dict[str, Any]) -> tuple[list[Norm | None], bool]:
 
 
 def _rotation(attention: Any, rotary: Any) -> Rotation | None:
-    if _KEEPS_HEADS.get(type(attention).__name__, lambda _: False)(attention):
+    if rotary is None or _KEEPS_HEADS.get(type(attention).__name__, lambda _: False)(attention):
         return None
     layer_type = None
     if "layer_type" in signature(rotary.forward).parameters:  # a table for each type of layer
@@ -262,8 +330,15 @@ def _rotation(attention: Any, rotary: Any) -> Rotation | None:
     return Rotation(rotary, layer_type, getattr(family, "apply_rotary_pos_emb", None))
 
 
-def _mlp(mlp: Any) -> MLP:
-    return ExpertParts.of(mlp, dense_mlp) if hasattr(mlp, "experts") else dense_mlp(mlp)
+def _mlp(mlp: Any, shared: Any) -> MLP:
+    """`shared` is a dense MLP beside experts, or alone."""
+    if not hasattr(mlp, "experts"):
+        return dense_mlp(shared if mlp is None else mlp)
+    experts = ExpertParts.of(mlp, dense_mlp)
+    if shared is None:
+        return experts
+    require(experts.shared is None, "shared experts twice")
+    return replace(experts, shared=dense_mlp(shared))
 
 
 def dense_mlp(mlp: Any) -> DenseMLP:
@@ -277,13 +352,13 @@ def dense_mlp(mlp: Any) -> DenseMLP:
         ),
         (),
     )
-    is_known = inputs and {"down_proj", "act_fn"} <= parts.keys()
+    is_known = inputs and "down_proj" in parts
     require(bool(is_known), f"an MLP of {sorted(parts)}")
     return DenseMLP(
         inputs=_linears(parts, inputs),
         down=_linears(parts, ("down_proj",))[0],
         is_gated=inputs != ("up_proj",),
-        activation=activation_of(parts["act_fn"]),
+        activation=activation_of(parts.get("act_fn", nn.functional.silu)),
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
-from ctypes import byref, c_void_p, pointer
+from ctypes import byref, c_void_p
 from typing import Any, cast
 
 import torch
@@ -14,13 +13,12 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
+from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import LlamaDecoder
-from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
-from promptq.worker.engine.decoders.layer_parts import Attention, Layer, ModelParts
-from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
-from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
-from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
+from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
+from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
+from promptq.worker.engine.decoders.native_weights import NativeWeights
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.build import NativeCodeError
@@ -32,6 +30,7 @@ from promptq.worker.engine.quantization.modules import (
     QuantizedLinear,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.recurrent.state_pool import StatePool
 
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes in which the decoder computes."""
@@ -39,17 +38,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 _FREED_BYTES = 2**26
 """Freed weights go back to the system once they have this many bytes."""
 
-VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-"""The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
 
-
-class NativeDecoder(LlamaDecoder):
+class NativeDecoder(NativeWeights, LlamaDecoder):
     """Computes packed steps in one call that releases the interpreter lock."""
-
-    _is_packed = True
-    """Whether it copies the weights into the order in which products read them."""
-    _dtypes: AbstractSet[torch.dtype] = frozenset()
-    """Other dtypes that weights of linear layers and embeddings may have."""
 
     def __init__(
         self,
@@ -59,6 +50,7 @@ class NativeDecoder(LlamaDecoder):
         backend: AttentionBackend,
         max_length: int,
         *,
+        num_slots: int = 0,
         releases: bool = False,
     ) -> None:
         """See LlamaDecoder. This decoder has its own attention and ignores the backend."""
@@ -66,11 +58,8 @@ class NativeDecoder(LlamaDecoder):
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
-        self._dtype = parts.norm.weight.dtype if self._is_packed else torch.float32
-        self._kept: list[Any] = []  # all that the native code refers to
-        self._copied: list[Any] = []  # what it copies while a layer is added
-        self._max_length = max_length
-        self._tables: dict[Rotation, RotationTables] = {}
+        dtype = parts.norm.weight.dtype if self._is_packed else torch.float32
+        super().__init__(dtype, max_length)
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
             is_packed=self._is_packed,
@@ -93,9 +82,15 @@ class NativeDecoder(LlamaDecoder):
         self._native.decoder_new(byref(shape), byref(weights), threads, byref(self._decoder))
         freed = weakref.finalize(self, self._native.decoder_free, self._decoder)
         freed.atexit = False  # a step may still run then, on the engine's thread
+        mixers = [each.mixer.mixer for each in parts.layers if isinstance(each.mixer, Recurrent)]
+        self.states = StatePool(mixers, num_slots, torch.device("cpu")) if mixers else None
+        attended = zip(caches, patterns, strict=True)
+        states = iter(self.states.tensors if self.states else ())
         freed_bytes = 0
-        for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
-            self._add(layer, cache, pattern)
+        for layer in parts.layers:
+            weights_of_layer = self._layer(layer, attended, states)
+            self._native.decoder_add_layer(self._decoder, weights_of_layer)
+            self._copied.clear()
             if releases and (freed_bytes := freed_bytes + release(layer.modules)) >= _FREED_BYTES:
                 give_back(parts.norm.weight.device)
                 freed_bytes = 0
@@ -107,35 +102,68 @@ class NativeDecoder(LlamaDecoder):
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = step.layout
         logits = torch.empty(len(rows), self._vocab_size, dtype=self._dtype)
         states = torch.empty(len(kept), self._size, dtype=self._dtype)
-        starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
-        tables = layout.block_tables.contiguous()
-        self._native.decoder_run(
-            self._decoder,
-            library.Step(
-                num_rows=step.input_ids.shape[1],
-                ids=step.input_ids.data_ptr(),
-                positions=step.positions.data_ptr(),
-                num_outputs=len(rows),
-                outputs=rows.data_ptr(),
-                num_kept=len(kept),
-                kept=kept.data_ptr(),
-                layout=library.Layout(
-                    num_sequences=len(contexts),
-                    max_blocks=tables.shape[1],
-                    query_starts=starts.data_ptr(),
-                    context_lens=contexts.data_ptr(),
-                    block_tables=tables.data_ptr(),
-                    write_blocks=layout.write_blocks.data_ptr(),
-                    write_offsets=layout.write_offsets.data_ptr(),
-                ),
-                logits=logits.data_ptr(),
-                states=states.data_ptr(),
-            ),
-        )
+        described, memory = _described(step)
+        described.num_outputs, described.outputs = len(rows), rows.data_ptr()
+        described.num_kept, described.kept = len(kept), kept.data_ptr()
+        described.logits, described.states = logits.data_ptr(), states.data_ptr()
+        if self.states is not None:
+            places = self.states.begin(step.items)
+            num_drafted = torch.tensor([len(item.draft) for item in step.items])
+            memory += [places, num_drafted]
+            described.entries = library.StateEntries(
+                read=places.read.data_ptr(),
+                written=places.written.data_ptr(),
+                num_drafted=num_drafted.data_ptr(),
+            )
+        self._native.decoder_run(self._decoder, described)
+        del memory
+        if self.states is not None:
+            self.states.finish(step.items)
         return logits, states
+
+    def add_head(self, head: HeadParts, cache: LayerCache) -> None:
+        projection = head.projection
+        require(projection.bias is None, "a head whose projection has a bias")
+        layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
+        weights = library.HeadWeights(
+            of_embedding=self._norm(head.of_embedding),
+            of_state=self._norm(head.of_state),
+            projection=self._weight(projection),
+            layer=layer,
+            last=self._norm(head.last),
+        )
+        self._native.decoder_add_head(self._decoder, weights)
+        self._copied.clear()
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        most, num_sequences = step.counts[0], len(step.sequences)
+        sequences = step.sequences * most
+        num_ahead = [depth for depth in range(most) for _ in range(num_sequences)]
+        uniforms = step.sampler.draws(sequences, num_ahead)[0]
+        wanted = step.sampler.distributions(sequences)
+        filters, counts = wanted.filters.table, torch.tensor(step.counts)
+        states = step.states.contiguous()
+        tokens = torch.zeros(most, num_sequences, dtype=torch.int64)
+        described, memory = _described(step)
+        draft = library.Draft(
+            step=described,
+            states=states.data_ptr(),
+            num_drafted=counts.data_ptr(),
+            most_drafted=most,
+            choice=library.Choice(
+                is_sampled=wanted.is_sampled.data_ptr(),
+                temperature=wanted.temperature.data_ptr(),
+                filters=filters.data_ptr(),
+                num_filters=filters.shape[1],
+                uniforms=uniforms.ctypes.data,
+            ),
+            tokens=tokens.data_ptr(),
+        )
+        self._native.decoder_draft(self._decoder, draft)
+        del memory
+        return tokens
 
     @classmethod
     def is_available(cls) -> bool:
@@ -148,186 +176,6 @@ class NativeDecoder(LlamaDecoder):
     @classmethod
     def takes(cls, weight: FewBits) -> bool:
         return isinstance(weight, QuantizedWeight) and weight.has_native_products
-
-    def _add(self, layer: Layer, cache: LayerCache, pattern: Pattern) -> None:
-        mlp = layer.mlp
-        experts = self._experts(mlp) if isinstance(mlp, ExpertParts) else None
-        self._native.decoder_add_layer(
-            self._decoder,
-            library.LayerWeights(
-                before_attention=self._norm(layer.before_attention),
-                after_attention=self._norm(layer.after_attention),
-                before_mlp=self._norm(layer.before_mlp),
-                after_mlp=self._norm(layer.after_mlp),
-                is_parallel=layer.is_parallel,
-                residual_scale=layer.residual_scale,
-                attention=self._attention(layer.attention, cache, pattern),
-                mlp=self._mlp(mlp) if isinstance(mlp, DenseMLP) else library.MlpWeights(),
-                experts=None if experts is None else pointer(experts),
-            ),
-        )
-        self._copied.clear()
-
-    def _attention(
-        self, attention: Attention, cache: LayerCache, pattern: Pattern
-    ) -> library.AttentionWeights:
-        query, key, value = self._weights(attention.qkv, 3)
-        self._kept += [cache.key, cache.value]
-        return library.AttentionWeights(
-            num_heads=attention.num_heads,
-            query=query,
-            key=key,
-            value=value,
-            qkv_bias=self._bias(attention.qkv),
-            query_norm=self._norm(attention.query_norm),
-            key_norm=self._norm(attention.key_norm),
-            norms_whole_rows=attention.norms_whole_rows,
-            norms_rotated=attention.norms_rotated,
-            rotation=self._rotation(attention.rotation),
-            scoring=library.Scoring(
-                scale=attention.scale,
-                softcap=attention.softcap or 0.0,
-                sinks=self._in_float32(attention.sinks),
-            ),
-            output=self._weight(attention.output),
-            output_bias=self._bias([attention.output]),
-            cache=native_cache(cache, pattern),
-        )
-
-    def _mlp(self, mlp: DenseMLP) -> library.MlpWeights:
-        gate, up = self._weights(mlp.inputs, 2)
-        if not mlp.is_gated:
-            gate, up = up, gate
-        return library.MlpWeights(
-            inner_size=mlp.down.in_features,
-            activation=[*ACTIVATIONS].index(mlp.activation),
-            is_gated=mlp.is_gated,
-            gate=gate,
-            up=up,
-            input_bias=self._bias(mlp.inputs),
-            down=self._weight(mlp.down),
-            down_bias=self._bias([mlp.down]),
-        )
-
-    def _experts(self, parts: ExpertParts) -> library.ExpertWeights:
-        mlps = [self._expert(expert, parts) for expert in parts.experts()]
-        if parts.shared is not None:
-            mlps.append(self._mlp(parts.shared))
-        routing = parts.routing
-        self._read(parts)
-        return library.ExpertWeights(
-            routing=library.Routing(
-                num_experts=routing.num_experts,
-                top_k=routing.top_k,
-                scores=SCORES.index(routing.scores),
-                choice_bias=self._in_float32(routing.choice_bias),
-                num_groups=routing.num_groups,
-                top_groups=routing.top_groups,
-                normalizes=routing.normalizes,
-                least_sum=routing.least_sum,
-                scale=routing.scale,
-                jitter=routing.jitter,
-            ),
-            router=library.Weight(numbers=parts.router.data_ptr(), bits=32),
-            router_bias=self._in_float32(parts.router_bias),
-            has_shared_gate=parts.has_shared_gate,
-            num_mlps=len(mlps),
-            mlps=(library.MlpWeights * len(mlps))(*mlps),
-        )
-
-    def _expert(self, expert: Expert, parts: ExpertParts) -> library.MlpWeights:
-        self._read(expert)
-        return library.MlpWeights(
-            inner_size=expert.up.shape[0],
-            activation=[*ACTIVATIONS].index(parts.activation),
-            is_gated=True,
-            alpha=parts.limits.alpha,
-            limit=parts.limits.limit,
-            gate=self._weight_at(expert.gate),
-            up=self._weight_at(expert.up),
-            input_bias=self._address(expert.input_bias),
-            down=self._weight_at(expert.down),
-            down_bias=self._address(expert.down_bias),
-        )
-
-    def _read(self, weights: object) -> None:
-        """Keeps weights as long as native code reads them."""
-        (self._copied if self._is_packed else self._kept).append(weights)
-
-    def _norm(self, norm: Norm | None) -> library.Norm:
-        if norm is None:
-            return library.Norm()
-        return library.Norm(
-            weight=self._in_float32(norm.formula.factor(norm.weight)),
-            bias=self._in_float32(norm.bias),
-            epsilon=norm.epsilon,
-            is_centered=norm.formula.is_centered,
-        )
-
-    def _rotation(self, rotation: Rotation | None) -> library.Rotation:
-        if rotation is None:
-            return library.Rotation()
-        if rotation not in self._tables:
-            like = torch.empty(1, dtype=torch.float32)
-            self._tables[rotation] = rotation.tables(self._max_length, like)
-        tables = self._tables[rotation]
-        return library.Rotation(
-            cosine=tables.cosine.data_ptr(),
-            sine=tables.sine.data_ptr(),
-            num_pairs=tables.cosine.shape[1],
-            is_interleaved=tables.is_interleaved,
-        )
-
-    def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
-        """Describes the weights of linear layers, and as many empty ones that there are `count`."""
-        weights = [self._weight(linear) for linear in linears]
-        return weights + [library.Weight() for _ in range(count - len(weights))]
-
-    def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
-        """Returns the address of the layers' biases, one after the other, if there is any. It is
-        kept until the layer is added."""
-        if all(linear.bias is None for linear in linears):
-            return None
-        biases = [
-            torch.zeros(each.out_features, dtype=self._dtype) if each.bias is None else each.bias
-            for each in linears
-        ]
-        self._copied.append(bias := torch.cat(tuple(biases)))
-        return self._address(bias)
-
-    def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
-        """Describes a weight to the native code. `keeps`: packing does not copy this weight, so the
-        decoder keeps its memory."""
-        weight = _weight_of(module)
-        if keeps and not isinstance(weight, QuantizedWeight):
-            # The model's tensor may be part of a whole file in memory.
-            weight = weight.clone()
-        if keeps:
-            self._kept.append(weight)
-        return self._weight_at(weight)
-
-    def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Describes a weight, where it is."""
-        if isinstance(weight, QuantizedWeight):
-            return native_weight(weight)
-        numbers = self._address(weight, *self._dtypes)
-        return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
-
-    def _address(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
-        """Returns the address of numbers, if there are any. They have the decoder's dtype or one of
-        the `others`."""
-        if weight is None:
-            return None
-        if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
-            raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
-        return weight.data_ptr()
-
-    def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
-        """Returns the address of a copy in fp32, if there are numbers, and keeps it."""
-        if numbers is None:
-            return None
-        self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
-        return numbers.data_ptr()
 
 
 class UnpackedDecoder(NativeDecoder):
@@ -343,44 +191,26 @@ class UnpackedDecoder(NativeDecoder):
 NativeDecoder.unpacked = UnpackedDecoder
 
 
-def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
-    """Returns a weight [outputs, inputs], or of an embedding [tokens, hidden size]."""
-    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-        assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
-        return module.quantized
-    return module.weight
-
-
-def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """Describes a quantized weight to the native code. The caller must keep the weight."""
-    return library.Weight(
-        numbers=weight.numbers.data_ptr(),
-        scales=weight.scales.data_ptr(),
-        offsets=None if weight.offsets is None else weight.offsets.data_ptr(),
-        bits=weight.bits,
-        group=weight.group,
+def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
+    """Describes the rows of a step, and returns the memory to which the description refers."""
+    layout = step.layout
+    starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
+    tables = layout.block_tables.contiguous()
+    described = library.Step(
+        num_rows=step.input_ids.shape[1],
+        ids=step.input_ids.data_ptr(),
+        positions=step.positions.data_ptr(),
+        layout=library.Layout(
+            num_sequences=len(contexts),
+            max_blocks=tables.shape[1],
+            query_starts=starts.data_ptr(),
+            context_lens=contexts.data_ptr(),
+            block_tables=tables.data_ptr(),
+            write_blocks=layout.write_blocks.data_ptr(),
+            write_offsets=layout.write_offsets.data_ptr(),
+        ),
     )
-
-
-def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """Describes a layer's K and V to the native code, which continues to use their memory."""
-    key, value = cache.key, cache.value
-    assert key.stride() == value.stride(), "K and V are laid out alike"
-    assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
-    _, num_kv_heads, block_size, row_size = key.shape
-    is_int8 = key.dtype == torch.uint8
-    return library.LayerCache(
-        keys=key.data_ptr(),
-        values=value.data_ptr(),
-        num_kv_heads=num_kv_heads,
-        block_size=block_size,
-        head_size=row_size - SCALE_BYTES if is_int8 else row_size,
-        block_stride=key.stride(0) * key.itemsize,
-        head_stride=key.stride(1) * key.itemsize,
-        position_stride=row_size * key.itemsize,
-        is_int8=is_int8,
-        pattern=library.Pattern(VISIBLE[pattern.kind], pattern.size),
-    )
+    return described, [starts, contexts, tables]
 
 
 def release(modules: Iterable[nn.Module]) -> int:

@@ -13,7 +13,7 @@ from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.decoders.base import LlamaDecoder
 from promptq.worker.engine.model.backend_choice import TURNED_OFF
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
-from promptq.worker.engine.model.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,8 @@ class CheckedModel:
     """promptq's decoder that serves the model; None: the library's modules do."""
     why_no_own_code: str = TURNED_OFF
     """Why none of promptq's decoders serves the model; empty if one does."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether an earlier load checked it."""
-        return not (self.modules or self.mixers)
+    is_known: bool = False
+    """Whether an earlier load checked it."""
 
     @property
     def takes_padding(self) -> bool:
@@ -80,7 +77,13 @@ class CheckedModel:
         if self.decoder is not None:
             last = max_position or max_length
             return self.decoder(
-                model, cache.layers, patterns, self.backend, last, releases=releases
+                model,
+                cache.layers,
+                patterns,
+                self.backend,
+                last,
+                num_slots=num_slots,
+                releases=releases,
             )
         return PackedModel(
             model,

@@ -31,7 +31,7 @@ from promptq.worker.engine.load_check.comparison import (
 from promptq.worker.engine.model.backend_choice import BACKENDS, TURNED_OFF, first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.loading import LoadedModel
-from promptq.worker.engine.model.recurrent.recognition import mixers_of
+from promptq.worker.engine.recurrent.recognition import mixers_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,15 @@ def check_model(
         backend = next((each for each in backends if each.name == known.backend), None)
         decoder = next((each for each in decoders if each.__name__ == known.decoder), None)
         if backend is not None and decoder is not None:
-            return CheckedModel([], known.specs, backend, decoder=decoder, why_no_own_code="")
+            return CheckedModel(
+                [],
+                known.specs,
+                backend,
+                mixers=(*mixers_of(loaded.model),),
+                decoder=decoder,
+                why_no_own_code="",
+                is_known=True,
+            )
     by_parts = all(decoder.unpacked for decoder in decoders)
     refused: UnsupportedModelError | None = None
     while True:
@@ -133,11 +141,7 @@ def _check(
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
-                if decoders and mixers:
-                    kinds = sorted({mixer.name for mixer in mixers})
-                    why_no_own_code = f"it has recurrent layers ({', '.join(kinds)})"
-                    checked = replace(checked, why_no_own_code=why_no_own_code)
-                elif decoders and difference.is_tolerable:
+                if decoders and difference.is_tolerable:
                     by_parts = by_parts and is_float32
                     if loaded.format and not is_float32:  # its products may round their inputs
                         tolerance = ROUNDING_TOLERANCE

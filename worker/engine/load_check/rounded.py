@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -79,8 +80,12 @@ def check_packed(
     """
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
+    # Recurrent layers may have states for a single sequence.
+    has_one_slot = decoder.states is not None and decoder.states.num_slots < len(expected.probes)
+    groups = [[probe] for probe in expected.probes] if has_one_slot else [expected.probes]
     with torch.inference_mode():
-        logits = torch.cat(run_steps(decoder, cache, expected.probes, loaded.model.device)).float()
+        rows = [run_steps(decoder, cache, group, loaded.model.device) for group in groups]
+        logits = torch.cat([*chain(*rows)]).float()
     _require_alike(loaded, difference_of(logits, expected.logits, tolerance), options)
 
 

@@ -114,7 +114,7 @@ def own_decoders(
             return [], f"--attention {options.attention} was asked for"
         if find_spec(TritonPaged.needs) is None:
             return [], f"they need the package {TritonPaged.needs}, which is not installed"
-        from promptq.worker.engine.decoders.fused import FusedDecoder
+        from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 
         return [FusedDecoder], ""
     if no_native_code:

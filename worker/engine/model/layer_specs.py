@@ -17,8 +17,8 @@ from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.attention.types import FULL, LayerSpec, Pattern
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import set_attention
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.recognition import unknown_memory
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.recognition import unknown_memory
 
 RECORD = "promptq_record"
 

@@ -24,6 +24,7 @@ from promptq.worker.engine.decoders.base import LlamaDecoder
 from promptq.worker.engine.decoders.layer_parts import has_known_parts
 from promptq.worker.engine.device.expert_weights import take_any_sizes
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
+from promptq.worker.engine.model.draft_heads import LoadedHead, NoHeadError, load_head
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import (
     FewBits,
@@ -90,6 +91,9 @@ class LoadOptions:
     """The format to which K and V are rounded; `auto`: no rounding."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
+    drafts: bool | None = None
+    """Whether to load a head of the model that predicts further tokens, to draft with it. None: if
+    native code computes, where tokens are drafted by default."""
     cuda_graphs: bool = True
     """Whether to run steps as CUDA graphs (see GraphedModel)."""
 
@@ -103,6 +107,10 @@ class LoadedModel:
     end_token_ids: frozenset[int]
     format: str = ""
     """Name of the files' quantization."""
+    head: LoadedHead | None = None
+    """A head that predicts further tokens, if it was to be loaded and the files have one."""
+    why_no_head: str = ""
+    """Why the head of the files was not loaded."""
 
     @property
     def family(self) -> str:
@@ -122,6 +130,7 @@ def load_model(
     dtype: DType = "auto",
     trust_remote_code: bool = False,
     decoder: type[LlamaDecoder] | None = None,
+    with_head: bool = False,
 ) -> LoadedModel:
     """Load a causal LM; a directory or a file needs no network.
 
@@ -197,7 +206,23 @@ def load_model(
     module.to(device)
     # The generation settings' end tokens come before the configuration's.
     ends = end_token_ids((settings, model.config, model.config.get_text_config()))
-    return LoadedModel(name_or_dir, model, ends, "" if saved is None else saved.format)
+    head, why_no_head = _head(files, model) if with_head else (None, "")
+    return LoadedModel(
+        name_or_dir, model, ends, "" if saved is None else saved.format, head, why_no_head
+    )
+
+
+def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
+    """Returns the head of the files, or the reason why it cannot be used. Neither if there is
+    none."""
+    if not isinstance(files, ModelFolder) or not (weights := files.head_weights()):
+        return None, ""
+    if files.is_quantized:
+        return None, "its weights are quantized"
+    try:
+        return load_head(model, weights), ""
+    except NoHeadError as error:
+        return None, str(error)
 
 
 def _widen_others(

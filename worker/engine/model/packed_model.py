@@ -26,9 +26,9 @@ from promptq.worker.engine.model.attention_operator import (
     attend,
     number_of,
 )
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.rows import RecurrentRows
-from promptq.worker.engine.model.recurrent.state_pool import StatePool
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.rows import RecurrentRows
+from promptq.worker.engine.recurrent.state_pool import StatePool
 
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"
@@ -88,9 +88,7 @@ class PackedModel:
         self._modules = modules
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         for module, cache, pattern in zip(modules, caches, patterns, strict=True):
-            layer = SeamLayer(self._context, cache, pattern)
-            setattr(module, _ATTRIBUTE, layer)
-            setattr(module, _NUMBER, number_of(layer))
+            join_seam(module, SeamLayer(self._context, cache, pattern))
         self.states = StatePool(mixers, num_slots, model.device) if mixers else None
         self._rows: RecurrentRows | None = None  # during a forward only
         self._num_calls = len(modules) + len(mixers)
@@ -193,6 +191,12 @@ def _body(model: Any) -> nn.Module:
     """
     decoder: nn.Module = model.get_decoder()
     return getattr(model, "model", decoder) if decoder is model else decoder
+
+
+def join_seam(module: nn.Module, layer: SeamLayer) -> None:
+    """Let an attention module work on this layer's cache."""
+    setattr(module, _ATTRIBUTE, layer)
+    setattr(module, _NUMBER, number_of(layer))
 
 
 def leave_seam(modules: Sequence[nn.Module], mixers: Sequence[Mixer] = ()) -> None:

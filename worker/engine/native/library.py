@@ -50,6 +50,18 @@ class Scoring(Structure):
     _fields_ = (*_all(c_double, "scale", "softcap"), ("sinks", c_void_p))
 
 
+class Convolution(Structure):
+    _fields_ = (
+        *_all(c_void_p, "weight", "bias"),
+        *_all(c_int64, "num_channels", "size"),
+        ("windows", c_void_p),
+    )
+
+
+class StateEntries(Structure):
+    _fields_ = _all(c_void_p, "read", "written", "num_drafted")
+
+
 class ModelShape(Structure):
     _fields_ = (
         *_all(c_int64, "is_bf16", "is_packed", "size", "vocab_size"),
@@ -72,7 +84,7 @@ class ModelWeights(Structure):
 
 class AttentionWeights(Structure):
     _fields_ = (
-        ("num_heads", c_int64),
+        *_all(c_int64, "num_heads", "is_gated"),
         *_all(Weight, "query", "key", "value"),
         ("qkv_bias", c_void_p),
         *_all(Norm, "query_norm", "key_norm"),
@@ -115,12 +127,48 @@ class ExpertWeights(Structure):
     )
 
 
+class ShortConvolutionWeights(Structure):
+    _fields_ = (
+        ("input", Weight),
+        ("input_bias", c_void_p),
+        ("convolution", Convolution),
+        ("output", Weight),
+        ("output_bias", c_void_p),
+    )
+
+
+class RowsOfWeight(Structure):
+    _fields_ = (("weight", Weight), *_all(c_int64, "first", "count"))
+
+
+class RecurrenceWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "is_delta", "num_key_heads", "num_value_heads", "key_size", "value_size"),
+        ("num_inputs", c_int64),
+        ("inputs", POINTER(RowsOfWeight)),
+        ("input_bias", c_void_p),
+        ("convolution", Convolution),
+        *_all(c_int64, "query_first", "key_first", "value_first"),
+        ("query_scale", c_double),
+        *_all(c_void_p, "time_bias", "decay"),
+        *_all(c_double, "least_time", "most_time", "most_rate"),
+        ("skip", c_void_p),
+        ("norm", Norm),
+        *_all(c_int64, "norm_size", "gates_first"),
+        ("output", Weight),
+        ("output_bias", c_void_p),
+        ("states", c_void_p),
+    )
+
+
 class LayerWeights(Structure):
     _fields_ = (
-        *_all(Norm, "before_attention", "after_attention", "before_mlp", "after_mlp"),
+        *_all(Norm, "before_mixer", "after_mixer", "before_mlp", "after_mlp"),
         ("is_parallel", c_int64),
         ("residual_scale", c_double),
-        ("attention", AttentionWeights),
+        ("attention", POINTER(AttentionWeights)),
+        ("convolution", POINTER(ShortConvolutionWeights)),
+        ("recurrence", POINTER(RecurrenceWeights)),
         ("mlp", MlpWeights),
         ("experts", POINTER(ExpertWeights)),
     )
@@ -135,7 +183,35 @@ class Step(Structure):
         ("num_kept", c_int64),
         ("kept", c_void_p),
         ("layout", Layout),
+        ("entries", StateEntries),
         *_all(c_void_p, "logits", "states"),
+    )
+
+
+class HeadWeights(Structure):
+    _fields_ = (
+        *_all(Norm, "of_embedding", "of_state"),
+        ("projection", Weight),
+        ("layer", LayerWeights),
+        ("last", Norm),
+    )
+
+
+class Choice(Structure):
+    _fields_ = (
+        *_all(c_void_p, "is_sampled", "temperature", "filters"),
+        ("num_filters", c_int64),
+        ("uniforms", c_void_p),
+    )
+
+
+class Draft(Structure):
+    _fields_ = (
+        ("step", Step),
+        *_all(c_void_p, "states", "num_drafted"),
+        ("most_drafted", c_int64),
+        ("choice", Choice),
+        ("tokens", c_void_p),
     )
 
 
@@ -147,6 +223,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "decoder_new": (POINTER(ModelShape), POINTER(ModelWeights), c_int64, POINTER(c_void_p)),
     "decoder_add_layer": (c_void_p, POINTER(LayerWeights)),
     "decoder_run": (c_void_p, POINTER(Step)),
+    "decoder_add_head": (c_void_p, POINTER(HeadWeights)),
+    "decoder_draft": (c_void_p, POINTER(Draft)),
     "choose_tokens": (
         *(c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
         *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p),

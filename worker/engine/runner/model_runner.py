@@ -34,6 +34,7 @@ from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.scheduler import most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.decoders.native import NativeDecoder, release
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.memory import (
     MemoryPeak,
@@ -53,10 +54,11 @@ from promptq.worker.engine.model.backend_choice import (
     resolve_device,
     why_no_native_code,
 )
+from promptq.worker.engine.model.draft_heads import NoHeadError
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.model.packed_model import PackedModel
-from promptq.worker.engine.model.recurrent.state_pool import num_kept_states, pool_bytes
+from promptq.worker.engine.recurrent.state_pool import num_kept_states, pool_bytes
 from promptq.worker.engine.runner.compiled import CompiledModel
 from promptq.worker.engine.runner.cuda_graphs import (
     GraphedModel,
@@ -65,6 +67,11 @@ from promptq.worker.engine.runner.cuda_graphs import (
     graph_kinds,
     new_stream,
     on_device,
+)
+from promptq.worker.engine.runner.head_drafts import (
+    HeadDrafts,
+    attention_of_head,
+    code_of_head,
 )
 from promptq.worker.engine.runner.quantizing import (
     check_quantization,
@@ -78,6 +85,7 @@ from promptq.worker.engine.runner.trial_steps import (
     Shares,
     kinds_of_steps,
     largest_step,
+    most_padded_step,
     trial_batch,
 )
 from promptq.worker.engine.sampling.mask_thread import Masks
@@ -151,6 +159,7 @@ class ModelRunner:
         options: LoadOptions,
         *,
         native_sampling: bool,
+        head_cache: KVCache | None = None,
     ) -> None:
         self.end_token_ids = loaded.end_token_ids
         self.device = loaded.model.device
@@ -160,16 +169,17 @@ class ModelRunner:
         self.kv_layout = KVLayout(
             cache.num_blocks,
             cache.block_size,
-            cache.bytes_per_token,
+            cache.bytes_per_token + (head_cache.bytes_per_token if head_cache else 0),
             num_slots if checked.mixers else None,
             num_kept_states(num_slots),
             pool_bytes(checked.mixers, num_slots),
+            states_skip_drafts=checked.decoder is not None,
         )
         self.vocab_size: int = loaded.text_config.vocab_size
         self.max_model_len = max_model_len
         model = checked.on(loaded.model, cache, max_model_len, num_slots=num_slots, releases=True)
         self._model: Model = model
-        self._states = model.states if isinstance(model, PackedModel) else None
+        self._states = model.states
         self.compiled: CompiledModel | None = None
         """Set if the options request compiling and the library's modules compute."""
         if options.compile and self._states is not None:
@@ -189,6 +199,19 @@ class ModelRunner:
         self.is_row_invariant = False
         """Whether a token's logits are equal to the last bit with any rows beside it. Known once
         the model has run."""
+        self.why_no_head = loaded.why_no_head
+        """Why the head in the files does not draft; empty if it does, or if there is none."""
+        self._head_cost: float | None = None
+        self._drafts: HeadDrafts | None = None
+        if loaded.head is not None and head_cache is not None:
+            try:
+                head = code_of_head(loaded.model, loaded.head, model, head_cache, checked.backend)
+            except (NoHeadError, NotOfThisKindError) as error:
+                self.why_no_head = str(error)
+            else:
+                self._head_cost = loaded.head.cost
+                sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
+                self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
 
     @classmethod
     def load(
@@ -215,6 +238,7 @@ class ModelRunner:
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
                 decoder=decoder_of_saved_weights(device, options),
+                with_head=device.type == "cpu" if options.drafts is None else options.drafts,
             )
         return cls.of(loaded, options, progress, known)
 
@@ -258,8 +282,9 @@ class ModelRunner:
                 reserved_bytes = cls._bytes_beside_cache(loaded, checked, length, options)
             give_back(device)
         progress("KV cache")
+        loaded, specs_of_head = attention_of_head(loaded, checked, options.drafts)
         num_blocks = fitting_blocks(
-            checked.specs,
+            [*checked.specs, *specs_of_head],
             block_size=options.block_size,
             memory_bytes=options.kv_cache_memory,
             wanted_tokens=options.max_num_seqs * length,
@@ -270,17 +295,27 @@ class ModelRunner:
         cache = KVCache(
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
         )
+        head_cache: KVCache | None = None
+        if specs_of_head:
+            head_cache = KVCache(
+                specs_of_head, num_blocks=num_blocks, block_size=options.block_size, device=device
+            )
         length = min(length, num_blocks * options.block_size)  # bounds the size of block tables
         progress("compiling" if options.compile and checked.why_no_own_code else "packing")
         expected: Expectation | None = None
         if checked.decoder is not None and checked.decoder.unpacked and not checked.is_known:
             expected = Expectation.of(loaded, checked, cache, length)
-        runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
+        runner = cls(
+            *(loaded, checked, cache, length, options),
+            native_sampling=not no_native_code,
+            head_cache=head_cache,
+        )
         if isinstance(runner._model, NativeDecoder):
             if expected is not None:
                 rounding = rounding_options(options)
                 check_packed(loaded, runner._model, cache, expected, rounding)
             release(loaded.model.modules())
+            release(loaded.head.module.modules() if loaded.head is not None else ())
         give_back(device)  # memory that captures took besides the graphs
         progress("warm-up")
         with _refusing_shortage("--kv-cache-memory", "what the KV cache leaves free"):
@@ -302,8 +337,8 @@ class ModelRunner:
         cache = KVCache(checked.specs, num_blocks=MIN_BLOCKS, block_size=block_size, device=device)
         plain = replace(options, compile=False, cuda_graphs=False)
         runner = cls(loaded, checked, cache, length, plain, native_sampling=False)
-        shares = largest_step(options.max_num_batched_tokens, options.max_num_seqs, context)
-        runner.collect(runner.launch(runner._largest(shares)))
+        for batch in runner._largest(options.max_num_batched_tokens, options.max_num_seqs, context):
+            runner.collect(runner.launch(batch))
         needed = peak.bytes() - runner.kv_layout.state_bytes
         if options.cuda_graphs and checked.takes_padding:
             needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
@@ -332,16 +367,20 @@ class ModelRunner:
             return self._launch(batch, after)
 
     def _launch(self, batch: Batch, after: ModelStep | None) -> ModelStep:
+        drafts = self._drafts
+        if drafts is not None:
+            drafts.draft(batch)
         sampling = batch.sampling
         counts = [item.num_samples for item in sampling]
         sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
         masks = self._masks.start(sequences)  # computed while the model runs
         num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
         draws = self._sampler.draws(sequences, num_ahead) if sampling else NO_DRAWS
-        model, chosen, pooled = self._model, None, None
+        model, chosen, pooled, kept = self._model, None, None, None
         pools = any(item.num_pooled for item in batch.scheduled)
         reporting = batch.reporting
-        if (pools or reporting) and isinstance(model, GraphedModel):
+        feeds_head = drafts is not None and drafts.needs_states(batch.scheduled)
+        if (pools or reporting or feeds_head) and isinstance(model, GraphedModel):
             model = model.plain  # graphs return the logits of sampled rows alone
         step = self._packer.pack(
             batch,
@@ -354,15 +393,21 @@ class ModelRunner:
         rows = step.sampled
         if step.reported is not None:
             rows = torch.cat([rows, step.reported[0]])
-        if pools:
-            pooled_rows = to_device(step.pooled_rows, self.device)
-            logits, states = model.logits_and_states(step, rows, pooled_rows)
-            shares = [item for item in step.items if item.num_pooled]
-            pooled = PooledStates(shares, HostCopies([states.float()]))
+        if pools or feeds_head:
+            kept_rows = pooled_rows = step.pooled_rows
+            if drafts is not None:
+                kept_rows = pooled_rows + drafts.rows_to_keep(step.items, step.layout.query_starts)
+            logits, states = model.logits_and_states(step, rows, to_device(kept_rows, self.device))
+            if pools:
+                shares = [item for item in step.items if item.num_pooled]
+                pooled = PooledStates(shares, HostCopies([states[: len(pooled_rows)].float()]))
+            kept = states[len(pooled_rows) :]
         elif isinstance(model, GraphedModel):
             logits, chosen = model.run(step, rows)
         else:
             logits = model.logits(step, rows)
+        if drafts is not None:
+            drafts.keep(step.items, kept)
         reported: HostCopies | None = None
         if step.reported is not None:
             num_sampled = len(step.sampled)
@@ -419,19 +464,26 @@ class ModelRunner:
         num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
-            batch = self._trial([(num_tokens, count)], vocab_size=self.vocab_size)
-            row = torch.tensor([count - 1], device=self.device)
-            last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
-        self.collect(self.launch(batch))
-        # On a GPU products are chosen by the number of rows, and steps may have many more. In a
-        # recurrent layer sums depend on where steps cut a prompt.
+            if first := num_tokens - count:  # recurrent layers need the states before
+                self._last_row((first, first))
+            last_rows.append(self._last_row((num_tokens, count)))
+        self.collect(self.launch(self._trial([(1, 1)], vocab_size=self.vocab_size)))
+        # On a GPU products are chosen by the number of rows, and steps may have many more. In the
+        # library's form of a recurrent layer, sums depend on where steps cut a prompt.
         is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
         is_on_cpu = self.device.type == "cpu"
-        self.is_row_invariant = is_same and is_on_cpu and self._states is None
+        is_native = isinstance(self._model, NativeDecoder)
+        self.is_row_invariant = is_same and is_on_cpu and (is_native or self._states is None)
         with suppress(UnsupportedModelError):  # this model makes no vectors
             step = self._packer.pack(self._trial([(1, 1)]))
             _, states = self._model.logits_and_states(step, step.sampled, step.sampled)
             self.embedding_size = states.shape[1]
+
+    def _last_row(self, share: tuple[int, int]) -> torch.Tensor:
+        """Returns the logits of the last row of a trial step with one share."""
+        batch = self._trial([share], vocab_size=self.vocab_size)
+        row = torch.tensor([share[1] - 1], device=self.device)
+        return self._model.logits(self._packer.pack(batch), row).clone()
 
     def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """Run each kind of step and of sampling once, because kernels are compiled when they are
@@ -457,13 +509,13 @@ class ModelRunner:
             for shares in (decodes[:1], decodes):
                 yield self._trial(shares, params)
         context = min(length, max(1, kv_tokens // max_num_seqs))
-        shares = largest_step(max_num_batched_tokens, max_num_seqs, context)
-        yield self._largest(shares)
+        yield from self._largest(max_num_batched_tokens, max_num_seqs, context)
 
-    def _largest(self, shares: Shares) -> Batch:
-        """Returns a step with these shares, and everything that takes memory."""
-        most = most_reported_rows(self.vocab_size)
-        return self._trial(shares, MOST_SAMPLING, most)
+    def _largest(self, *sizes: int) -> Iterator[Batch]:
+        """Yields the steps that take the most memory. `sizes` are those of `largest_step`."""
+        kinds = (largest_step,) if self._states is None else (most_padded_step, largest_step)
+        for shares_of in kinds:
+            yield self._trial(shares_of(*sizes), MOST_SAMPLING, most_reported_rows(self.vocab_size))
 
     def _trial(
         self,
@@ -483,7 +535,7 @@ class ModelRunner:
         """See Runner. Known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
-        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded)
+        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_cost=self._head_cost)
 
     @property
     def own_code(self) -> str:

@@ -14,6 +14,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.recurrent.rows import LONGEST_PIECE
 
 Shares = list[tuple[int, int]]
 
@@ -86,6 +87,15 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
         shares.append((max_context, num_rows))
         left -= num_rows
     return shares
+
+
+def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
+    """Returns the step in which recurrent layers fill up the pieces of chunks the most."""
+    length = min(LONGEST_PIECE + 1, max_context, num_tokens)
+    count = min(num_seqs, num_tokens // length)
+    left = min(num_tokens - count * length, max_context - length)
+    last = length + left // LONGEST_PIECE * LONGEST_PIECE
+    return [(length, length)] * (count - 1) + [(last, last)]
 
 
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:

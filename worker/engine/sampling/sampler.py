@@ -28,7 +28,8 @@ _ROWS_AT_ONCE = 64
 times the memory of its logits."""
 _NO_CHOICE = (
     "the model's logits, or what the request allows, leave no token to choose; where the request"
-    " limits nothing, the logits overflow in the model's dtype: try bfloat16 or float32"
+    " limits nothing, a weight is no number (fetch the model's files again), or the logits overflow"
+    " in the model's dtype (try bfloat16 or float32)"
 )
 
 
@@ -78,6 +79,17 @@ class Sampler:
         draws = rows.distributions.draws.copy()
         draws[0] = uniforms(rows.seeds, positions)
         return draws
+
+    def distributions(self, sequences: list[Sequence]) -> Distributions:
+        """Returns the parameters for drawing a token for each row."""
+        return self._rows_of(sequences).distributions
+
+    def choose(
+        self, logits: torch.Tensor, sequences: list[Sequence], num_ahead: list[int]
+    ) -> torch.Tensor:
+        """Returns token ids [R] as `sample` would, but heeds only temperature, filters and seed."""
+        draws = to_device(self.draws(sequences, num_ahead), self._device)
+        return self._kernels.choose(logits, self.distributions(sequences), draws)[0]
 
     def sample(
         self,

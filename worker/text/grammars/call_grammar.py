@@ -101,6 +101,10 @@ class CallGrammar:
     def _call(self, is_begun: bool) -> str:
         style, name = self._style, self._tool.name
         before = style.opening + style.before
+        if not (is_begun or style.can_name(name)):
+            if style.has_pairs:
+                raise _UnfitError
+            raise ValueError(f"the model's calls cannot name a tool {name[:80]!r}")
         if style.form == CHANNELS:
             return self._channel_call()
         if style.form == NAMED:

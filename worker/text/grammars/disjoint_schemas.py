@@ -36,7 +36,7 @@ class Disjointness:
             return False
         if self._part_of(one, other, depth + 1) or self._part_of(other, one, depth + 1):
             return True
-        kinds = _kinds(one) & _kinds(other)
+        kinds = kinds_of(one) & kinds_of(other)
         values, others = self._values(one), self._values(other)
         if not kinds or (values is not None and others is not None and not values & others):
             return True
@@ -89,7 +89,8 @@ def _list(schema: dict[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _kinds(schema: dict[str, Any]) -> frozenset[str]:
+def kinds_of(schema: dict[str, Any]) -> frozenset[str]:
+    """Returns the types of values that a schema's `type`, `const` and `enum` allow."""
     kinds = _KINDS
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from promptq.shared.protocol.schema_types import steps_of, target_of
 from promptq.worker.text.grammars.closed_schemas import rebuilt
-from promptq.worker.text.grammars.disjoint_schemas import Disjointness
+from promptq.worker.text.grammars.disjoint_schemas import Disjointness, kinds_of
 from promptq.worker.text.grammars.lookaheads import without_lookaheads
 from promptq.worker.text.grammars.references import all_objects, all_references, with_pointers
 
@@ -79,7 +79,10 @@ class _Plain:
         result = rebuilt(schema, lambda child, _: self.of(child))
         if "propertyNames" in schema:
             result["propertyNames"] = self._resolved(schema["propertyNames"])
-        for name in _idle(result):
+        idle = _idle(result)
+        if "not" in schema and self._disjointness.of_all([_without(schema, "not"), schema["not"]]):
+            idle.append("not")
+        for name in idle:
             if (id(schema), name) not in self._referred_to:
                 result.pop(name, None)
         branches = schema.get("oneOf")
@@ -137,13 +140,26 @@ def _accepts_none(schema: Any) -> bool:
 
 def _accepts_texts(schema: Any) -> bool:
     """Whether each text matches the schema. Names of properties are texts."""
-    if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
-        schema = {key: value for key, value in schema.items() if key != "type"}
+    if isinstance(schema, dict) and schema.get("type", "string") in ("string", ["string"]):
+        no_limit = ["minLength"] * _is_zero(schema.get("minLength"))
+        schema = _without(schema, "type", *no_limit)
     return _accepts_all(schema)
+
+
+def _is_zero(value: Any) -> bool:
+    return value == 0 and value is not False
 
 
 def _needs_nothing(dependency: Any) -> bool:
     return dependency == [] or _accepts_all(dependency)
+
+
+def _are_required(dependencies: Any, required: list[Any]) -> bool:
+    """Whether the properties that others depend on are required anyway."""
+    return isinstance(dependencies, dict) and all(
+        isinstance(names, list) and all(name in (*required, own) for name in names)
+        for own, names in dependencies.items()
+    )
 
 
 def _all(is_idle: Callable[[Any], bool], values: Any) -> bool:
@@ -157,14 +173,26 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "dependencies": partial(_all, _needs_nothing),
     "dependentRequired": partial(_all, _needs_nothing),
     "dependentSchemas": partial(_all, _accepts_all),
+    "minItems": _is_zero,
+    "minLength": _is_zero,
+    "minProperties": _is_zero,
     "not": _accepts_none,
     "patternProperties": lambda value: value == {},
     "propertyNames": _accepts_texts,
+    "required": lambda value: value == [],
     "unevaluatedItems": _accepts_all,
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
 """Tests whether a keyword's value is no constraint, beside any other keyword."""
+_OF_KIND = {
+    "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
+    "object": (
+        *("dependencies", "dependentRequired", "dependentSchemas", "maxProperties"),
+        *("minProperties", "propertyNames", "unevaluatedProperties"),
+    ),
+}
+"""Keywords that constrain values of one type alone."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
@@ -173,12 +201,17 @@ def _idle(schema: dict[str, Any]) -> list[str]:
     keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
     ]
+    kinds = kinds_of(schema)
+    for kind, names in _OF_KIND.items():
+        keywords += names if kind not in kinds else ()
     if "contains" not in schema:
         keywords += ["minContains", "maxContains"]
     elif _count(schema, "minContains") == 0 and "maxContains" not in schema:
         keywords += ["contains", "minContains"]
+    condition = schema.get("if")
+    never = "else" if _accepts_all(condition) else "then" if _accepts_none(condition) else ""
     outcomes = [name for name in ("then", "else") if name in schema]
-    if "if" not in schema or all(_accepts_all(schema[name]) for name in outcomes):
+    if "if" not in schema or all(name == never or _accepts_all(schema[name]) for name in outcomes):
         keywords += ["if", *outcomes]
     form = schema.get("format")
     if isinstance(form, str) and (
@@ -186,6 +219,9 @@ def _idle(schema: dict[str, Any]) -> list[str]:
     ):
         keywords.append("format")
     named, required = schema.get("properties"), schema.get("required")
+    for name in ("dependencies", "dependentRequired"):
+        if isinstance(required, list) and _are_required(schema.get(name), required):
+            keywords.append(name)
     if isinstance(required, list) and _count(schema, "minProperties") <= len({*map(str, required)}):
         keywords.append("minProperties")
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema

@@ -375,7 +375,7 @@ def _reworded(reason: str) -> str:
     reason = reason.split("failed to compile JSON schema: ")[-1]
     if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
-    if match := re.fullmatch(r"Unknown format: (.*)", reason):
+    if match := re.fullmatch(r"Unknown format: ?(.*)", reason):
         return f"the format {shown(match[1])} {_NOT_ENFORCED}"
     if reason.startswith("oneOf constraints are not supported"):
         return "one value may match two of these schemas; use anyOf, or let them exclude each other"

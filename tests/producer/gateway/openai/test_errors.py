@@ -344,6 +344,41 @@ def test_a_worker_that_refuses_a_field_names_it_as_the_endpoint_does(
     assert "param" not in error or error["param"] == named
 
 
+PLACE = ".properties.x.not"
+CALLS_WITH_SCHEMAS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"prompt": "Go"}, "response_format", ".json_schema.schema"),
+    ("chat/completions", {"messages": TURNS}, "response_format", ".json_schema.schema"),
+    ("responses", {"input": "Go"}, "text.format", ".schema"),
+    ("messages", {"messages": TURNS, "max_tokens": 9}, "output_config.format", ".schema"),
+    ("completions", {"prompt": "Go", "guided_json": {}}, "guided_json", ""),
+    (
+        "chat/completions",
+        {"messages": TURNS, "structured_outputs": {"json": {}}},
+        *("structured_outputs", ".json"),
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("endpoint", "fields", "field", "schema"), CALLS_WITH_SCHEMAS)
+def test_a_worker_that_refuses_a_schema_names_the_place_as_the_endpoint_does(
+    http: httpx2.Client,
+    own_worker: HandWorker,
+    endpoint: str,
+    fields: dict[str, Any],
+    field: str,
+    schema: str,
+    stream: bool,
+) -> None:
+    message = f"response_format.json_schema.schema{PLACE}: not cannot be enforced"
+    with failing(own_worker, ErrorInfo(type="unsupported", message=message)):
+        answer = http.post(f"/v1/{endpoint}", json={**fields, "stream": stream})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["message"] == f"{field}{schema}{PLACE}: not cannot be enforced"
+    assert error.get("param", field) == field
+
+
 def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: HandWorker) -> None:
     """The client raises it where the tokens end."""
     with ThreadPoolExecutor() as pool:

@@ -93,6 +93,7 @@ LARK = 'start: "a" "::="'
         ("structured_outputs", {"json": 3}),
         ("structured_outputs", {}),
         ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+        ("structured_outputs", {"regex": "a", "disable_any_whitespace": True}),
         ("guided_regex", 3),
         ("guided_regex", ""),
         ("guided_choice", "yes"),
@@ -172,6 +173,10 @@ def test_vllms_names_of_a_schema(
             {"type": "regex", "regex": "a+"},
         ),
         ({"structured_outputs": {"grammar": LARK}}, {"type": "grammar", "grammar": LARK}),
+        (
+            {"structured_outputs": {"grammar": LARK, "json_object": False, "_backend": None}},
+            {"type": "grammar", "grammar": LARK},
+        ),
         ({"guided_grammar": LARK}, {"type": "grammar", "grammar": LARK}),
     ],
 )

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for a card that need not be there: `... compile_kernels.py 90 SEED`.
 
 The launchers run as ever, but each launch ends with the machine code. Prints a line of JSON about
-each launch (see `described`). The seed chooses which layer follows a plain one.
+each launch (see `described`). The seed chooses which variants follow the plain ones. With
+`--whole` after it, all of them do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -27,11 +30,17 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.cases import Case, Shape
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
-from promptq.worker.engine.decoders.kernels.activation import silu_and_multiply
+from promptq.worker.engine.decoders.expert_parts import Limits, Routing
+from promptq.worker.engine.decoders.kernels.activation import Activation
+from promptq.worker.engine.decoders.kernels.experts import add_experts, choose_experts
 from promptq.worker.engine.decoders.kernels.fp8_product import rounded
-from promptq.worker.engine.decoders.kernels.heads import place_heads
-from promptq.worker.engine.decoders.kernels.norm import add_rms_norm
+from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
+from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
+from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
+from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS
+from promptq.worker.engine.decoders.norm_parts import RMS_NORM, Norm, NormFormula
+from promptq.worker.engine.decoders.rotation_parts import RotationTables
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.sampling.triton_choice import choose_tokens
 
@@ -109,12 +118,18 @@ def main() -> None:
         return compiled
 
     JITFunction.run = compile_only
+    seed, is_whole = int(sys.argv[2]), "--whole" in sys.argv
+    draw = Random(seed)
+
+    def some(variants: Sequence[Any], count: int) -> Sequence[Any]:
+        return variants if is_whole else draw.sample(variants, count)
+
     step = [(1000, 1)] * 4 + [(300, 200)]
     plain, *others = product(
         (Shape(32, 8, 128, 128), Shape(12, 4, 192, 128)),
         ((Pattern("full"), None), (Pattern("sliding", 128), 30.0)),
     )
-    for shape, (pattern, softcap) in (plain, Random(int(sys.argv[2])).choice(others)):
+    for shape, (pattern, softcap) in (plain, *some(others, 1)):
         case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
         sinks = None if softcap is None else case.sinks
         case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
@@ -123,44 +138,154 @@ def main() -> None:
         case = Case(step, plain[0], dtype=torch.bfloat16, kept=in_fp8, device=cpu, seed=1)
         case.attend(TritonPaged(), Scoring(0.1, Pattern("full")))
     choose_tokens(torch.zeros(4, 150_000, dtype=torch.bfloat16), torch.zeros(5, 4).double())
-    launch_fused(architecture, hidden=4096, num_heads=32, num_kv_heads=8, size=128)
+    for variant in some(product_variants(), 2):
+        variant()
+    for plain_one, *other_ones in fused_variants():
+        plain_one()
+        for variant in some(other_ones, min(1, len(other_ones))):
+            variant()
+    if architecture >= 90:  # also from 89 on, which is not compiled for here
+        for width in (HIDDEN, 4 * HIDDEN):
+            rounded(empty(2, width))
 
 
-def launch_fused(
-    architecture: int, *, hidden: int, num_heads: int, num_kv_heads: int, size: int
-) -> None:
-    """The kernels of the fused decoder, for a model of these sizes."""
+HIDDEN, NUM_HEADS, NUM_KV_HEADS, SIZE = 4096, 32, 8, 128
+QKV_SIZE = (NUM_HEADS + 2 * NUM_KV_HEADS) * SIZE
+NUM_EXPERTS, INNER, TOP_K = 16, 768, 8
+GEMMAS_NORM = NormFormula(is_centered=False, adds_one=True, rounds_twice=False)
+CENTERED_NORM = NormFormula(is_centered=True, adds_one=True, rounds_twice=False)
+FORMATS = [(8, None, False), (8, 16, True), (4, 32, False), (4, 32, True), (4, 128, True)]
+"""Bits, group, and whether there are offsets."""
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.bfloat16)
 
+def empty(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def norm(size: int, formula: NormFormula = RMS_NORM) -> Norm:
+    return Norm(empty(size), empty(size) if formula.is_centered else None, 1e-6, formula)
+
+
+def quantized(
+    outputs: int, inputs: int, bits: int, group: int | None, has_offsets: bool
+) -> QuantizedWeight:
+    group = group or inputs
+    numbers = torch.zeros(outputs, inputs, dtype=torch.uint8)
+    factors = torch.zeros(outputs, inputs // group)
+    weight = QuantizedWeight.pack(numbers, factors, bits, group, factors if has_offsets else None)
+    if bits == 4:  # as on a card
+        offsets = None if weight.offsets is None else weight.offsets.half()
+        weight = replace(weight, scales=weight.scales.half(), offsets=offsets)
+    return weight
+
+
+def product_variants() -> list[Callable[[], None]]:
+    """Of the product with weights of few bits: each format, for few rows and many."""
+
+    def multiply(wanted: tuple[int, int | None, bool]) -> None:
+        multiplied = QuantizedProduct(quantized(QKV_SIZE, HIDDEN, *wanted), empty(QKV_SIZE))
+        for num_rows in (2, 64, FEW_ROWS + 1):
+            multiplied(empty(num_rows, HIDDEN))
+
+    return [partial(multiply, wanted) for wanted in FORMATS]
+
+
+def fused_variants() -> list[list[Callable[[], Any]]]:
+    """Of each kernel of the fused decoder, the plain one first."""
+    return [
+        [
+            partial(place, 64, False, RMS_NORM, False),
+            partial(place, 32, True, GEMMAS_NORM, False),
+            partial(place, 64, False, CENTERED_NORM, True),
+            partial(place, 0, False, None, False),
+        ],
+        [
+            partial(Activation(name, is_gated, is_interleaved, limits), empty(2, 6 * HIDDEN))
+            for name, is_gated, is_interleaved, limits in (
+                *((name, True, False, Limits()) for name in ACTIVATIONS),
+                ("relu2", False, False, Limits()),
+                ("silu", True, True, Limits(1.7, 7.0)),
+            )
+        ],
+        [partial(add, HIDDEN, RMS_NORM, None)],
+        [
+            partial(add, 4 * HIDDEN, RMS_NORM, None),  # of the widest models
+            partial(add, HIDDEN, GEMMAS_NORM, GEMMAS_NORM),
+            partial(add, HIDDEN, None, CENTERED_NORM),
+            partial(norm_columns, empty(2, QKV_SIZE)[:, :HIDDEN], norm(HIDDEN)),
+        ],
+        [
+            partial(choose, Routing(128, 8, normalizes=True)),
+            partial(
+                choose,
+                Routing(256, 8, "sigmoid", torch.zeros(256), num_groups=8, top_groups=4),
+            ),
+            partial(choose, Routing(16, 2, "sparsemixer", jitter=0.01)),
+        ],
+        [partial(group, TOP_K)],
+        [
+            partial(multiply_experts, 2, None),
+            *(
+                partial(multiply_experts, num_rows, wanted)
+                for num_rows in (2, 100, 400)
+                for wanted in (None, "transposed", *FORMATS)
+                if (num_rows, wanted) != (2, None)
+            ),
+        ],
+        [
+            partial(add_experts, empty(2 * TOP_K, HIDDEN), torch.zeros(2, TOP_K), None, None),
+            partial(
+                add_experts,
+                empty(2 * TOP_K, HIDDEN),
+                torch.zeros(2, TOP_K),
+                empty(2, HIDDEN),
+                torch.zeros(2, 129),
+            ),
+        ],
+    ]
+
+
+def place(pairs: int, is_interleaved: bool, formula: NormFormula | None, follow: bool) -> None:
     places = torch.zeros(2, dtype=torch.int64)
     layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
-    cache = LayerCache(*(empty(4, num_kv_heads, 16, size) for _ in range(2)))
-    qkv = empty(2, (num_heads + 2 * num_kv_heads) * size)
-    cosine, sine = empty(9, size), empty(9, size)
-    place_heads(qkv, places, cosine, sine, empty(2, size), 1e-6, cache, layout)
-    silu_and_multiply(empty(2, 6 * hidden))
-    outputs = (num_heads + 2 * num_kv_heads) * size
-    numbers = torch.zeros(outputs, hidden, dtype=torch.uint8)
-    for bits, group, has_offsets in (
-        *((8, hidden, False), (8, 16, True)),
-        *((4, 32, False), (4, 32, True), (4, 128, True)),
-    ):
-        factors = torch.zeros(outputs, hidden // group)
-        offsets = factors if has_offsets else None
-        weight = QuantizedWeight.pack(numbers, factors, bits, group, offsets)
-        if bits == 4:  # as on a card
-            offsets = None if weight.offsets is None else weight.offsets.half()
-            weight = replace(weight, scales=weight.scales.half(), offsets=offsets)
-        product = QuantizedProduct(weight, empty(outputs))
-        for num_rows in (2, 64, FEW_ROWS + 1):
-            product(empty(num_rows, hidden))
-    for width in (hidden, 4 * hidden):  # also of the widest models
-        rows = empty(2, width)
-        add_rms_norm(rows, rows, empty(width), 1e-6)
-        if architecture >= 90:  # also from 89 on, which is not compiled for here
-            rounded(rows)
+    cache = LayerCache(*(empty(4, NUM_KV_HEADS, 16, SIZE) for _ in range(2)))
+    tables = RotationTables(empty(9, pairs), empty(9, pairs), is_interleaved) if pairs else None
+    norms = None
+    if formula is not None:
+        norms = HeadNorms.of(norm(SIZE, formula), norm(SIZE, formula), follow_rotation=follow)
+    place_heads(empty(2, QKV_SIZE), places, tables, norms, cache, layout)
+
+
+def add(width: int, before: NormFormula | None, after: NormFormula | None) -> None:
+    add_norm(
+        empty(2, width),
+        empty(2, width),
+        None if before is None else norm(width, before),
+        None if after is None else norm(width, after),
+        1.0 if after is None else 0.5,
+    )
+
+
+def choose(routing: Routing) -> None:
+    choose_experts(routing, torch.zeros(2, routing.num_experts))
+
+
+def group(top_k: int) -> Groups:
+    return Groups.of(torch.zeros(2, top_k, dtype=torch.int32), NUM_EXPERTS)
+
+
+def multiply_experts(num_rows: int, wanted: Any) -> None:
+    """In both linear layers of experts."""
+    groups = Groups(
+        torch.zeros(num_rows * TOP_K, dtype=torch.int32),
+        torch.zeros(NUM_EXPERTS + 1, dtype=torch.int32),
+    )
+    weight: Any = empty(NUM_EXPERTS, 2 * INNER, HIDDEN)
+    if wanted == "transposed":
+        weight = empty(NUM_EXPERTS, HIDDEN, 2 * INNER).transpose(1, 2)
+    elif wanted is not None:
+        weight = quantized(NUM_EXPERTS * 2 * INNER, HIDDEN, *wanted)
+    GroupedProduct(weight, NUM_EXPERTS)(empty(num_rows, HIDDEN), groups)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from promptq.worker.engine.attention.triton_kernels.decode import NUM_WARPS, PRO
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import DECODE_WORK, FULL, Pattern, Scoring, SpanList
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.decoders.kernels.quantized_product import STEP, programs_per_processor
+from promptq.worker.engine.decoders.kernels.quantized_product import programs_per_processor
+from promptq.worker.engine.decoders.kernels.widening import STEP
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
@@ -322,12 +323,13 @@ def registers_of(launch: dict[str, Any], threads: int) -> int:
 @pytest.mark.matrix(1)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
-def test_kernels_compile(architecture: int, seed: int) -> None:
+def test_kernels_compile(architecture: int, seed: int, pytestconfig: pytest.Config) -> None:
     """For real cards: what the interpreter takes, the compiler may refuse. Prefill reads tiles of K
     and V ahead, nothing spills, and as many programs fit on a processor as are planned for."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
     command = [sys.executable, str(script), str(architecture), str(seed)]
+    command += ["--whole"] if pytestconfig.option.whole else []
     path = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
@@ -339,9 +341,13 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
         "_decode_kernel",
         "_prefill_kernel",
         "_draw_kernel",
-        "_add_rms_norm_kernel",
+        "_add_norm_kernel",
         "_place_heads_kernel",
-        "_silu_kernel",
+        "_activation_kernel",
+        "_choice_kernel",
+        "_sort_kernel",
+        "_grouped_kernel",
+        "_sum_kernel",
         "_product_kernel",
         "_widen_kernel",
         *(["_round_kernel"] if architecture >= 90 else []),

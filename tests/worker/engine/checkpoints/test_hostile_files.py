@@ -171,6 +171,15 @@ def test_experts_that_cannot_be_are_refused(
     assert expected in refusal(lambda: load_model(str(tmp_path), device=CPU))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "qwen3_next", "granitemoehybrid"])
+def test_a_dense_model_of_a_family_with_experts_is_loaded(family: str, tmp_path: Path) -> None:
+    """It has 0 experts, of which the configuration's default number is active."""
+    name = "num_local_experts" if family == "granitemoehybrid" else "num_experts"
+    save_model(tmp_path, family, 1, **{name: 0})
+    config: Any = load_model(str(tmp_path), device=CPU).model.config
+    assert getattr(config, name) == 0 < config.num_experts_per_tok
+
+
 NESTED = "[" * 100_000
 
 
@@ -303,6 +312,16 @@ def test_damaged_settings_are_refused_or_harmless(folder: Path, seed: int) -> No
             said.append(str(error))
     assert said
     assert not [it for it in said if "\n" in it]
+
+
+def test_a_member_that_an_index_lacks_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    weights = dict.fromkeys(
+        load_file(folder / "model-00001.safetensors"), "model-00001.safetensors"
+    )
+    (folder / INDEX).write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ModelError, match="do not load: 'metadata' is missing in its files"):
+        load_model(str(folder), device=CPU)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter, PromptLookup
+from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN, Drafter, Head, PromptLookup
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch, Sequence
@@ -103,6 +103,65 @@ def test_a_draft_stays_within_its_bounds() -> None:
     assert drafter.draft(text, 0, 1) == []
     assert drafter.draft(text, 15, 500) == [], "in a large batch it is not worth its rows"
     assert drafter.draft([*text, 1, 2], 15, 1) == [], "the last token is sampled"
+
+
+def head_drafter(cost: float = 0.05) -> Drafter:
+    return Drafter(7, begin=0, end=NO_END, head=Head(cost))
+
+
+def lengths_of_drafts(
+    drafter: Drafter, text: list[int], num_steps: int, num_right: int
+) -> list[tuple[bool, int]]:
+    """Whether the head is to draft, and how many tokens, in steps of which so many are right."""
+    lengths = []
+    for _ in range(num_steps):
+        draft = drafter.draft(text, 15, 1)
+        by_head = UNKNOWN in draft
+        assert not by_head or {*draft} == {UNKNOWN}
+        lengths.append((by_head, len(draft)))
+        accepted = min(len(draft), num_right)
+        drafter.settle(len(draft), accepted, 1, by_head=by_head)
+    return lengths
+
+
+def test_a_head_drafts_as_many_tokens_as_are_right() -> None:
+    new = [*range(100)]
+    for num_right in (1, 2, 4, 7):
+        lengths = lengths_of_drafts(head_drafter(), new, 200, num_right)
+        assert all(by_head for by_head, _ in lengths)
+        assert {length for _, length in lengths[100:]} == {num_right}
+
+
+def test_a_head_that_is_wrong_drafts_seldom() -> None:
+    new = [*range(100)]
+    lengths = [length for _, length in lengths_of_drafts(head_drafter(), new, 2000, 0)]
+    assert max(lengths[100:]) <= 1
+    assert 10 < sum(lengths[1000:]) < 50
+
+
+def test_a_request_begins_with_what_is_known_of_the_head() -> None:
+    new, drafter = [*range(100)], head_drafter()
+    lengths_of_drafts(drafter, new, 200, 0)
+    later = Drafter(7, begin=0, end=NO_END, head=drafter.head)
+    assert len(later.draft(new, 15, 1)) <= 1
+
+
+def test_a_head_that_costs_more_than_it_saves_drafts_seldom() -> None:
+    new = [*range(100)]
+    lengths = [length for _, length in lengths_of_drafts(head_drafter(2.0), new, 1000, 7)]
+    assert sum(lengths) < 20
+
+
+def test_the_drafter_whose_tokens_are_accepted_drafts() -> None:
+    repeats = [1, 2, 3] * 10
+    lengths = lengths_of_drafts(head_drafter(), repeats, 100, 7)
+    assert lengths[-1] == (False, 7), "a lookup costs less"
+    drafter = head_drafter()
+    for _ in range(100):
+        draft = drafter.draft(repeats, 15, 1)
+        by_head = UNKNOWN in draft
+        drafter.settle(len(draft), min(len(draft), 3 * by_head), 1, by_head=by_head)
+    assert drafter.draft(repeats, 15, 1)[0] == UNKNOWN, "lookups were wrong"
 
 
 def drafting(sequence: Sequence) -> Sequence:

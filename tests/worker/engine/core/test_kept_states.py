@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,9 @@ from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.kept_states import KeptStates
+from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Sequence
+from tests.worker.engine.core.stepping import BLOCK, add, make_sequence, step
 
 
 def test_the_least_recently_used_state_goes_first() -> None:
@@ -49,6 +53,33 @@ def test_a_lost_place_is_noticed() -> None:
     kept.pin(b"a")
     with pytest.raises(RuntimeError, match="pinned"):
         kept.check_integrity([])
+
+
+class CountedHashes(list[bytes]):
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for block_hash in super().__iter__():
+            self.num_read += 1
+            yield block_hash
+
+
+def test_the_end_of_a_common_prefix_is_found_without_reading_all_hashes() -> None:
+    shared = list(range(4000))
+    first, second = (make_sequence(0, tokens=[*shared, 7 + number]) for number in range(2))
+    manager = BlockManager(2500, BLOCK, kept_states=KeptStates(2))
+    scheduler = Scheduler(4, 64, 64, manager)
+    add(scheduler, first, second)
+    step(scheduler)
+    hashes = first.block_hashes = CountedHashes(first.block_hashes)
+    step(scheduler)
+    assert first.keep_after == 4000
+    assert len(hashes) == 1000
+    assert 0 < hashes.num_read < 60
 
 
 def test_places_survive_any_order_of_events(seed: int) -> None:

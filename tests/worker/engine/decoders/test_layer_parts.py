@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from promptq.worker.engine.decoders.layer_parts import ModelParts, has_known_parts
+from promptq.worker.engine.decoders.layer_parts import (
+    Attention,
+    Layer,
+    ModelParts,
+    has_known_parts,
+)
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
-from promptq.worker.engine.decoders.rotation_parts import RotationTables
+from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from tests.worker.engine.tiny_models import FAMILIES, NATIVE, make_model
 
 
@@ -26,6 +31,11 @@ class OtherEmbedding(nn.Embedding):
 class OtherNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 1.02 * super().forward(x)
+
+
+def rotation_of(layer: Layer) -> Rotation | None:
+    assert isinstance(layer.mixer, Attention)
+    return layer.mixer.rotation
 
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
@@ -103,7 +113,7 @@ def test_rotations_are_those_of_the_models_own_module(
     """In the dtype that is asked for, and for each type of layer."""
     model: Any = make_model(family, seed)
     like = torch.empty(1, dtype=dtype)
-    rotations = {layer.attention.rotation for layer in ModelParts.of(model).layers} - {None}
+    rotations = {rotation_of(layer) for layer in ModelParts.of(model).layers} - {None}
     assert len(rotations) == (2 if family == "gemma3_text" else 1)
     for rotation in rotations:
         assert rotation is not None
@@ -128,7 +138,7 @@ def test_a_rotation_of_another_kind_is_named(seed: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: plain(q, k, cos, -sin)
     )
-    rotation = ModelParts.of(make_model("qwen3", seed)).layers[0].attention.rotation
+    rotation = rotation_of(ModelParts.of(make_model("qwen3", seed)).layers[0])
     assert rotation is not None
     with pytest.raises(NotOfThisKindError, match="a rotation of another kind"):
         rotation.tables(20, torch.empty(1))

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.decoders.native import native_weight
+from promptq.worker.engine.decoders.native_weights import native_weight
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, library_path
@@ -122,6 +122,8 @@ def test_heads_of_all_shapes(
         *(("qwen3", 64, None), ("qwen3", 128, None), ("mistral", 24, 20), ("llama", 40, None)),
         *(("gemma2", 256, 20), ("olmo2", 24, None), ("cohere2", 64, 20)),
         *(("glm4_moe", 64, None), ("gpt_oss", 40, 20)),
+        *(("qwen3_5_text", 64, None), ("olmo_hybrid", 40, None), ("granitemoehybrid", 64, None)),
+        *(("lfm2", 64, None), ("qwen3_next", 24, None)),
     ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it(
@@ -135,9 +137,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         "hidden_size": 256,
         "intermediate_size": 1536,
         "sliding_window": window,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim + 8,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 32,
     }
     directory = save_model(tmp_path, family, SEED, **shape)
-    runner = load(directory, dtype=dtype, quantization=quantization)
+    runner = load(directory, dtype=dtype, quantization=quantization, max_num_seqs=8)
     assert runner.why_no_own_code == ""
     assert runner.is_row_invariant
     print(f"seed {SEED}")

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.cases import Case, Shape, off_by
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
-from promptq.worker.engine.decoders.native import native_cache
+from promptq.worker.engine.decoders.native_weights import native_cache
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import Layout, load_native
 

@@ -76,7 +76,7 @@ def test_weights_that_fused_kernels_take_are_moved_as_they_are(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To a device without values in the place of a card."""
-    from promptq.worker.engine.decoders.fused import FusedDecoder
+    from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 
     cuda, meta = torch.device("cuda", 0), torch.device("meta")
     assert decoder_of_saved_weights(cuda, LoadOptions()) is FusedDecoder
@@ -97,7 +97,7 @@ def test_weights_that_fused_kernels_take_are_moved_as_they_are(
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 def test_what_weights_take_in_fact_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in fp8 are widened for a model in fp32, and take four times as much."""
-    from promptq.worker.engine.decoders.fused import FusedDecoder
+    from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 
     folder, meta = FILES / "ct-fp8", torch.device("meta")
     saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -17,9 +17,9 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.backend_choice import backends_on
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.recognition import mixers_of
-from promptq.worker.engine.model.recurrent.state_pool import pool_bytes
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.recognition import mixers_of
+from promptq.worker.engine.recurrent.state_pool import pool_bytes
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import (
     FAMILIES,
@@ -275,7 +275,11 @@ def repeating_requests(family: Family) -> list[EngineRequest]:
 
 @pytest.mark.parametrize(
     ("name", "native"),
-    [("llama", True), ("mistral", True), ("llama", False), ("gpt2", False), ("llama4_text", False)],
+    [
+        *(("llama", True), ("mistral", True), ("llama", False), ("gpt2", False)),
+        *(("llama4_text", False), ("qwen3_5_text", True), ("granitemoehybrid", True)),
+        *(("lfm2", True), ("olmo_hybrid", True)),
+    ],
 )
 def test_drafts_change_no_token(
     name: str, native: bool, family_of: Callable[[str], Family]

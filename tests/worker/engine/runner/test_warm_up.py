@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.decoders.fused import FusedDecoder
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.quantization.modules import quantize_model
@@ -26,6 +26,7 @@ from promptq.worker.engine.runner.trial_steps import (
     Shares,
     kinds_of_steps,
     largest_step,
+    most_padded_step,
     powers_of_two,
     trial_batch,
 )
@@ -124,6 +125,7 @@ def test_steps_of_the_warm_up_are_steps_that_a_scheduler_can_plan() -> None:
         for shares in (
             *kinds_of_steps(tokens, sequences, length),
             largest_step(tokens, sequences, length),
+            most_padded_step(tokens, sequences, length),
         ):
             assert sum(rows for _, rows in shares) <= tokens
             assert all(1 <= rows <= context <= length for context, rows in shares)

@@ -14,7 +14,7 @@ from promptq.producer.calls.output.model_text import ExpectedOutput, read_whole
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.output_style import CHANNELS, LITERALS
+from promptq.shared.protocol.output_style import CHANNELS, LITERALS, NAMED
 from promptq.shared.protocol.request import Request
 from promptq.worker.engine.api.grammar import Grammar
 from promptq.worker.engine.api.messages import EngineAbilities
@@ -117,6 +117,29 @@ def test_a_forced_call_may_not_have_arguments_that_its_schema_refuses(format: Fo
         for property in ({"count": 1.5}, {"days": ["a"]}, {"flag": 0}, {"none": False}):
             text = written(format, "get_weather", {**property, "name": "Paris"})
             assert not is_accepted(format, request, text), text
+
+
+NAMES = [
+    *("get-weather", "a.b", "my tool", "a:b", "a/b", "f(x)", "a>b", "a<b", 'say "hi"', "{x}", "x]"),
+    *("[ARGS]", "é1", " f", "5", "x" * 150, "<tool_call>", "=", "'a'", "\\"),
+]
+
+
+@BY_NAME
+def test_a_call_of_any_name_is_read_back_or_refused(format: Format, seed: int) -> None:
+    """Names that a form cannot hold are written as JSON, if a reader of the form expects that."""
+    refused = {}
+    for name in NAMES:
+        request = forced(format, tool(name, {"type": "object", "properties": {}}))
+        try:
+            assert read_forced(format, request, seed) == (name, {})
+        except InvalidRequestError as error:
+            refused[name] = str(error)
+    is_quoted = format.style.form not in (NAMED, CHANNELS)
+    assert refused == {} if is_quoted else {"a:b", "a<b"} & refused.keys()
+    assert "get-weather" not in refused
+    for name, said in refused.items():
+        assert f"calls cannot name a tool {name!r}"[:100] in said
 
 
 ADDRESS: Any = {

@@ -41,6 +41,21 @@ IDLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (TEXT, {"if": {"const": "a"}, "then": True, "else": {"$comment": "-"}}),
     *((TEXT, {"allOf": it}) for it in ([], [True], [{}, {"title": "A"}])),
     *((TEXT, {"format": it}) for it in ("password", "binary", "path", "int64")),
+    *((TEXT, it) for it in ({"uniqueItems": True}, {"contains": {"const": 1}}, {"minLength": 0})),
+    *((TEXT, {it: {"a": ["b"]}}) for it in ("dependentRequired", "dependencies")),
+    *(
+        (it, {"propertyNames": {"maxLength": 1}, "dependentSchemas": {"a": False}})
+        for it in (TEXT, LIST)
+    ),
+    *(
+        (OBJECT, it)
+        for it in ({"uniqueItems": True, "contains": False}, {"propertyNames": {"minLength": 0}})
+    ),
+    *((OBJECT, {it: {"a": ["a"], "b": ["a"]}}) for it in ("dependentRequired", "dependencies")),
+    *((OBJECT, {"not": {"type": it}}) for it in ("null", ["array", "string"])),
+    (TEXT, {"not": {"enum": [1, None]}}),
+    (TEXT, {"if": False, "then": False, "else": {"minLength": 0}}),
+    (TEXT, {"if": {"title": "Any"}, "then": {"required": []}, "else": False}),
     *((TEXT, it) for it in ({"$dynamicAnchor": "node"}, {"$recursiveAnchor": True})),
 ]
 
@@ -93,6 +108,11 @@ def test_what_asks_for_nothing_changes_nothing(
         ({"contains": {"const": 1}}, [1], [2]),
         ({"contains": {"const": 1}, "minContains": 0, "maxContains": 1}, [1], [1, 1]),
         ({"not": {"type": "string"}}, 1, "a"),
+        ({"type": ["integer", "string"], "not": {"type": "string"}}, 1, "a"),
+        ({"type": ["array", "null"], "uniqueItems": True}, None, [1, 1]),
+        ({"dependentRequired": {"a": ["a", "b"]}, "required": ["a"]}, {"a": 1, "b": 1}, {"a": 1}),
+        ({"if": False, "else": {"type": "string"}}, "a", 1),
+        ({"minLength": 1}, "a", ""),
         ({"if": {"type": "string"}, "then": False}, 1, "a"),
         ({"dependentRequired": {"a": ["b"]}}, {}, {"a": 1}),
         ({"dependentSchemas": {"a": {"required": ["b"]}}}, {}, {"a": 1}),

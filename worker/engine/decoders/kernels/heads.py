@@ -5,6 +5,7 @@ The kernel rounds where the library's modules round: after each operation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,28 +13,46 @@ import triton
 import triton.language as tl
 
 from promptq.worker.engine.attention.triton_kernels.common import as_kept
+from promptq.worker.engine.decoders.kernels.norm import code_of, moments, normed
+from promptq.worker.engine.decoders.norm_parts import Norm
+from promptq.worker.engine.decoders.rotation_parts import RotationTables
 
 if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, StepLayout
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of queries and of keys, which have the same formula and epsilon."""
+
+    weights: torch.Tensor  # [2, head size]
+    biases: torch.Tensor | None
+    epsilon: float
+    code: int
+    follow_rotation: bool
+
+    @classmethod
+    def of(cls, query: Norm, key: Norm, *, follow_rotation: bool) -> HeadNorms:
+        weights = torch.stack([query.weight, key.weight])
+        biases = None
+        if query.bias is not None and key.bias is not None:
+            biases = torch.stack([query.bias, key.bias])
+        return cls(weights, biases, query.epsilon, code_of(query), follow_rotation)
+
+
 def place_heads(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    norms: torch.Tensor | None,
-    epsilon: float,
+    tables: RotationTables | None,
+    norms: HeadNorms | None,
     cache: LayerCache,
     layout: StepLayout,
 ) -> torch.Tensor:
     """Returns the queries [T, num_heads, head size], and writes K and V to the cache.
 
     `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections, and
-    `positions` are [T]. `cosine` and `sine` [positions, rotary size], in the model's dtype, rotate
-    heads (RoFormer, as Llama lays it out). `norms` [2, head size] are the weights of the query's
-    and the key's norm, if they have one. Rows whose block is -1 pad the step: their K and V are not
-    written.
+    `positions` are [T]. `tables`, in the model's dtype, rotate the first numbers of heads. Rows
+    whose block is -1 pad the step: their K and V are not written.
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape
@@ -44,20 +63,23 @@ def place_heads(
     _place_heads_kernel[(num_rows, num_kv_heads)](
         qkv,
         positions,
-        cosine,
-        sine,
-        qkv if norms is None else norms,
-        epsilon,
+        qkv if tables is None else tables.cosine,
+        qkv if tables is None else tables.sine,
+        qkv if norms is None else norms.weights,
+        qkv if norms is None or norms.biases is None else norms.biases,
+        0.0 if norms is None else norms.epsilon,
         query,
         cache.key,
         cache.value,
         layout.write_blocks,
         layout.write_offsets,
-        HAS_NORMS=norms is not None,
+        BEFORE=0 if norms is None or norms.follow_rotation else norms.code,
+        AFTER=0 if norms is None or not norms.follow_rotation else norms.code,
+        PAIRS=0 if tables is None else tables.cosine.shape[1],
+        IS_INTERLEAVED=tables is not None and tables.is_interleaved,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         SIZE=size,
-        ROTARY_SIZE=cosine.shape[1],
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
         TILE=tile,
@@ -72,23 +94,27 @@ def _place_heads_kernel(
     positions: tl.tensor,
     cosines: tl.tensor,
     sines: tl.tensor,
-    norms: tl.tensor,
+    weights: tl.tensor,
+    biases: tl.tensor,
     epsilon: tl.tensor,
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     write_blocks: tl.tensor,
     write_offsets: tl.tensor,
-    HAS_NORMS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    ROTARY_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row and KV head: its group of query heads, its key and its value."""
+    """One program for each row and KV head: its group of query heads, its key and its value. There
+    may be norms BEFORE the rotation, or AFTER it."""
     dtype = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -97,29 +123,43 @@ def _place_heads_kernel(
     is_query, is_key, is_value = in_group < GROUP, in_group == GROUP, in_group == GROUP + 1
     head = kv_head + tl.where(is_key, GROUP * NUM_KV_HEADS, (GROUP + 1) * NUM_KV_HEADS)
     head = tl.where(is_query, kv_head * GROUP + in_group, head)
-    within, turns = column < SIZE, column < ROTARY_SIZE
     source = qkv + (row * ((GROUP + 2) * NUM_KV_HEADS) + head) * SIZE
-    is_head = in_group < GROUP + 2
-    value = tl.load(source + column, mask=is_head & within, other=0.0)
+    within = column < SIZE
+    is_head = (in_group < GROUP + 2) & within
+    value = tl.load(source + column, mask=is_head, other=0.0)
+    weights += tl.where(is_query, 0, SIZE)
+    biases += tl.where(is_query, 0, SIZE)
 
-    # Each column is rotated with a partner in the other half of the rotated columns.
-    is_first = column < ROTARY_SIZE // 2
-    partner = tl.where(is_first, column + ROTARY_SIZE // 2, column - ROTARY_SIZE // 2)
     own = value.to(tl.float32)
-    other = tl.load(source + partner, mask=is_head & turns, other=0.0).to(tl.float32)
-    if HAS_NORMS:
-        rate = tl.rsqrt(tl.sum(own * own, 1) / SIZE + epsilon)[:, None]
-        weights = norms + tl.where(is_query, 0, SIZE)
-        own_weight = tl.load(weights + column, mask=is_head & within, other=0.0).to(tl.float32)
-        other_weight = tl.load(weights + partner, mask=is_head & turns, other=0.0).to(tl.float32)
-        own = ((own * rate).to(dtype).to(tl.float32) * own_weight).to(dtype).to(tl.float32)
-        other = ((other * rate).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
-    angle = tl.load(positions + row) * ROTARY_SIZE + column
-    cosine = tl.load(cosines + angle, mask=turns, other=1.0).to(tl.float32)
-    sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
-    straight = (own * cosine).to(dtype).to(tl.float32)
-    across = (tl.where(is_first, -other, other) * sine).to(dtype).to(tl.float32)
-    turned = (straight + across).to(dtype)
+    if BEFORE:
+        mean, rate = moments(own, within, epsilon, BEFORE, SIZE)
+        own = normed(own, mean, rate, weights + column, biases + column, is_head, BEFORE, dtype)
+    if PAIRS > 0:
+        # Each rotated column has a partner.
+        if IS_INTERLEAVED:
+            is_first, pair = column % 2 == 0, column // 2
+            partner = tl.where(is_first, column + 1, column - 1)
+        else:
+            is_first = column < PAIRS
+            partner = tl.where(is_first, column + PAIRS, column - PAIRS)
+            pair = tl.minimum(column, partner)
+        turns = column < 2 * PAIRS
+        is_turned = is_head & turns
+        other = tl.load(source + partner, mask=is_turned, other=0.0).to(tl.float32)
+        if BEFORE:
+            other = normed(
+                other, mean, rate, weights + partner, biases + partner, is_turned, BEFORE, dtype
+            )
+        angle = tl.load(positions + row) * PAIRS + pair
+        cosine = tl.load(cosines + angle, mask=turns, other=1.0).to(tl.float32)
+        sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
+        straight = (own * cosine).to(dtype).to(tl.float32)
+        across = (tl.where(is_first, -other, other) * sine).to(dtype).to(tl.float32)
+        own = (straight + across).to(dtype).to(tl.float32)
+    if AFTER:
+        mean, rate = moments(own, within, epsilon, AFTER, SIZE)
+        own = normed(own, mean, rate, weights + column, biases + column, is_head, AFTER, dtype)
+    turned = own.to(dtype)
 
     place = (row * (GROUP * NUM_KV_HEADS) + head) * SIZE + column
     tl.store(query + place, turned, mask=is_query & within)

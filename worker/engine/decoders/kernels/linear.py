@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,8 +12,9 @@ from torch import nn
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import QuantizedLinear
+from promptq.worker.engine.quantization.modules import FewBits, QuantizedLinear
 
+Weight = TypeVar("Weight", bound=FewBits)
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Computes rows [T, outputs] from rows [T, inputs]."""
 
@@ -34,15 +35,23 @@ def fused(*linears: nn.Linear) -> Product:
     if not quantized:
         weight = _joined([linear.weight for linear in linears])
         return lambda rows: nn.functional.linear(rows, weight, bias)
-    first: Any = quantized[0].quantized
+    joined = joined_weights([linear.quantized for linear in quantized])
+    if isinstance(joined, FP8Weight):
+        return FP8Product(joined, bias)
+    return QuantizedProduct(joined, bias)
+
+
+def joined_weights(weights: Sequence[Weight]) -> Weight:
+    """Returns one weight with the outputs of weights of one kind, one after the other. They become
+    views of it."""
+    first: Any = weights[0]
     joined = {
-        field.name: _joined([getattr(each.quantized, field.name) for each in quantized])
+        field.name: _joined([getattr(each, field.name) for each in weights])
         for field in fields(first)
         if isinstance(getattr(first, field.name), torch.Tensor)
     }
-    if isinstance(first, FP8Weight):
-        return FP8Product(replace(first, **joined), bias)
-    return QuantizedProduct(replace(first, **joined), bias)
+    whole: Weight = replace(first, **joined)
+    return whole
 
 
 def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A residual sum and its RMS norm in one kernel.
+"""A residual sum and its norm in one kernel.
 
-The kernel rounds where the library's modules round: the sum, the normed row, and its product with
-the weight have the model's dtype. All else is in fp32.
+The kernel rounds where the library's modules round: after each operation, with the exceptions that
+NormFormula describes. All else is in fp32.
 """
 
 from __future__ import annotations
@@ -10,50 +10,161 @@ import torch
 import triton
 import triton.language as tl
 
+from promptq.worker.engine.decoders.norm_parts import Norm
 
-def add_rms_norm(
-    hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+_IS_CENTERED = tl.constexpr(2)
+_ADDS_ONE = tl.constexpr(4)
+_ROUNDS_TWICE = tl.constexpr(8)
+_HAS_BIAS = tl.constexpr(16)
+
+
+def code_of(norm: Norm | None) -> int:
+    """Returns the constant that describes a norm to a kernel; 0 if there is none."""
+    if norm is None:
+        return 0
+    formula = norm.formula
+    has_bias = norm.bias is not None
+    flags = (True, formula.is_centered, formula.adds_one, formula.rounds_twice, has_bias)
+    return sum(1 << bit for bit, flag in enumerate(flags) if flag)
+
+
+def add_norm(
+    hidden: torch.Tensor,
+    update: torch.Tensor | None,
+    before: Norm | None,
+    after: Norm | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Adds `update` to `hidden`, both [T, hidden size], in place. Returns the norm of the sum."""
+    """Computes `hidden += scale * after(update)` in place, for tensors [T, hidden size].
+
+    Returns `before(hidden)`, which is the same tensor if there is no such norm.
+    """
+    if update is None and before is None:
+        return hidden
+    output = hidden if before is None else torch.empty_like(hidden)
+    _add_norm(hidden, update, before, after, scale, output)
+    return output
+
+
+def norm_columns(rows: torch.Tensor, norm: Norm) -> None:
+    """Norms `rows` [T, size] in place. They may be some columns of a larger tensor."""
+    _add_norm(rows, None, norm, None, 1.0, rows)
+
+
+def _add_norm(
+    hidden: torch.Tensor,
+    update: torch.Tensor | None,
+    before: Norm | None,
+    after: Norm | None,
+    scale: float,
+    output: torch.Tensor,
+) -> None:
     num_rows, size = hidden.shape
     tile = triton.next_power_of_2(size)
-    output = torch.empty_like(hidden)
-    _add_rms_norm_kernel[(num_rows,)](
+    _add_norm_kernel[(num_rows,)](
         hidden,
         hidden if update is None else update,
-        weight,
+        *_arguments(after, hidden),
+        *_arguments(before, hidden),
+        scale,
         output,
-        epsilon,
+        hidden.stride(0),
         HAS_UPDATE=update is not None,
+        HAS_SCALE=scale != 1.0,
+        AFTER=code_of(after),
+        BEFORE=code_of(before),
         SIZE=size,
         TILE=tile,
         num_warps=min(16, max(1, tile // 512)),
     )
-    return output
+
+
+def _arguments(norm: Norm | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Returns weight, bias and epsilon, with `other` in place of a tensor that does not exist."""
+    if norm is None:
+        return other, other, 0.0
+    return norm.weight, other if norm.bias is None else norm.bias, norm.epsilon
 
 
 @triton.jit
-def _add_rms_norm_kernel(
+def moments(
+    rows: tl.tensor, within: tl.tensor, epsilon: tl.tensor, NORM: tl.constexpr, SIZE: tl.constexpr
+) -> tl.tuple:
+    """Returns the mean that a norm subtracts from `rows` [rows, columns], and the factor of the
+    difference, [rows, 1]. `within`: whether a column is one of the SIZE columns."""
+    mean = tl.zeros((rows.shape[0], 1), tl.float32)
+    if _IS_CENTERED & NORM:
+        mean = tl.sum(tl.where(within, rows, 0.0), 1, keep_dims=True) / SIZE
+    centered = tl.where(within, rows - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(centered * centered, 1, keep_dims=True) / SIZE + epsilon)
+
+
+@triton.jit
+def normed(
+    rows: tl.tensor,
+    mean: tl.tensor,
+    rate: tl.tensor,
+    weights: tl.tensor,
+    biases: tl.tensor,
+    mask: tl.tensor,
+    NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the norm of `rows`, rounded to DTYPE, in fp32. `weights` and `biases` point to those
+    of each number."""
+    rows = (rows - mean) * rate
+    if _ROUNDS_TWICE & NORM:
+        rows = rows.to(DTYPE).to(tl.float32)
+    factor = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+    if _ADDS_ONE & NORM:
+        factor += 1.0
+        if _IS_CENTERED & NORM:  # see NormFormula.factor
+            factor = factor.to(DTYPE).to(tl.float32)
+    rows *= factor
+    if _HAS_BIAS & NORM:
+        rows += tl.load(biases, mask=mask, other=0.0).to(tl.float32)
+    return rows.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _add_norm_kernel(
     hidden: tl.tensor,
     update: tl.tensor,
-    weight: tl.tensor,
+    after_weight: tl.tensor,
+    after_bias: tl.tensor,
+    after_epsilon: tl.tensor,
+    before_weight: tl.tensor,
+    before_bias: tl.tensor,
+    before_epsilon: tl.tensor,
+    scale: tl.tensor,
     output: tl.tensor,
-    epsilon: tl.tensor,
+    stride: tl.tensor,
     HAS_UPDATE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    AFTER: tl.constexpr,
+    BEFORE: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row."""
+    """One program for each row. `hidden` and `output` have the same stride."""
     dtype = hidden.dtype.element_ty
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    column = tl.arange(0, TILE)
+    index = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)[None, :]
     within = column < SIZE
-    row = tl.load(hidden + start + column, mask=within, other=0.0).to(tl.float32)
+    place = index * stride + column
+    row = tl.load(hidden + place, mask=within, other=0.0).to(tl.float32)
     if HAS_UPDATE:
-        added = tl.load(update + start + column, mask=within, other=0.0).to(tl.float32)
+        added = tl.load(update + index * SIZE + column, mask=within, other=0.0).to(tl.float32)
+        if AFTER:
+            mean, rate = moments(added, within, after_epsilon, AFTER, SIZE)
+            weights, biases = after_weight + column, after_bias + column
+            added = normed(added, mean, rate, weights, biases, within, AFTER, dtype)
+        if HAS_SCALE:
+            added = (added * scale).to(dtype).to(tl.float32)
         row = (row + added).to(dtype).to(tl.float32)
-        tl.store(hidden + start + column, row, mask=within)
-    rate = tl.rsqrt(tl.sum(row * row, 0) / SIZE + epsilon)
-    normed = (row * rate).to(dtype).to(tl.float32)
-    weights = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
-    tl.store(output + start + column, normed * weights, mask=within)
+        tl.store(hidden + place, row, mask=within)
+    if BEFORE:
+        mean, rate = moments(row, within, before_epsilon, BEFORE, SIZE)
+        weights, biases = before_weight + column, before_bias + column
+        row = normed(row, mean, rate, weights, biases, within, BEFORE, dtype)
+        tl.store(output + place, row, mask=within)

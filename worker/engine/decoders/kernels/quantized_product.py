@@ -12,10 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.attention.triton_kernels.common import (
-    architecture,
-    dot,
-    num_processors,
+from promptq.worker.engine.attention.triton_kernels.common import architecture, num_processors
+from promptq.worker.engine.decoders.kernels.widening import (
+    STEP,
+    groups_of,
+    integers,
+    multiplied,
+    part_of,
+    scaled,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -25,13 +29,9 @@ _OUTPUT_TILE = 128
 """Tiles are large, because each reads the inputs of its rows again. The warps of a program share
 its outputs, so each widens a part of the weights."""
 _ROW_TILE = 64
-STEP = 64
-"""Inputs of an iteration."""
 _LEAST_ITERATIONS = 12
 """The fewest iterations of a program. Writing and reading its sum of a tile takes as many bytes as
 the numbers of four to eight iterations."""
-_STAGES = tl.constexpr(4)
-"""The numbers and inputs of three iterations are under way while a program computes one."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
 """About how many weights are widened at once, for many rows. In 16 bits they stay in the card's
@@ -52,9 +52,7 @@ class QuantizedProduct:
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
         outputs, inputs = weight.shape
-        self._part = STEP  # inputs that share a group
-        if weight.group < inputs:
-            self._part = min(STEP, weight.group & -weight.group)
+        self._part = part_of(weight)
         tiles, device = triton.cdiv(outputs, _OUTPUT_TILE), weight.numbers.device
         at_once = programs_per_processor(architecture(device))
         # For each thread, so that these programs fit on a processor. Registers come in eights.
@@ -175,55 +173,32 @@ def _product_kernel(
 ) -> None:
     """One program for each tile of rows, tile of outputs, and split of the inputs.
 
-    Weights are the left side of products. An iteration takes STEP inputs, of which each PART
-    is in one group. The program that finishes a tile last adds the sums of its splits, in their
-    order.
+    Weights are the left side of products. The program that finishes a tile last adds the sums of
+    its splits, in their order.
     """
-    EACH: tl.constexpr = 8 // BITS  # inputs of a byte
-    ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
-    NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
-    MIDDLE: tl.constexpr = 0 if HAS_OFFSETS else 1 << (BITS - 1)
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
-    IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
-    IS_SCALED_LAST: tl.constexpr = NUM_GROUPS == 1 and not HAS_OFFSETS
     split = tl.program_id(2)
     place = tl.program_id(1) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
     # Outputs and rows beyond the end read the last one, and are not written.
     read = tl.minimum(place, NUM_OUTPUTS - 1)
-    bytes_of = numbers + read.to(tl.int64)[:, None] * ROW_BYTES
     inputs_of = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * NUM_INPUTS
-    none = tl.zeros((OUTPUT_TILE, ROW_TILE), tl.float32)
-    total = none
     start, end = split * ITERATIONS // SPLITS, (split + 1) * ITERATIONS // SPLITS
-    if not IS_SCALED_LAST:
-        group = _groups(read, start * STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
-        scale = tl.load(scales + group)
-        offset = scale
-        if HAS_OFFSETS:
-            offset = tl.load(offsets + group)
-    for iteration in tl.range(start, end, num_stages=_STAGES):
-        first = iteration * STEP
-        byte = first // EACH + tl.arange(0, STEP // EACH)
-        column = first + tl.arange(0, STEP)
-        if IS_EVEN:
-            packed = tl.load(bytes_of + byte[None, :])
-            x = tl.load(inputs_of + column[:, None])
-        else:
-            packed = tl.load(bytes_of + byte[None, :], mask=(byte < ROW_BYTES)[None, :], other=0)
-            is_input = (column < NUM_INPUTS)[:, None]
-            x = tl.load(inputs_of + column[:, None], mask=is_input, other=0.0)
-        weights = _integers(packed, BITS, MIDDLE)
-        if not IS_SCALED_LAST:
-            weights = _scaled(weights, scale, offset, HAS_OFFSETS, PART)
-            # Read for the next iteration, because copies in the background take at least 4 bytes.
-            group = _groups(read, first + STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
-            scale = tl.load(scales + group)
-            if HAS_OFFSETS:
-                offset = tl.load(offsets + group)
-        total = dot(weights.to(x.dtype), x, total)
-    if IS_SCALED_LAST:
-        total *= tl.load(scales + read).to(tl.float32)[:, None]
+    total = multiplied(
+        numbers,
+        scales,
+        offsets,
+        read,
+        inputs_of,
+        start,
+        end,
+        NUM_INPUTS,
+        BITS,
+        GROUP,
+        HAS_OFFSETS,
+        STEP,
+        PART,
+    )
 
     is_last = True
     if SPLITS > 1:
@@ -237,7 +212,7 @@ def _product_kernel(
         is_last = finished == SPLITS
         if is_last:
             # Other processors may have written the sums, so reads bypass the first-level cache.
-            total = none
+            total = tl.zeros((OUTPUT_TILE, ROW_TILE), tl.float32)
             for other in tl.range(SPLITS, num_stages=2):  # so that it reads ahead
                 total += tl.load(of_tile + other * (OUTPUT_TILE * ROW_TILE), cache_modifier=".cg")
             tl.store(num_finished + tile, 0)  # for the next launch
@@ -276,58 +251,11 @@ def _widen_kernel(
     read = tl.minimum(place, num_outputs - 1)
     bytes_of = numbers + read.to(tl.int64)[:, None] * ROW_BYTES
     packed = tl.load(bytes_of + byte[None, :], mask=(byte < ROW_BYTES)[None, :], other=0)
-    group = _groups(read, first, STEP // PART, PART, GROUP, NUM_GROUPS)
+    group = groups_of(read, first, STEP // PART, PART, GROUP, NUM_GROUPS)
     scale = tl.load(scales + group)
     offset = scale
     if HAS_OFFSETS:
         offset = tl.load(offsets + group)
-    weights = _scaled(_integers(packed, BITS, MIDDLE), scale, offset, HAS_OFFSETS, PART)
+    weights = scaled(integers(packed, BITS, MIDDLE), scale, offset, HAS_OFFSETS, PART)
     target = wide + place.to(tl.int64)[:, None] * NUM_INPUTS + column[None, :]
     tl.store(target, weights, mask=is_output & (column < NUM_INPUTS)[None, :])
-
-
-@triton.jit
-def _groups(
-    output: tl.tensor,
-    first: tl.tensor,
-    COUNT: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-) -> tl.tensor:
-    """Returns [outputs, COUNT]: where the scales of COUNT parts are. The first part begins at input
-    `first`. Parts beyond the last input take the scales of the last group.
-    """
-    part = first + PART * tl.arange(0, COUNT)
-    return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
-
-
-@triton.jit
-def _scaled(
-    integers: tl.tensor,
-    scale: tl.tensor,
-    offset: tl.tensor,
-    HAS_OFFSETS: tl.constexpr,
-    PART: tl.constexpr,
-) -> tl.tensor:
-    """Returns the weights of `integers` [outputs, inputs] in fp32. Scales and offsets are
-    [outputs, parts], and a part has PART inputs."""
-    weights = tl.reshape(integers, (integers.shape[0], integers.shape[1] // PART, PART))
-    weights *= scale.to(tl.float32)[:, :, None]
-    if HAS_OFFSETS:
-        weights += offset.to(tl.float32)[:, :, None]
-    return tl.reshape(weights, (integers.shape[0], integers.shape[1]))
-
-
-@triton.jit
-def _integers(packed: tl.tensor, BITS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
-    """Unpacks bytes [outputs, bytes]. Returns [outputs, inputs]: the integers less MIDDLE, in fp32.
-
-    In fp32, 2 ** 23 has the bits 0x4B000000, and its last bits count ones. So this takes fewer
-    instructions than a conversion.
-    """
-    if BITS == 4:
-        halves = tl.join(packed & 15, packed >> 4)
-        packed = tl.reshape(halves, (packed.shape[0], 2 * packed.shape[1]))
-    bits = packed.to(tl.int32) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)

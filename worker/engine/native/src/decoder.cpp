@@ -1,15 +1,22 @@
 // A whole decoder as one call, without the interpreter and its lock:
 //
 //   hidden = embed(ids)
-//   each layer: hidden += after(attention(before(hidden))); hidden += after(mlp(before(hidden)))
+//   each layer: hidden += after(mixer(before(hidden))); hidden += after(mlp(before(hidden)))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// A layer may lack norms, and may scale what it adds. Python builds the decoder from the parts of a model
+// A layer may lack norms, and may scale what it adds. A head that drafts is one more layer, with another input
+// and another norm:
+//
+//   hidden = projection(norm(embed(ids)), norm(states of the rows before))
+//
+// Python builds the decoder from the parts of a model
 // (decoders/layer_parts.py, decoders/native.py) and compares it with the library's own model at load.
 #include <malloc.h>
 
 #include <algorithm>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "attention/paged_attention.h"
@@ -19,6 +26,8 @@
 #include "layers/dense_mlp.h"
 #include "layers/experts.h"
 #include "layers/norm.h"
+#include "layers/recurrence.h"
+#include "layers/short_convolution.h"
 #include "linear/linear.h"
 #include "machine/buffer.h"
 #include "machine/elements.h"
@@ -38,38 +47,134 @@ class DecoderOf : public Decoder {
 
   void add_layer(const LayerWeights& weights) override {
     layers_.push_back(Layer{
-        weights.before_attention, weights.after_attention, weights.before_mlp, weights.after_mlp,
-        weights.is_parallel != 0, static_cast<float>(weights.residual_scale),
-        Attention<T>(weights.attention, shape_.size, num_threads_, packed_),
-        nullptr, nullptr, 0});
+        weights.before_mixer, weights.after_mixer, weights.before_mlp, weights.after_mlp,
+        weights.is_parallel != 0, static_cast<float>(weights.residual_scale)});
     Layer& layer = layers_.back();
-    if (weights.experts)
-      layer.experts = std::make_unique<Experts<T>>(*weights.experts, shape_.size, num_threads_, packed_);
-    else
-      layer.mlp = std::make_unique<DenseMlp<T>>(weights.mlp, shape_.size, num_threads_, packed_);
-    const auto is_like = [&](size_t first) { return layers_[first].attention.has_pieces_of(layer.attention); };
-    layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
-                   with_other_pieces_.begin();
-    if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
-    query_size_ = std::max(query_size_, layer.attention.query_size());
-    qkv_size_ = std::max(qkv_size_, layer.attention.whole_row_size());
+    const auto make = [&]<typename Part, typename Weights>(std::unique_ptr<Part>& part, const Weights* given) {
+      if (given) part = std::make_unique<Part>(*given, shape_.size, num_threads_, packed_);
+    };
+    make(layer.attention, weights.attention);
+    make(layer.convolution, weights.convolution);
+    make(layer.recurrence, weights.recurrence);
+    make(layer.experts, weights.experts);
+    if (!layer.experts) make(layer.mlp, &weights.mlp);
+    if (layer.attention) {
+      const auto is_like = [&](size_t first) {
+        return layers_[first].attention->has_pieces_of(*layer.attention);
+      };
+      layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
+                     with_other_pieces_.begin();
+      if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
+      gates_size_ = std::max(gates_size_, layer.attention->gates_size());
+      query_size_ = std::max(query_size_, layer.attention->query_size());
+      qkv_size_ = std::max(qkv_size_, layer.attention->whole_row_size());
+    }
+    has_states_ = has_states_ || !layer.attention;
+    mixed_size_ = std::max(mixed_size_, layer.output().inputs());
+    if (layer.convolution) products_size_ = std::max(products_size_, layer.convolution->channels());
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
   }
 
-  void run(const Step& step) override {
+  void run(const Step& step) override { compute(step, {0, num_layers()}, norm_, nullptr); }
+
+  void add_head(const HeadWeights& weights) override {
+    const int64_t size = shape_.size;
+    add_layer(weights.layer);
+    head_input_ = std::make_unique<HeadInput>(HeadInput{
+        weights.of_embedding, weights.of_state, weights.last,
+        Linear<T>(
+            size, side_by_side({matrix(weights.projection, size, 2 * size)}), nullptr, kGranule, num_threads_,
+            packed_)});
+  }
+
+  void draft(const Draft& draft) override {
+    if (!head_input_) throw std::logic_error("there is no head");
+    const int64_t size = shape_.size, vocab_size = shape_.vocab_size, last_layer = num_layers();
+    const Layout& layout = draft.step.layout;
+    const int64_t block_size = layers_[last_layer].attention->cache().block_size;
+    const int64_t num_sequences = layout.num_sequences;
+    std::vector<int64_t> rows(num_sequences), ids(num_sequences), positions(num_sequences);
+    std::vector<int64_t> starts(num_sequences + 1), contexts(num_sequences);
+    std::vector<int64_t> blocks(num_sequences), offsets(num_sequences);
+    std::vector<uint8_t> is_sound(num_sequences);
+    for (int64_t i = 0; i < num_sequences; ++i) {
+      rows[i] = layout.query_starts[i + 1] - 1;
+      positions[i] = draft.step.positions[rows[i]];
+    }
+    Step step = draft.step;
+    const T* states = static_cast<const T*>(draft.states);
+    for (int64_t index = 0; index == 0 || index < draft.most_drafted; ++index) {
+      int64_t count = 0;
+      while (count < num_sequences && draft.num_drafted[count] > index) ++count;
+      if (index > 0) {
+        const int64_t* before = draft.tokens + (index - 1) * num_sequences;
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t place = layout.context_lens[i] + index - 1;
+          rows[i] = starts[i] = i;
+          ids[i] = before[i];
+          ++positions[i];
+          contexts[i] = place + 1;
+          blocks[i] = layout.block_tables[i * layout.max_blocks + place / block_size];
+          offsets[i] = place % block_size;
+        }
+        starts[count] = count;
+        step.num_rows = count;
+        step.ids = ids.data();
+        step.positions = positions.data();
+        step.layout = Layout{
+            count, layout.max_blocks, starts.data(), contexts.data(), layout.block_tables, blocks.data(),
+            offsets.data()};
+      }
+      step.num_outputs = step.num_kept = count;
+      step.outputs = step.kept = rows.data();
+      step.logits = draft_logits_.reserve(count * vocab_size);
+      // Two places, because a pass reads the states of the pass before.
+      step.states = draft_states_[index % 2].reserve(count * size);
+      compute(step, {last_layer, 1}, head_input_->last, states);
+      states = static_cast<const T*>(step.states);
+      const Choice& choice = draft.choice;
+      const int64_t first = index * num_sequences;
+      if (const char* error = choose_tokens(
+              shape_.is_bf16, step.logits, count, vocab_size, choice.is_sampled + first,
+              choice.temperature + first, choice.filters + first * choice.num_filters, choice.num_filters,
+              choice.uniforms + first, num_threads_, draft.tokens + first,
+              reinterpret_cast<bool*>(is_sound.data())))
+        throw std::runtime_error(error);
+    }
+  }
+
+ private:
+  struct HeadInput {
+    Norm of_embedding, of_state, last;
+    Linear<T> projection;
+  };
+
+  // The number of layers without the head's.
+  int64_t num_layers() const { return static_cast<int64_t>(layers_.size()) - (head_input_ ? 1 : 0); }
+
+  // Computes some of the layers, and `norm` at the end. `states` are null, or inputs of the head.
+  void compute(const Step& step, Range some_layers, const Norm& last_norm, const T* given_states) {
     const int64_t num_rows = step.num_rows, size = shape_.size;
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
+    T* both = given_states ? both_.reserve(2 * num_rows * size) : nullptr;
     T *update = update_.reserve(num_rows * size), *inner = inner_.reserve(num_rows * inner_size_);
+    T *mixed = mixed_.reserve(num_rows * mixed_size_), *products = products_.reserve(num_rows * products_size_);
     const HeadRows<T> heads{
         qkv_.reserve(num_rows * qkv_size_), query_.reserve(num_rows * query_size_),
-        attended_.reserve(num_rows * query_size_)};
+        gates_.reserve(num_rows * gates_size_), mixed};
     T *last = last_.reserve(step.num_outputs * size), *states = static_cast<T*>(step.states);
     for (int64_t row = 0; row < num_rows; ++row) embed(step.ids[row], hidden + row * size);
-    for (const Layer& layer : layers_)
-      if (layer.experts) layer.experts->reserve(num_rows, experts_memory_);
+    const auto first_layer = layers_.begin() + some_layers.first;
+    const auto end_of_layers = first_layer + some_layers.count;
+    for (auto layer = first_layer; layer != end_of_layers; ++layer) {
+      if (layer->experts) layer->experts->reserve(num_rows, experts_memory_);
+      if (layer->recurrence) layer->recurrence->reserve(num_rows, recurrence_memory_);
+    }
+    std::optional<Chunks> chunks;
+    if (has_states_ && !given_states) chunks.emplace(step.layout, step.entries);
     std::vector<Pieces> pieces;
     for (const size_t first : with_other_pieces_) {
-      const Attention<T>& attention = layers_[first].attention;
+      const Attention<T>& attention = *layers_[first].attention;
       pieces.emplace_back(step.layout, attention.cache(), attention.group(), num_threads_);
     }
     Team::run(num_threads_, [&](Team& team) {
@@ -107,15 +212,20 @@ class DecoderOf : public Decoder {
         });
         if (after) pending = &after;
       };
+      if (given_states) join(team, given_states, num_rows, both, hidden);
       float scale = 1.0f;
-      for (const Layer& layer : layers_) {
-        const T* x = enter(layer.before_attention, scale);
+      for (auto place = first_layer; place != end_of_layers; ++place) {
+        const Layer& layer = *place;
+        const T* x = enter(layer.before_mixer, scale);
         scale = layer.residual_scale;
-        layer.attention.attend(team, x, step, pieces[layer.pieces], heads, scratch);
-        const auto attended = [&](const auto& use) {
-          layer.attention.output().multiply(team, heads.attended, num_rows, use);
-        };
-        leave(attended, layer.after_attention, scale);
+        if (layer.attention)
+          layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
+        else if (layer.convolution)
+          layer.convolution->mix(team, x, num_rows, *chunks, products, mixed);
+        else
+          layer.recurrence->mix(team, x, num_rows, *chunks, recurrence_memory_, mixed);
+        const auto output = [&](const auto& use) { layer.output().multiply(team, mixed, num_rows, use); };
+        leave(output, layer.after_mixer, scale);
         if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
         const auto mlp = [&](const auto& use) {
           if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
@@ -127,7 +237,7 @@ class DecoderOf : public Decoder {
       enter(Norm{}, scale);
       const auto norm_rows = [&](const int64_t* rows, int64_t count, T* out) {
         team.share(count, [&](int64_t i) {
-          norm_row(hidden + rows[i] * size, norm_, size, out + i * size);
+          norm_row(hidden + rows[i] * size, last_norm, size, out + i * size);
         });
       };
       norm_rows(step.outputs, step.num_outputs, last);
@@ -141,15 +251,20 @@ class DecoderOf : public Decoder {
     });
   }
 
- private:
   struct Layer {
-    Norm before_attention, after_attention, before_mlp, after_mlp;
+    Norm before_mixer, after_mixer, before_mlp, after_mlp;
     bool is_parallel;
     float residual_scale;
-    Attention<T> attention;
-    std::unique_ptr<DenseMlp<T>> mlp;  // null if there are experts
+    std::unique_ptr<Attention<T>> attention;  // one of these three
+    std::unique_ptr<ShortConvolution<T>> convolution;
+    std::unique_ptr<Recurrence<T>> recurrence;
+    std::unique_ptr<DenseMlp<T>> mlp;  // one of these two
     std::unique_ptr<Experts<T>> experts;
-    size_t pieces;  // the index of its pieces in a step
+    size_t pieces;  // the index of the attention's pieces in a step
+
+    const Linear<T>& output() const {  // of the mixer
+      return attention ? attention->output() : convolution ? convolution->output() : recurrence->output();
+    }
   };
 
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
@@ -159,6 +274,22 @@ class DecoderOf : public Decoder {
     copy_row(embedding_, id, row);
     if (shape_.embedding_scale != 1.0)
       scale_row(row, static_cast<float>(shape_.embedding_scale), shape_.size);
+  }
+
+  // Replaces embeddings by the head's projection of their norms and those of `states`, in two phases. `both`
+  // is memory for the norms.
+  void join(Team& team, const T* states, int64_t num_rows, T* both, T* hidden) const {
+    const int64_t size = shape_.size;
+    team.share(num_rows, [&](int64_t row) {
+      T* to = both + 2 * row * size;
+      norm_row(hidden + row * size, head_input_->of_embedding, size, to);
+      norm_row(states + row * size, head_input_->of_state, size, to + size);
+    });
+    head_input_->projection.multiply(team, both, num_rows, [&](const T* y, Range rows, Range columns) {
+      for (int64_t i = 0; i < rows.count; ++i)
+        std::copy_n(
+            y + i * columns.count, columns.count, hidden + (rows.first + i) * size + columns.first);
+    });
   }
 
   // sum += scale * part, rounded after each operation. Scales `part` in place.
@@ -188,9 +319,14 @@ class DecoderOf : public Decoder {
   Linear<T> head_;
   std::vector<Layer> layers_;
   std::vector<size_t> with_other_pieces_;  // than the layers before
-  int64_t query_size_ = 0, qkv_size_ = 0, inner_size_ = 0;  // the largest of all layers
-  Buffer<T> hidden_, normed_, update_, qkv_, query_, attended_, inner_, last_;
+  bool has_states_ = false;
+  // The largest of all layers.
+  int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, products_size_ = 0, inner_size_ = 0;
+  std::unique_ptr<HeadInput> head_input_;
+  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, products_, inner_, last_;
+  Buffer<T> both_, draft_logits_, draft_states_[2];
   ExpertsMemory<T> experts_memory_;
+  RecurrenceMemory<T> recurrence_memory_;
 };
 
 }  // namespace promptq
@@ -215,6 +351,14 @@ const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWei
 
 const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step) {
   return promptq::guarded([&] { decoder->run(*step); });
+}
+
+const char* decoder_add_head(promptq::Decoder* decoder, const promptq::HeadWeights* weights) {
+  return promptq::guarded([&] { decoder->add_head(*weights); });
+}
+
+const char* decoder_draft(promptq::Decoder* decoder, const promptq::Draft* draft) {
+  return promptq::guarded([&] { decoder->draft(*draft); });
 }
 
 void keep_freed_memory() {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "attention/work_pieces.h"
+#include "layers/convolution.h"
 #include "layers/norm.h"
 #include "layers/rotation.h"
 #include "linear/packed.h"
@@ -46,9 +47,10 @@ struct ModelWeights {
 // `cache` has the head size and the number of KV heads.
 struct AttentionWeights {
   int64_t num_heads;
+  int64_t is_gated;                 // a row of a query head is followed by one of its gate, in `query`
   Weight query, key, value;         // [num_heads head_size, size] and [num_kv_heads head_size, size]; without
                                     // numbers in `key`, `query` has the rows of all three
-  const void* qkv_bias;             // of all three, one after the other
+  const void* qkv_bias;             // of all three, one after the other, then of the gates
   Norm query_norm, key_norm;        // of each head; `norms_whole_rows`: of all heads of a row together
   int64_t norms_whole_rows, norms_rotated;  // `norms_rotated`: they follow the rotation
   Rotation rotation;
@@ -88,15 +90,63 @@ struct ExpertWeights {
   const MlpWeights* mlps;           // of the experts, then of the shared ones
 };
 
-// The caller keeps norms, rotations, sinks, K and V, and weights that are not packed as long as the decoder,
-// which copies the rest. Biases may be null.
+struct ShortConvolutionWeights {
+  Weight input;                     // [3 channels, size]: of b, c and x
+  const void* input_bias;
+  Convolution convolution;
+  Weight output;                    // [size, channels]
+  const void* output_bias;
+};
+
+// Some rows of a weight.
+struct RowsOfWeight {
+  Weight weight;
+  int64_t first, count;
+};
+
+// Groups of value heads that follow each other share a key head.
+struct RecurrenceWeights {
+  int64_t is_delta;                 // see layers/scan.h
+  int64_t num_key_heads, num_value_heads, key_size, value_size;
+  int64_t num_inputs;
+  const RowsOfWeight* inputs;       // one after the other: the channels, a gate for each value, in the delta
+                                    // rule a rate for each value head, and a time step for each value head
+  const void* input_bias;
+  Convolution convolution;          // followed by SiLU
+  int64_t query_first, key_first, value_first;  // the channels with which these begin
+  double query_scale;
+  const float *time_bias, *decay;   // [num_value_heads]: a token decays the state by e^(decay time)
+  double least_time, most_time;
+  double most_rate;                 // of the delta rule; otherwise the rate is the time step
+  const float* skip;                // [num_value_heads], or null
+  Norm norm;                        // [values] in groups of norm_size, or none
+  int64_t norm_size, gates_first;   // `gates_first`: before the norm
+  Weight output;                    // [size, num_value_heads value_size]
+  const void* output_bias;
+  float* states;                    // [entries, num_value_heads, key_size value_size]
+};
+
+// The caller keeps norms, rotations, sinks, convolutions, rates, K and V, states, and weights that are not
+// packed as long as the decoder, which copies the rest. Biases may be null. A layer has one of `attention`,
+// `convolution` and `recurrence`; the others are null.
 struct LayerWeights {
-  Norm before_attention, after_attention, before_mlp, after_mlp;  // [size]
-  int64_t is_parallel;              // the MLP has the input of the attention
-  double residual_scale;            // of what attention and MLP add to the hidden states
-  AttentionWeights attention;
+  Norm before_mixer, after_mixer, before_mlp, after_mlp;  // [size]
+  int64_t is_parallel;              // the MLP has the input of the mixer
+  double residual_scale;            // of what mixer and MLP add to the hidden states
+  const AttentionWeights* attention;
+  const ShortConvolutionWeights* convolution;
+  const RecurrenceWeights* recurrence;
   MlpWeights mlp;
   const ExpertWeights* experts;     // in place of `mlp`, or null
+};
+
+// A head that drafts tokens: a layer whose input is made of a token's embedding and of the final hidden state
+// of the row before. Output layer and embedding are those of the model. The caller keeps norms as above.
+struct HeadWeights {
+  Norm of_embedding, of_state;      // [size]
+  Weight projection;                // [size, 2 size], of the normed embedding and then the normed state
+  LayerWeights layer;
+  Norm last;                        // [size], of the head's final hidden states
 };
 
 // The caller keeps these as long as the call. A step has T rows.
@@ -108,14 +158,38 @@ struct Step {
   int64_t num_kept;
   const int64_t* kept;             // [num_kept], the rows of `states`
   Layout layout;
+  StateEntries entries;            // null without recurrent layers
   void* logits;                    // [num_outputs, vocab_size]
   void* states;                    // [num_kept, size], the final hidden states
+};
+
+// How tokens are chosen from logits: `filters` are [rows, num_filters], the others [rows].
+struct Choice {
+  const bool* is_sampled;
+  const float* temperature;
+  const double* filters;
+  int64_t num_filters;
+  const double* uniforms;
+};
+
+// Sequences with more drafted tokens come first. K and V of the drafted tokens have room in their blocks.
+struct Draft {
+  Step step;                       // without outputs; `ids` are the tokens after the rows of `states`
+  const void* states;              // [T, size], final hidden states of the model
+  const int64_t* num_drafted;      // [num_sequences]
+  int64_t most_drafted;
+  Choice choice;                   // of [most_drafted, num_sequences] rows
+  int64_t* tokens;                 // [most_drafted, num_sequences]; undefined beyond a sequence's number
 };
 
 class Decoder {
  public:
   virtual ~Decoder() = default;
   virtual void add_layer(const LayerWeights& weights) = 0;
+  // Adds the head, after all layers.
+  virtual void add_head(const HeadWeights& weights) = 0;
+  // Computes the head on the rows of a step, then again and again on its own results.
+  virtual void draft(const Draft& draft) = 0;
   // Computes the logits and states of a step, and writes K and V of all its rows.
   virtual void run(const Step& step) = 0;
 };
@@ -130,6 +204,8 @@ const char* decoder_new(
 void decoder_free(promptq::Decoder* decoder);
 const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWeights* weights);
 const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step);
+const char* decoder_add_head(promptq::Decoder* decoder, const promptq::HeadWeights* weights);
+const char* decoder_draft(promptq::Decoder* decoder, const promptq::Draft* draft);
 
 // Chooses tokens [rows] by logits [rows, vocab_size], and says whether each is sound. `filters` are
 // [rows, num_filters]; the other inputs are [rows].

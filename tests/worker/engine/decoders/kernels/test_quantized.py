@@ -22,8 +22,8 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.decoders.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels.linear import fused
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.load_check import formula

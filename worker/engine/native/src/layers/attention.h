@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention.h"
 #include "interface.h"
+#include "layers/activation.h"
 #include "layers/norm.h"
 #include "layers/rotation.h"
 #include "linear/linear.h"
@@ -15,7 +16,7 @@ namespace promptq {
 // Memory that the layers of a step share: `qkv` is [T, whole_row_size()], the others are [T, query_size()].
 template <typename T>
 struct HeadRows {
-  T *qkv, *query, *attended;
+  T *qkv, *query, *gates, *attended;
 };
 
 template <typename T>
@@ -25,7 +26,8 @@ class Attention {
       : weights_(weights), head_size_(weights.cache.head_size), num_heads_(weights.num_heads),
         num_kv_heads_(weights.cache.num_kv_heads),
         qkv_(
-            qkv_size(), one_after_another(projections(size)), static_cast<const T*>(weights.qkv_bias),
+            qkv_size() + gates_size(), one_after_another(projections(size)),
+            static_cast<const T*>(weights.qkv_bias),
             head_size_, num_threads, memory),
         output_(
             size, side_by_side({matrix(weights.output, size, query_size())}),
@@ -33,6 +35,7 @@ class Attention {
 
   int64_t query_size() const { return num_heads_ * head_size_; }
   int64_t qkv_size() const { return (num_heads_ + 2 * num_kv_heads_) * head_size_; }
+  int64_t gates_size() const { return weights_.is_gated ? query_size() : 0; }
   int64_t whole_row_size() const { return weights_.norms_whole_rows ? qkv_size() : 0; }
   int64_t group() const { return num_heads_ / num_kv_heads_; }
   const LayerCache& cache() const { return weights_.cache; }
@@ -57,21 +60,37 @@ class Attention {
         for (int64_t i = 0; i < some.count; ++i)
           place_heads(
               y + i * columns.count, columns.first / head_size_, columns.count / head_size_, some.first + i,
-              step, rows.query);
+              step, rows);
       });
     team.share(pieces.count(), [&](int64_t index) {
       attend_sized(
           pieces.at<T>(index, rows.query, rows.attended, weights_.cache, weights_.scoring), scratch);
     });
+    if (weights_.is_gated)
+      team.share(step.num_rows, [&](int64_t row) {
+        T* attended = rows.attended + row * query_size();
+        const T* gates = rows.gates + row * query_size();
+#pragma omp simd
+        for (int64_t d = 0; d < query_size(); ++d)
+          store(attended[d], gated(load(attended[d]), load(gates[d])));
+      });
   }
 
  private:
   std::vector<Matrix> projections(int64_t size) const {
     if (!weights_.key.numbers) return {matrix(weights_.query, qkv_size(), size)};
     const int64_t kv_size = num_kv_heads_ * head_size_;
-    return {
-        matrix(weights_.query, query_size(), size), matrix(weights_.key, kv_size, size),
-        matrix(weights_.value, kv_size, size)};
+    const Matrix query = matrix(weights_.query, query_size() + gates_size(), size);
+    std::vector<Matrix> all, gates;
+    for (int64_t head = 0; weights_.is_gated && head < num_heads_; ++head) {
+      all.push_back(query.some_rows(2 * head * head_size_, head_size_));
+      gates.push_back(query.some_rows((2 * head + 1) * head_size_, head_size_));
+    }
+    if (!weights_.is_gated) all.push_back(query);
+    all.push_back(matrix(weights_.key, kv_size, size));
+    all.push_back(matrix(weights_.value, kv_size, size));
+    all.insert(all.end(), gates.begin(), gates.end());
+    return all;
   }
 
   // Two phases: the norms need all heads of a row.
@@ -85,18 +104,23 @@ class Attention {
       T *query = rows.qkv + row * qkv_size(), *key = query + query_size();
       norm_row(query, weights_.query_norm, query_size(), query);
       norm_row(key, weights_.key_norm, num_kv_heads_ * head_size_, key);
-      place_heads(query, 0, num_heads_ + 2 * num_kv_heads_, row, step, rows.query);
+      place_heads(query, 0, num_heads_ + 2 * num_kv_heads_, row, step, rows);
     });
   }
 
-  // Norms and rotates `count` heads of a row, from the layer's head `first` on. Stores queries in `query`
-  // [T, num_heads * head_size], and K and V in the cache.
-  void place_heads(T* head, int64_t first, int64_t count, int64_t row, const Step& step, T* query) const {
+  // Norms and rotates `count` heads of a row, from the layer's head `first` on. Stores queries and gates in
+  // `rows`, and K and V in the cache.
+  void place_heads(
+      T* head, int64_t first, int64_t count, int64_t row, const Step& step, const HeadRows<T>& rows) const {
     const int64_t size = head_size_, position = step.positions[row];
     const LayerCache& cache = weights_.cache;
     const int64_t place = step.layout.write_blocks[row] * cache.block_stride +
                           step.layout.write_offsets[row] * cache.position_stride;
     for (int64_t index = first; index < first + count; ++index, head += size) {
+      if (const int64_t gate = index - num_heads_ - 2 * num_kv_heads_; gate >= 0) {
+        std::copy_n(head, size, rows.gates + (row * num_heads_ + gate) * size);
+        continue;
+      }
       const int64_t kv_head = (index - num_heads_) % num_kv_heads_;
       const bool is_query = index < num_heads_, is_value = index >= num_heads_ + num_kv_heads_;
       if (!is_value) {
@@ -107,11 +131,11 @@ class Attention {
         if (has_norm && weights_.norms_rotated) norm_row(head, norm, size, head);
       }
       if (is_query) {
-        std::copy_n(head, size, query + (row * num_heads_ + index) * size);
+        std::copy_n(head, size, rows.query + (row * num_heads_ + index) * size);
         continue;
       }
-      auto* rows = static_cast<uint8_t*>(is_value ? cache.values : cache.keys);
-      uint8_t* target = rows + place + kv_head * cache.head_stride;
+      auto* stored = static_cast<uint8_t*>(is_value ? cache.values : cache.keys);
+      uint8_t* target = stored + place + kv_head * cache.head_stride;
       if (cache.is_int8)
         store_int8_row(head, size, target);
       else

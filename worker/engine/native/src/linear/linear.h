@@ -103,6 +103,7 @@ class Linear {
   }
 
   int64_t num_slices() const { return slices_.size(); }
+  int64_t inputs() const { return slices_.front().weights.front()->inputs(); }
 
   // The same for one slice and some rows of `x`, on this thread.
   template <typename Use>

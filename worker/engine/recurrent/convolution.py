@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from promptq.worker.engine.model.recurrent.mixer import StateSpec
-from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+from promptq.worker.engine.recurrent.mixer import StateSpec
+from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 def window_spec(convolution: Any) -> StateSpec:

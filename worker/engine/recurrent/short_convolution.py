@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from promptq.worker.engine.model.recurrent.convolution import convolve, window_spec
-from promptq.worker.engine.model.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
-from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+from promptq.worker.engine.recurrent.convolution import convolve, window_spec
+from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.recurrent.parts import RecurrentParts, ShortConvolutionParts
+from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 class ShortConvolution(Mixer):
@@ -26,6 +27,11 @@ class ShortConvolution(Mixer):
     @property
     def state(self) -> tuple[StateSpec, ...]:
         return (window_spec(self.module.conv),)
+
+    @property
+    def parts(self) -> RecurrentParts:
+        module = self.module
+        return ShortConvolutionParts(module.in_proj, module.conv, module.out_proj)
 
     def mix(
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]

@@ -13,9 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from promptq.worker.engine.model.recurrent.convolution import convolve, window_spec
-from promptq.worker.engine.model.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
-from promptq.worker.engine.model.recurrent.rows import Pieces, RecurrentRows
+from promptq.worker.engine.recurrent.convolution import convolve, window_spec
+from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.recurrent.parts import (
+    GatedNorm,
+    RecurrenceParts,
+    RecurrentParts,
+    RowsOfLinear,
+)
+from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 
 _PARTS = {"A_log", "D", "act", "conv1d", "dt_bias", "in_proj", "norm", "out_proj"}
 
@@ -42,6 +48,41 @@ class Mamba2(Mixer):
         module = self.module
         shape = (module.num_heads, module.head_dim, module.ssm_state_size)
         return window_spec(module.conv1d), StateSpec(shape, torch.float32)
+
+    @property
+    def parts(self) -> RecurrentParts | None:
+        module = self.module
+        norm = module.norm
+        if hasattr(module, "mup_vector") or not hasattr(norm, "group_size"):
+            return None  # Falcon-H1's
+        of_groups = module.n_groups * module.ssm_state_size
+        width, channels = module.num_heads * module.head_dim, module.conv1d.in_channels
+        in_proj: nn.Linear = module.in_proj
+        return RecurrenceParts(
+            inputs=(
+                RowsOfLinear(in_proj, width, channels),
+                RowsOfLinear(in_proj, 0, width),
+                RowsOfLinear(in_proj, width + channels, module.num_heads),
+            ),
+            convolution=module.conv1d,
+            activation=module.act,
+            is_delta=False,
+            num_key_heads=module.n_groups,
+            num_value_heads=module.num_heads,
+            key_size=module.ssm_state_size,
+            value_size=module.head_dim,
+            query_first=width + of_groups,
+            key_first=width,
+            value_first=0,
+            query_scale=1.0,
+            decay=-module.A_log.float().exp(),
+            time_bias=module.dt_bias.float(),
+            time_limits=module.time_step_limit,
+            most_rate=1.0,
+            skip=module.D.float(),
+            norm=GatedNorm(norm.weight, norm.variance_epsilon, norm.group_size, True),
+            output=module.out_proj,
+        )
 
     def mix(
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]

@@ -86,10 +86,13 @@ class Pieces:
     """
 
     def __init__(self, lengths: list[int], longest: int, device: torch.device) -> None:
-        """`lengths` are those of the chunks, the shortest first."""
-        power = 1 << (lengths[-1] - 1).bit_length()
-        self.size = max(_SHORTEST_PIECE, min(longest, power))
+        """`lengths` are those of the chunks, the shortest first. Pieces are so short that they have
+        at most twice as many places as there are rows."""
         self._num_rows = sum(lengths)
+        self.size = min(longest, 1 << (lengths[-1] - 1).bit_length())
+        while sum(-(-length // self.size) for length in lengths) * self.size > 2 * self._num_rows:
+            self.size //= 2
+        self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
         """The pieces that are computed at the same time, and the chunks that they belong to."""

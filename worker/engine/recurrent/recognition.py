@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from torch import nn
 
-from promptq.worker.engine.model.recurrent.gated_delta_net import GatedDeltaNet
-from promptq.worker.engine.model.recurrent.kimi_delta_attention import KimiDeltaAttention
-from promptq.worker.engine.model.recurrent.mamba2 import Mamba2
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.short_convolution import ShortConvolution
+from promptq.worker.engine.recurrent.gated_delta_net import GatedDeltaNet
+from promptq.worker.engine.recurrent.kimi_delta_attention import KimiDeltaAttention
+from promptq.worker.engine.recurrent.mamba2 import Mamba2
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.short_convolution import ShortConvolution
 
 KINDS: tuple[type[Mixer], ...] = (GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution)
 
@@ -19,9 +19,14 @@ _CACHES = {"cache_params", "past_key_values", "past_key_value"}
 """The library's names for the argument with the memory of earlier tokens."""
 
 
+def mixer_of(module: nn.Module) -> Mixer | None:
+    """Returns a recurrent module of a known kind; None if the module is another one."""
+    return next((kind(module) for kind in KINDS if kind.knows(module)), None)
+
+
 def mixers_of(model: nn.Module) -> list[Mixer]:
     """Returns the recurrent modules of known kinds, in the model's order."""
-    return [kind(module) for module in model.modules() for kind in KINDS if kind.knows(module)]
+    return [mixer for module in model.modules() if (mixer := mixer_of(module)) is not None]
 
 
 def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers.activations import ACT2FN
 
-from promptq.worker.engine.model.recurrent.convolution import convolve, window_spec
-from promptq.worker.engine.model.recurrent.gated_delta_net import unit
-from promptq.worker.engine.model.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
-from promptq.worker.engine.model.recurrent.rows import Pieces, RecurrentRows
+from promptq.worker.engine.recurrent.convolution import convolve, window_spec
+from promptq.worker.engine.recurrent.gated_delta_net import unit
+from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})

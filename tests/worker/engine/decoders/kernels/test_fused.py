@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -41,8 +42,9 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerSpec, Pattern
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.decoders.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels import linear
+from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
+from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
@@ -50,11 +52,20 @@ from promptq.worker.engine.model.backend_choice import own_decoders
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.runner import model_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from tests.worker.engine.tiny_models import FAMILIES, LLAMA_SHAPED, VOCAB_SIZE, generate, make_model
+from tests.worker.engine.tiny_models import (
+    FAMILIES,
+    LLAMA_SHAPED,
+    NATIVE,
+    RECURRENT_FAMILIES,
+    VOCAB_SIZE,
+    generate,
+    make_model,
+)
 
 BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
+FUSED = NATIVE - {*RECURRENT_FAMILIES}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -62,9 +73,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "phi3": {"sliding_window": 3},
 }
-
-OTHER_FORMULAS = {"ministral3"}
-"""Families whose modules have the same names. The check at load finds them out."""
 
 
 class Tiny:
@@ -79,10 +87,10 @@ class Tiny:
         device: torch.device = DEVICE,
         **overrides: Any,
     ) -> None:
-        self.library = make_model(family, seed, **{**TAKEN[family], **overrides})
+        self.library = make_model(family, seed, **{**TAKEN.get(family, {}), **overrides})
         self.library.requires_grad_(False).to(device, dtype)
         config = self.library.config
-        window = TAKEN[family].get("sliding_window")
+        window = TAKEN.get(family, {}).get("sliding_window")
         pattern = Pattern("sliding", window) if window else FULL
         num_kv_heads, size = config.num_key_value_heads, LLAMA_SHAPED["head_dim"]
         spec = LayerSpec(
@@ -244,13 +252,13 @@ def test_no_weight_is_held_twice(seed: int) -> None:
     expected, before = tiny.alone(), live_bytes()
     FusedDecoder.arrange(tiny.library)
     decoders = [tiny.decoder(), tiny.decoder()]
-    table = 2 * MAX_LENGTH * LLAMA_SHAPED["head_dim"] * 4
+    table = MAX_LENGTH * LLAMA_SHAPED["head_dim"] * 4
     assert live_bytes() == before + len(decoders) * table
     for found, wanted in zip(tiny.alone(), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(TAKEN) - OTHER_FORMULAS))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NATIVE))
 def test_other_families_are_refused(family: str, seed: int) -> None:
     """With the reason."""
     model = make_model(family, seed)
@@ -258,6 +266,34 @@ def test_other_families_are_refused(family: str, seed: int) -> None:
     with pytest.raises((NotOfThisKindError, AttributeError)) as refused:
         FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
     assert "layers without attention" not in str(refused.value)
+
+
+@pytest.mark.parametrize("family", sorted(NATIVE - FUSED))
+def test_recurrent_layers_are_refused(family: str, seed: int) -> None:
+    model = make_model(family, seed)
+    mixers = [layer.mixer for layer in ModelParts.of(model).layers]
+    caches: Any = [None] * sum(isinstance(mixer, Attention) for mixer in mixers)
+    with pytest.raises(NotOfThisKindError, match="recurrent layers"):
+        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "biases in some of the projections": lambda attention: attention.q_proj.register_parameter(
+        "bias", torch.nn.Parameter(torch.zeros(32))
+    ),
+    "norms of queries and keys": lambda attention: setattr(
+        attention.k_norm, "variance_epsilon", 1e-3
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_parts_without_kernels_are_refused(reason: str, seed: int) -> None:
+    model: Any = make_model("qwen3", seed)
+    CHANGES[reason](model.model.layers[1].self_attn)
+    caches: Any = [None] * model.config.num_hidden_layers
+    with pytest.raises(NotOfThisKindError, match=reason):
+        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
 
 
 def test_other_attention_backends_are_refused(seed: int) -> None:
@@ -281,6 +317,15 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
     checked = check(model)
     assert (checked.decoder, checked.why_no_own_code) == (FusedDecoder, "")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.long
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
+    """With whatever parts its layers have."""
+    checked = check(make_model(family, seed))
+    assert (checked.decoder, checked.why_no_own_code) == (FusedDecoder, "")
 
 
 def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +403,47 @@ def test_launches_of_a_layer(family: str, seed: int) -> None:
     assert both.total() == 2 * 9
 
 
-def test_a_mixed_step_waits_for_nothing(seed: int) -> None:
-    tiny = Tiny("qwen3", seed, device=META)
+FURTHER_LAUNCHES: dict[str, dict[str, int]] = {
+    "olmo2": {"_add_norm_kernel": 2},  # of all queries of a row, and of all keys
+    "cohere2": {},
+    "gemma3_text": {},
+    "qwen3_moe": {
+        "_to_copy": 1,  # the router computes in fp32
+        "_choice_kernel": 1,
+        "_sort_kernel": 1,
+        "_sum_kernel": 1,
+        "mm": -1,
+        "_grouped_kernel": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FURTHER_LAUNCHES)
+def test_launches_of_other_layers(family: str, seed: int) -> None:
+    """They are few, whatever the parts, and none waits for data."""
+    counts = []
+    for num_layers in (2, 4):
+        layers = {"layer_types": ["full_attention"] * num_layers}
+        tiny = Tiny(
+            *(family, seed),
+            dtype=torch.bfloat16,
+            device=META,
+            num_hidden_layers=num_layers,
+            **layers,
+        )
+        decoder, step = tiny.decoder(), tiny.decodes(0, 1, 2)
+        with recorded() as recorder:
+            all_logits(decoder, step)
+        counts.append(recorder.counts)
+    both = counts[1] - counts[0]
+    expected = Counter(kernel.name for kernel in layer_kernels(TINY, 3, 40) * 2)
+    expected.update({name: 2 * count for name, count in FURTHER_LAUNCHES[family].items()})
+    assert both == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_mixed_step_waits_for_nothing(family: str, seed: int) -> None:
+    tiny = Tiny(family, seed, device=META, dtype=torch.bfloat16)
     decoder, step = tiny.decoder(), tiny.pack({0: (0, 5), 1: (1, 2)})
     with recorded() as recorder:
         assert all_logits(decoder, step).shape == (6, VOCAB_SIZE)

@@ -10,8 +10,8 @@ import torch
 from promptq.worker.engine.attention.kv_cache import zeros_in_pages
 from promptq.worker.engine.core.sequence import ScheduledSequence, slot_of
 from promptq.worker.engine.device.scratch import Scratch
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 ENTRIES_PER_SLOT = 2
 """A step reads one entry of a sequence and writes the other. So it can be computed again if it
@@ -26,7 +26,7 @@ def state_bytes(mixers: Sequence[Mixer]) -> int:
 
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
-    """Returns the bytes of a pool for this number of slots."""
+    """Returns the bytes of a pool for this number of slots, with the kept states."""
     return state_bytes(mixers) * _num_entries(num_slots)
 
 
@@ -56,6 +56,7 @@ class StatePool:
             for mixer in mixers
         ]
         """For each mixer, a tensor [num_entries, *shape] for each of its `state`."""
+        self.num_slots = num_slots
         self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
         """The number of first tokens of a slot's sequence that each of its entries covers."""
 
@@ -91,9 +92,10 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, places[0], places[1], self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Note that a step with these shares has written its states, and copy those to keep."""
+        """Note that a step with these shares has written its states, and copy those to keep. The
+        states do not include drafted tokens."""
         for item in items:
-            slot, end = slot_of(item.sequence), item.start + item.num_rows
+            slot, end = slot_of(item.sequence), item.start + item.num_tokens
             held = self._num_tokens[slot]
             source = held.index(item.start) if item.start in held else _NONE
             target = (source + 1) % ENTRIES_PER_SLOT
@@ -106,7 +108,8 @@ class StatePool:
     def pretend(self, items: Sequence[ScheduledSequence]) -> None:
         """Take whatever the slots hold for the states before these shares, which are trial ones."""
         for item in items:
-            self._num_tokens[slot_of(item.sequence)] = [item.start, _NONE]
+            if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
+                held[:] = [item.start, _NONE]
 
     @staticmethod
     def _entry(slot: int, which: int) -> int:

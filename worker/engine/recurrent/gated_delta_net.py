@@ -7,16 +7,23 @@ and reads `S'^T q`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from promptq.worker.engine.model.recurrent.convolution import convolve, window_spec
-from promptq.worker.engine.model.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
-from promptq.worker.engine.model.recurrent.rows import Pieces, RecurrentRows
+from promptq.worker.engine.recurrent.convolution import convolve, window_spec
+from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.recurrent.parts import (
+    GatedNorm,
+    RecurrenceParts,
+    RecurrentParts,
+    RowsOfLinear,
+)
+from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 
 _EPSILON = 1e-6
 _DECAY = {"A_log", "dt_bias", "conv1d"}
@@ -55,6 +62,66 @@ class GatedDeltaNet(Mixer):
         shape = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
         return window_spec(module.conv1d), StateSpec(shape, torch.float32)
 
+    @property
+    def parts(self) -> RecurrentParts:
+        module = self.module
+        norm, output = self._norm_and_output
+        of_keys: int = module.num_k_heads * module.head_k_dim
+        return RecurrenceParts(
+            inputs=tuple(self._inputs()),
+            convolution=module.conv1d,
+            activation=ACT2FN[module.activation],
+            is_delta=True,
+            num_key_heads=module.num_k_heads,
+            num_value_heads=module.num_v_heads,
+            key_size=module.head_k_dim,
+            value_size=module.head_v_dim,
+            query_first=0,
+            key_first=of_keys,
+            value_first=2 * of_keys,
+            query_scale=module.head_k_dim**-0.5,
+            decay=-module.A_log.float().exp(),
+            time_bias=module.dt_bias.float(),
+            time_limits=(0.0, math.inf),
+            most_rate=self._most_rate,
+            skip=None,
+            norm=GatedNorm(norm.weight, norm.variance_epsilon, module.head_v_dim, False),
+            output=output,
+        )
+
+    def _inputs(self) -> Iterator[RowsOfLinear]:
+        module = self.module
+        if not hasattr(module, "in_proj_qkvz"):
+            separate = (
+                ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+                if hasattr(module, "q_proj")
+                else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            )
+            yield from (RowsOfLinear.all_of(getattr(module, name)) for name in separate)
+            return
+        # Each key head's query, key, values and gates follow each other.
+        served = module.num_v_heads // module.num_k_heads
+        key_size, of_values = module.head_k_dim, served * module.head_v_dim
+        sizes_of = {
+            module.in_proj_qkvz: (key_size, key_size, of_values, of_values),
+            module.in_proj_ba: (served, served),
+        }
+        for linear, sizes in sizes_of.items():
+            for index, size in enumerate(sizes):
+                for head in range(module.num_k_heads):
+                    yield RowsOfLinear(linear, head * sum(sizes) + sum(sizes[:index]), size)
+
+    @property
+    def _most_rate(self) -> float:
+        return 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
+
+    @property
+    def _norm_and_output(self) -> tuple[Any, Any]:
+        module = self.module
+        if hasattr(module, "o_proj"):
+            return module.o_norm, module.o_proj
+        return module.norm, module.out_proj
+
     def mix(
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
     ) -> torch.Tensor:
@@ -63,8 +130,7 @@ class GatedDeltaNet(Mixer):
         convolved = convolve(projected.qkv, module.conv1d, rows, windows)
         tokens = self._tokens(ACT2FN[module.activation](convolved), projected)
         read = rows.scan(tokens, states, _decode, _compute_chunks)
-        is_olmo = hasattr(module, "o_proj")
-        norm, output = (module.o_norm, module.o_proj) if is_olmo else (module.norm, module.out_proj)
+        norm, output = self._norm_and_output
         size: int = module.head_v_dim
         normed = norm(read.to(hidden.dtype).view(-1, size), projected.gate.reshape(-1, size))
         mixed: torch.Tensor = output(normed.view(len(hidden), -1))
@@ -97,9 +163,7 @@ class GatedDeltaNet(Mixer):
         query, key, value = torch.split(convolved.float(), widths, dim=-1)
         query, key = (each.view(len(each), -1, key_size) for each in (query, key))
         value = value.view(len(value), module.num_v_heads, -1)
-        beta = projected.b.sigmoid()
-        if getattr(module, "allow_neg_eigval", False):
-            beta = beta * 2.0
+        beta = projected.b.sigmoid() * self._most_rate
         rate = nn.functional.softplus(projected.a.float() + module.dt_bias)
         decay = -module.A_log.float().exp() * rate
         return _Tokens(unit(query) * key_size**-0.5, unit(key), value, decay, beta.float())

@@ -21,10 +21,12 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.load_check.comparison import off_by
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.model.recurrent.mixer import Mixer
-from promptq.worker.engine.model.recurrent.recognition import mixers_of
-from promptq.worker.engine.model.recurrent.state_pool import StatePool, pool_bytes
+from promptq.worker.engine.recurrent.mixer import Mixer
+from promptq.worker.engine.recurrent.recognition import mixers_of
+from promptq.worker.engine.recurrent.rows import LONGEST_PIECE, Pieces
+from promptq.worker.engine.recurrent.state_pool import StatePool, pool_bytes
 from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.trial_steps import most_padded_step
 from tests.worker.engine.core.test_recovery import serve
 from tests.worker.engine.tiny_models import (
     RECURRENT_FAMILIES,
@@ -46,7 +48,8 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 def load(directory: Path, **options: Any) -> ModelRunner:
     settings = {"max_num_seqs": 4, "kv_cache_memory": 2_000_000, "block_size": 4} | options
-    return ModelRunner.load(str(directory), LoadOptions(device="cpu", dtype="float32", **settings))
+    settings.setdefault("dtype", "float32")
+    return ModelRunner.load(str(directory), LoadOptions(device="cpu", **settings))
 
 
 def sequences_of(lengths: list[int]) -> list[Sequence]:
@@ -110,6 +113,26 @@ def test_any_cut_gives_the_librarys_output(family: str, seed: int) -> None:
         assert (float(off.median()) < 1e-5, float(off.max()) < 1e-3) == (True, True)
 
 
+def num_places(lengths: list[int], longest: int = LONGEST_PIECE) -> int:
+    pieces = Pieces(sorted(lengths), longest, CPU)
+    return len(pieces.cut(torch.zeros(sum(lengths), 1))) * pieces.size
+
+
+def test_no_step_has_more_places_in_pieces_than_the_one_that_is_measured(seed: int) -> None:
+    """Short chunks beside a long one would be filled up to its length."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        num_tokens, num_seqs = rng.randint(300, 3000), rng.choice([1, 4, 64, 500])
+        measured = num_places([rows for _, rows in most_padded_step(num_tokens, num_seqs, 5000)])
+        short = rng.choice([2, 5, 33, 65, 100])
+        lengths = [rng.randint(2, short) for _ in range(num_seqs - 1)]
+        while sum(lengths) > num_tokens - 2:
+            lengths.pop()
+        lengths.append(num_tokens - sum(lengths))
+        assert num_places(lengths) <= 2 * num_tokens
+        assert num_places(lengths) <= 1.04 * measured + 128, lengths
+
+
 def test_a_state_of_other_tokens_is_not_used() -> None:
     mixer = mixers_of(make_model("lfm2"))[0]
     pool = StatePool([mixer], 1, CPU)
@@ -125,14 +148,19 @@ def test_a_state_of_other_tokens_is_not_used() -> None:
         pool.begin([ScheduledSequence(sequence, 5, 1, samples=False)])
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
 @pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
 def test_a_failed_step_is_computed_again_from_the_states_before_it(
-    family: str, directory_of: Callable[[str], Path], seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    native: bool,
+    directory_of: Callable[[str], Path],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps fail after the forward, at random if they have several sequences. Sequence 3 always
     fails once it has four tokens."""
     rng, guilty = random.Random(seed), 3
-    runner = load(directory_of(family))
+    runner = load(directory_of(family), native=native)
     launch, num_failed = runner.launch, 0
 
     def failing(batch: Batch, after: Any = None) -> Any:
@@ -163,11 +191,12 @@ def test_a_failed_step_is_computed_again_from_the_states_before_it(
     assert last[guilty].finish_reason is FinishReason.ERROR
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
 def test_what_former_owners_left_in_a_slot_reaches_nobody(
-    directory_of: Callable[[str], Path],
+    native: bool, directory_of: Callable[[str], Path]
 ) -> None:
     """Sequences end, are cancelled, and fail; the slot's next owner begins with zeros."""
-    runner: Any = load(directory_of("qwen3_5_text"), max_num_seqs=1)
+    runner: Any = load(directory_of("qwen3_5_text"), max_num_seqs=1, native=native)
     engine = LLMEngine(runner, max_num_seqs=1, max_num_batched_tokens=16)
     prompt = [7, 8, 9, 10, 11]
     wanted = generate(make_model("qwen3_5_text", 5), prompt, 6)
@@ -205,9 +234,9 @@ def test_states_count_as_memory(directory_of: Callable[[str], Path]) -> None:
         LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16)
 
 
-def test_nothing_is_drafted(directory_of: Callable[[str], Path]) -> None:
+def test_the_librarys_modules_draft_nothing(directory_of: Callable[[str], Path]) -> None:
     """A rejected draft could not be taken back out of a state."""
-    runner = load(directory_of("lfm2"))
+    runner = load(directory_of("lfm2"), native=False)
     engine = LLMEngine(
         runner,
         max_num_seqs=4,
@@ -222,6 +251,62 @@ def test_nothing_is_drafted(directory_of: Callable[[str], Path]) -> None:
     assert tokens == {n: [5] * 20 for n in range(3)}
     assert engine.stats.drafted_tokens == 0
     assert not runner.is_row_invariant
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
+def test_a_resume_in_bf16_has_the_same_bits(
+    family: str, directory_of: Callable[[str], Path], seed: int
+) -> None:
+    """Tokens and log-probabilities of an attempt that continues from tokens in chunks, from a kept
+    state, after preemptions, and with drafts are those of a run alone without any."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    runner = load(directory_of(family), dtype="bfloat16")
+    assert runner.abilities.exact_resume
+    prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(21)]
+    prompts = [prefix + [rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (3, 14, 2, 9)]
+    few = dict.fromkeys(("11", "23", "42", "67", "90"), 100.0)
+    params = [
+        SamplingParams(temperature=0.0, logprobs=0, logit_bias=few),
+        SamplingParams(temperature=1.3, top_p=0.9, logprobs=0, logit_bias=few),
+    ]
+
+    def served(num_done: int = 0, **options: Any) -> tuple[list[Any], LLMEngine]:
+        """The tokens and log-probabilities after the first `num_done` of each, and the engine."""
+        engine = LLMEngine(runner, **{"max_num_seqs": 4, "max_num_batched_tokens": 64} | options)
+        results: list[Any] = [[] for _ in prompts]
+        waiting = [
+            EngineRequest(
+                *(n, prompt, params[n % 2]),
+                seed=n,
+                max_tokens=50,
+                output_token_ids=[token for token, _ in alone[n][:num_done]] if num_done else [],
+                priority=-n,
+            )
+            for n, prompt in enumerate(prompts)
+        ]
+        while waiting or engine.has_work:
+            if waiting:
+                engine.add(waiting.pop(0))
+            for output in engine.step().outputs:
+                logprobs = [each.logprob for each in output.logprobs or ()]
+                results[output.sequence_id] += zip(output.token_ids, logprobs, strict=True)
+            engine.check_integrity()
+        return results, engine
+
+    alone: list[Any] = []
+    alone, _ = served(max_num_seqs=1)
+    assert served(prefill_chunk=5)[0] == alone
+    for num_done in (1, 8, 17):
+        rest = [made[num_done:] for made in alone]
+        resumed, engine = served(num_done, prefill_chunk=6)
+        assert resumed == rest
+        assert engine.stats.cached_tokens > 0
+    preempted, engine = served(max_num_seqs=2)
+    assert (preempted, engine.stats.num_preemptions > 0) == (alone, True)
+    drafted, engine = served(speculative_tokens=7)
+    assert drafted == alone
+    assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 0
 
 
 @pytest.mark.matrix(2)
@@ -283,7 +368,7 @@ def test_tenants_do_not_find_each_others_states(directory_of: Callable[[str], Pa
 
 
 def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
-    """Such a model needs no positions and no KV cache, only states."""
+    """The model needs no positions and no KV cache, only states."""
     sizes = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "expand": 2}
     shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2} | sizes
     runner = load(save_model(tmp_path, "mamba2", 5, **shape), max_model_len=64)

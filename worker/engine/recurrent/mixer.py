@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from promptq.worker.engine.model.recurrent.rows import RecurrentRows
+from promptq.worker.engine.recurrent.parts import RecurrentParts
+from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,11 @@ class Mixer(ABC):
         `pool` has a tensor [num_entries, *shape] for each of `state`. Reads the entries `rows.read`
         and writes the entries `rows.written`.
         """
+
+    @property
+    def parts(self) -> RecurrentParts | None:
+        """The parts for promptq's decoders. None: they do not know this kind."""
+        return None
 
 
 def parts_of(module: nn.Module) -> set[str]:

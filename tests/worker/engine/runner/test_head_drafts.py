@@ -1,0 +1,253 @@
+"""Drafts by a model's own head change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpLayer
+
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, EngineStats
+from promptq.worker.engine.checkpoints.model_folder import ModelFolder
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.decoders.head_parts import DraftStep
+from promptq.worker.engine.model.draft_heads import load_head
+from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner.model_runner import ModelRunner
+from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
+
+SEED = 5
+BLOCK_SIZE = 4
+
+
+def save_with_head(directory: Path, family: str) -> Path:
+    """A random model of a family, with a random head as one more layer of its checkpoint."""
+    model = make_model(family, SEED)
+    config = model.config
+    config.num_mtp_layers = 1
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None):
+            setattr(config, f"mtp_{name}", [getattr(config, name)[-1]])
+    generator = torch.Generator().manual_seed(SEED)
+    kinds = type(model.model.layers[-1]), type(model.model.norm)
+    head = MtpLayer(config.get_mtp_config(), *kinds, 0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    # The library's `save_pretrained` splits experts into the tensors of published checkpoints.
+    block = make_model(family, SEED)
+    block.model.layers[-1].load_state_dict(head.mtp_block.state_dict())
+    block.save_pretrained(directory)
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    added = f"model.layers.{config.num_hidden_layers}."
+    tensors = {
+        name.replace(last, added): tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if name.startswith(last)
+    }
+    for name, module in (
+        ("enorm", head.enorm),
+        ("hnorm", head.hnorm),
+        ("eh_proj", head.eh_proj),
+        ("shared_head.norm", head.post_norm),
+    ):
+        tensors[f"{added}{name}.weight"] = module.weight.detach()
+    model.save_pretrained(directory)
+    whole = {**load_file(directory / "model.safetensors"), **tensors}
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any) -> ModelRunner:
+    def runner(memory: int | None) -> ModelRunner:
+        return ModelRunner.load(
+            str(directory),
+            LoadOptions(
+                device="cpu",
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                max_num_seqs=4,
+                kv_cache_memory=memory,
+                drafts=drafts,
+                **options,
+            ),
+        )
+
+    return runner(num_blocks * BLOCK_SIZE * runner(None).kv_layout.bytes_per_token)
+
+
+def requests_of(prompts: list[list[int]], max_tokens: int = 40) -> list[EngineRequest]:
+    """Greedy ones and seeded ones."""
+    return [
+        EngineRequest(
+            index,
+            prompt,
+            SamplingParams(temperature=(0.0, 0.8)[index % 2], top_p=0.95),
+            seed=index,
+            max_tokens=max_tokens + index,
+            order=(index, ""),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run(
+    runner: ModelRunner, requests: list[EngineRequest], *, every: int = 1, **options: Any
+) -> tuple[list[list[int]], EngineStats]:
+    """Add a request every few steps, and step until done."""
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "speculative_tokens": 7, **options}
+    engine = LLMEngine(runner, **options)
+    outputs: dict[int, list[int]] = {request.sequence_id: [] for request in requests}
+    waiting, num_steps = list(requests), 0
+    while waiting or engine.has_work:
+        if waiting and num_steps % every == 0:
+            engine.add(waiting.pop(0))
+        for output in engine.step().outputs:
+            outputs[output.sequence_id] += output.token_ids
+        engine.check_integrity()
+        num_steps += 1
+    return [outputs[request.sequence_id] for request in requests], engine.stats
+
+
+@pytest.mark.parametrize(
+    ("family", "native"),
+    [
+        *(("llama", True), ("qwen3", True), ("glm4_moe", True)),
+        *(("glm4_moe", False), ("deepseek_v3", False)),
+    ],
+)
+def test_a_head_of_any_quality_changes_no_token(family: str, native: bool, tmp_path: Path) -> None:
+    """Alone, in company, in chunks, and preempted. The drafts of a random head are wrong."""
+    print(f"seed {SEED}")
+    directory = save_with_head(tmp_path, family)
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = (1, 13, 30, 6, 21, 2)
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths
+    ]
+    requests = requests_of(prompts)
+    expected, _ = run(load(directory, drafts=False, native=native), requests, speculative_tokens=0)
+    runner = load(directory, drafts=True, native=native)
+    assert runner.why_no_head == ""
+    assert (runner.why_no_own_code == "") == native
+    for options in (
+        {"max_num_seqs": 1},
+        {"every": 3},
+        {"prefill_chunk": 5},
+        {"speculative_tokens": 2, "every": 7},
+    ):
+        outputs, stats = run(runner, requests, **options)
+        assert outputs == expected
+        assert stats.drafted_tokens > stats.accepted_tokens
+    small = load(directory, drafts=True, native=native, num_blocks=40)
+    outputs, stats = run(small, requests)
+    assert outputs == expected
+    assert stats.num_preemptions > 0
+    assert stats.drafted_tokens > 0
+
+
+class Recorder:
+    """A head that remembers its drafts, by the tokens before them."""
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+        self.drafts: dict[tuple[int, ...], list[int]] = {}
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        tokens: torch.Tensor = self.head.draft(step)
+        for index, (sequence, count) in enumerate(zip(step.sequences, step.counts, strict=True)):
+            if sequence.request.params.temperature == 0.0:
+                self.drafts[tuple(sequence.token_ids)] = tokens[:count, index].tolist()
+        return tokens
+
+
+@torch.inference_mode()
+def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list[int]:
+    """Greedy drafts by the library's modules, over the whole text and without a cache."""
+    library: Any = AutoModelForCausalLM
+    model = library.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    loaded = load_head(model, ModelFolder(str(directory), False).head_weights())
+    head: Any = loaded.module
+    head.config._attn_implementation = "eager"
+    states = model.model(torch.tensor([token_ids])).last_hidden_state[:, :-1]
+    text = list(token_ids)
+    for _ in range(count):
+        embedded = model.get_input_embeddings()(torch.tensor([text[1:]]))
+        places = torch.arange(1, len(text)).unsqueeze(0)
+        hidden = head(
+            embedded,
+            states,
+            position_embeddings=model.model.rotary_emb(embedded, position_ids=places),
+            attention_mask=torch.full((len(text) - 1,) * 2, -torch.inf).triu(1)[None, None],
+            position_ids=places,
+            past_key_values=None,
+        )
+        states = torch.cat([states, hidden[:, -1:]], dim=1)
+        text.append(int(model.lm_head(hidden[:, -1]).argmax()))
+    return text[len(token_ids) :]
+
+
+@pytest.mark.parametrize(
+    ("family", "native"),
+    [
+        *(("llama", True), ("qwen3", True), ("glm4_moe", True)),
+        *(("llama", False), ("deepseek_v3", False)),
+    ],
+)
+def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Path) -> None:
+    """Prompts come in chunks, and requests beside each other. One prefix is cached."""
+    print(f"seed {SEED}")
+    directory = save_with_head(tmp_path, family)
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (5, 21, 9, 34)
+    ]
+    prompts.append([*prompts[1], 7, 8])
+    runner: Any = load(directory, drafts=True, native=native)
+    assert runner.why_no_head == ""
+    recorder = runner._drafts._head = Recorder(runner._drafts._head)
+    run(runner, requests_of(prompts, max_tokens=12), every=2, prefill_chunk=8)
+    assert len(recorder.drafts) >= 8
+    assert max(map(len, recorder.drafts.values())) > 2
+    for token_ids, drafted in recorder.drafts.items():
+        assert drafted == drafts_of_library(directory, [*token_ids], len(drafted))
+
+
+def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
+    """The head is one more layer."""
+    directory = save_with_head(tmp_path, "llama")
+    with_head, without = (
+        load(directory, drafts=drafts).kv_layout.bytes_per_token for drafts in (True, False)
+    )
+    assert with_head * 2 == without * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda weights: weights.pop("model.layers.2.eh_proj.weight"), "are missing"),
+        (
+            lambda weights: weights.update({"model.layers.2.hnorm.weight": torch.zeros(3)}),
+            "misshaped",
+        ),
+        (lambda weights: [weights.pop(each) for each in [*weights] if ".2." in each], ""),
+    ],
+)
+def test_a_head_that_is_not_whole_is_left_out_with_the_reason(
+    change: Callable[[dict[str, torch.Tensor]], Any], reason: str, tmp_path: Path
+) -> None:
+    directory = save_with_head(tmp_path, "llama")
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    runner = load(directory, drafts=True)
+    assert runner.abilities.head_cost is None
+    assert reason in runner.why_no_head
+    assert bool(reason) == bool(runner.why_no_head)

@@ -1,0 +1,253 @@
+"""Trains the shipped model's draft head: ``python -m training.draft_head``.
+
+The head predicts the token after the next one (multi-token prediction, DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.2). It is a decoder layer like those of the model, which
+itself stays as it is: same embedding, same output layer. Workers apply the head to its own output,
+so training does that too. The targets are the model's own distributions, because a draft counts
+only if the model would have chosen it.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.progress import Progress
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.modeling_layers import MtpLayer
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+)
+
+from promptq.worker.shipped import MODEL_DIR
+from training.corpus import Batch, batches
+from training.train import Plan, optimizers_of, rate_factor
+
+FILE = Path("mtp", "model.safetensors")
+"""Apart from the model, so that programs that do not know heads can read the model."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """How the head is trained."""
+
+    steps: int = 1000
+    batch_tokens: int = 2048
+    max_row_tokens: int = 512
+    depth: int = 3
+    depth_weight: float = 0.8
+    validation_batches: int = 8
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A batch, and what the model computes from it."""
+
+    token_ids: torch.Tensor  # [rows, width]
+    is_counted: torch.Tensor  # [rows, width - 1], whether a prediction counts
+    states: torch.Tensor  # [rows, width, hidden size]
+    shares: torch.Tensor  # [rows, width, vocabulary], the model's distributions
+
+
+def train_head(folder: Path, seed: int = 0, plan: HeadPlan | None = None) -> list[float]:
+    """Train a head for the model in ``folder`` and save it there.
+
+    Returns for each depth the probability that a draft is right, drawn from the head's
+    distribution with the random number that the model draws with.
+    """
+    plan = plan or HeadPlan()
+    tokenizer = cast(Any, PreTrainedTokenizerFast).from_pretrained(folder)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cast(nn.Module, model).requires_grad_(False).eval()
+    head = _new_head(model)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [list(ids) for ids in tokenizer(texts)["input_ids"]]
+
+    sizes = plan.batch_tokens, plan.max_row_tokens
+    training = batches(random.Random(f"{seed} head"), encode, *sizes)
+    validation = batches(random.Random(f"{seed} validate head"), encode, *sizes)
+    _fit(model, head, training, plan)
+    accepted = _validate(model, head, islice(validation, plan.validation_batches), plan, seed)
+    _save(folder, head, model.config.num_hidden_layers)
+    return accepted
+
+
+def _new_head(model: Qwen3ForCausalLM) -> MtpLayer:
+    """Returns a head that starts as the model's last layer on the mean of its two inputs."""
+    config = model.config
+    head = MtpLayer(config, Qwen3DecoderLayer, Qwen3RMSNorm, 0)
+    head.mtp_block.load_state_dict(model.model.layers[-1].state_dict())
+    half = 0.5 * torch.eye(config.hidden_size)
+    with torch.no_grad():
+        head.eh_proj.weight.copy_(torch.cat([half, half], dim=1))
+    return head.requires_grad_(True).train()
+
+
+def _fit(
+    model: Qwen3ForCausalLM, head: MtpLayer, training: Iterator[Batch], plan: HeadPlan
+) -> None:
+    rates = Plan(steps=plan.steps)
+    optimizers = optimizers_of([*head.parameters()], [], rates)
+    with Progress() as progress:
+        task = progress.add_task("train the head", total=plan.steps)
+        for step, batch in enumerate(islice(training, plan.steps)):
+            rows = _rows(model, batch)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = _predictions(model, head, rows, plan.depth)
+            weights = [plan.depth_weight**depth for depth in range(plan.depth)]
+            losses = [_loss(each, rows) for each in logits]
+            loss = torch.stack(losses) @ torch.tensor(weights) / sum(weights)
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            for optimizer, rate in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * rate_factor(step, rates)
+                optimizer.step()
+                optimizer.zero_grad()
+            progress.update(task, advance=1)
+            if step % 50 == 0:
+                progress.print(f"{step}: " + " ".join(f"{each.item():.3f}" for each in losses))
+
+
+@torch.no_grad()
+def _rows(model: Qwen3ForCausalLM, batch: Batch) -> _Rows:
+    """Padding stands at the right, so causality is mask enough."""
+    width = max(map(len, batch.rows))
+    token_ids = torch.tensor([row + [0] * (width - len(row)) for row in batch.rows])
+    lengths = torch.tensor([len(row) for row in batch.rows]).unsqueeze(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
+        logits = model.lm_head(states)
+    is_counted = torch.arange(1, width) < lengths
+    return _Rows(token_ids, is_counted, states.float(), logits.float().softmax(-1))
+
+
+def _predictions(model: Qwen3ForCausalLM, head: Any, rows: _Rows, depth: int) -> list[torch.Tensor]:
+    """Returns logits [rows, width - 1, vocabulary] of each depth. Place i of each predicts the
+    token after token i + 1, which is an input, from the state of the row before: that of the
+    model, or at greater depths the head's own."""
+    embedded = head.enorm(model.model.embed_tokens(rows.token_ids[:, 1:]))
+    places = torch.arange(embedded.shape[1]).unsqueeze(0)
+    rotation = model.model.rotary_emb(embedded, places)
+    states = rows.states[:, :-1]
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    predictions = []
+    for _ in range(depth):
+        hidden = head.eh_proj(torch.cat([embedded, head.hnorm(states)], dim=-1))
+        states = head.post_norm(_layer(head.mtp_block, hidden, rotation, keys, values))
+        predictions.append(model.lm_head(states))
+        states = functional.pad(states, (0, 0, 1, 0))[:, :-1]
+    return predictions
+
+
+def _layer(
+    layer: Any, hidden: torch.Tensor, rotation: Any, keys: list[Any], values: list[Any]
+) -> torch.Tensor:
+    """Computes a depth, and adds its K and V to those of the depths before.
+
+    A row of depth d sees what a worker's cache has then: rows of the first depth, except the last
+    d - 1 of them, in whose place there are one row of each depth, up to itself.
+    """
+    attention = layer.self_attn
+    normed = layer.input_layernorm(hidden)
+    shape = (*normed.shape[:-1], -1, attention.head_dim)
+    query = attention.q_norm(attention.q_proj(normed).view(shape)).transpose(1, 2)
+    key = attention.k_norm(attention.k_proj(normed).view(shape)).transpose(1, 2)
+    value = attention.v_proj(normed).view(shape).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query, key, *rotation)
+    group = attention.num_key_value_groups
+    keys.append(key.repeat_interleave(group, dim=1))
+    values.append(value.repeat_interleave(group, dim=1))
+    width, depth = query.shape[2], len(keys)
+    hidden_places = torch.ones(width, width, dtype=torch.bool).triu(2 - depth)
+    scores = [(query @ keys[0].transpose(2, 3)).masked_fill(hidden_places, -torch.inf)]
+    recent = [
+        (_back(keys[place], depth - 1 - place), _back(values[place], depth - 1 - place))
+        for place in range(1, depth)
+    ]
+    scores += [(query * each).sum(-1, keepdim=True) for each, _ in recent]
+    weights = (torch.cat(scores, dim=-1) * attention.scaling).float().softmax(-1).to(value.dtype)
+    attended = weights[..., :width] @ values[0]
+    for place, (_, each) in enumerate(recent):
+        attended = attended + weights[..., width + place, None] * each
+    merged = attended.transpose(1, 2).flatten(2)
+    hidden = hidden + attention.o_proj(merged)
+    return cast(torch.Tensor, hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
+
+
+def _back(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns at place i the row of place i - count."""
+    return functional.pad(rows, (0, 0, count, 0))[:, :, : rows.shape[2]]
+
+
+def _loss(logits: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """Returns the mean cross entropy with the model's distributions, in nats per token. A draft
+    after the last known token of a row counts too."""
+    losses = -(rows.shares[:, 1:] * logits.float().log_softmax(-1)).sum(-1)
+    return losses[rows.is_counted].mean()
+
+
+@torch.no_grad()
+def _validate(
+    model: Qwen3ForCausalLM,
+    head: MtpLayer,
+    validation: Iterator[Batch],
+    plan: HeadPlan,
+    seed: int,
+) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    head.train(False)
+    right = torch.zeros(plan.depth)
+    total = 0
+    for batch in validation:
+        rows = _rows(model, batch)
+        uniform = torch.rand(rows.is_counted.shape, generator=generator).unsqueeze(-1)
+        wanted = _drawn(rows.shares[:, 1:], uniform)
+        for depth, logits in enumerate(_predictions(model, head, rows, plan.depth)):
+            drawn = _drawn(logits.softmax(-1), uniform)
+            right[depth] += (drawn == wanted)[rows.is_counted].sum()
+        total += int(rows.is_counted.sum())
+    return (right / total).tolist()
+
+
+def _drawn(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draws as workers do: where the cumulative sum in vocabulary order exceeds the number."""
+    return (shares.double().cumsum(-1) <= uniform).sum(-1)
+
+
+def _save(folder: Path, head: MtpLayer, num_layers: int) -> None:
+    """Save the head as GLM-4.5 and DeepSeek-V3 name its weights: as one more layer."""
+    tensors = {}
+    for name, weight in head.state_dict().items():
+        name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        tensors[f"model.layers.{num_layers}.{name}"] = weight.detach().bfloat16().contiguous()
+    (folder / FILE).parent.mkdir(exist_ok=True)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+
+def main() -> None:
+    """Train the draft head of the shipped model."""
+    parser = argparse.ArgumentParser(description="Train the draft head of the shipped model.")
+    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="default: the shipped one")
+    parser.add_argument("--seed", type=int, default=0, help="for the data (default: 0)")
+    parser.add_argument("--steps", type=int, default=HeadPlan.steps, help="default: %(default)s")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the number of threads decides the last bits of sums
+    accepted = train_head(arguments.model, arguments.seed, HeadPlan(steps=arguments.steps))
+    shares = ", ".join(f"{each:.2f}" for each in accepted)
+    print(f"saved to {arguments.model / FILE}, drafts that are right by depth: {shares}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A head that drafts: its parts, and the step in which it drafts.
+
+The head predicts the token after a token (multi-token prediction, DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.2). Its row of a position has the final hidden state of
+that position and the token after it. It computes
+
+    hidden = projection(norm(embedding of the token), norm(hidden state))
+    hidden = norm(layer(hidden))
+    logits = output layer of the model (hidden)
+
+and its own hidden state takes the place of the model's for the next draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from promptq.worker.engine.attention.types import StepLayout
+from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.decoders.layer_parts import Layer, layer_of
+from promptq.worker.engine.decoders.norm_parts import Norm, require
+from promptq.worker.engine.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """The parts of a head. Embedding and output layer are those of the model."""
+
+    of_embedding: Norm
+    of_state: Norm
+    projection: nn.Linear
+    """Its inputs are the normed embedding, then the normed hidden state."""
+    layer: Layer
+    last: Norm
+
+    @classmethod
+    def of(cls, head: Any, rotary: nn.Module) -> HeadParts:
+        """Takes the library's `MtpLayer` apart. Raises NotOfThisKindError for an unknown part."""
+        require(head.post_norm is not None, "a head without a final norm")
+        is_swapped = getattr(head.config, "mtp_hidden_states_first", False)
+        require(not is_swapped, "a head whose hidden states come first")
+        return cls(
+            of_embedding=Norm.of(head.enorm),
+            of_state=Norm.of(head.hnorm),
+            projection=head.eh_proj,
+            layer=layer_of(head.mtp_block, rotary),
+            last=Norm.of(head.post_norm),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """Rows of the head, T in all, of S sequences, those with the most drafted tokens first.
+
+    The last row of a sequence drafts its first token; the next ones have rows after it, for whose K
+    and V the block table has room.
+    """
+
+    input_ids: torch.Tensor  # [1, T]
+    positions: torch.Tensor  # [1, T]
+    layout: StepLayout
+    states: torch.Tensor  # [T, hidden size]
+    sequences: list[Sequence]
+    counts: list[int]
+    """Number of drafted tokens of each sequence, at least 1, in descending order."""
+    sampler: Sampler
+    """Draws each token with the random number with which the model will draw its own."""
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The last row of each sequence."""
+        return [end - 1 for end in self.layout.query_starts[1:]]

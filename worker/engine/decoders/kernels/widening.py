@@ -1,0 +1,127 @@
+"""Products with weights of 8 or 4 bits, which are widened in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from promptq.worker.engine.attention.triton_kernels.common import dot
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+
+STEP = 64
+"""Inputs of an iteration."""
+_STAGES = tl.constexpr(4)
+"""The numbers and inputs of three iterations are under way while a program computes one."""
+
+
+def part_of(weight: QuantizedWeight) -> int:
+    """Returns how many inputs of a step share a group, at least."""
+    is_whole = weight.group >= weight.inputs
+    return STEP if is_whole else min(STEP, weight.group & -weight.group)
+
+
+@triton.jit
+def multiplied(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    read: tl.tensor,
+    inputs_of: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    NUM_INPUTS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    STEP: tl.constexpr,
+    PART: tl.constexpr,
+) -> tl.tensor:
+    """Returns the sum [outputs, rows] of the iterations from `start` to `end`.
+
+    `read` [outputs] are outputs of the weight, and `inputs_of` [1, rows] points to rows. An
+    iteration takes STEP inputs, of which each PART is in one group.
+    """
+    EACH: tl.constexpr = 8 // BITS  # inputs of a byte
+    ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
+    NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
+    MIDDLE: tl.constexpr = 0 if HAS_OFFSETS else 1 << (BITS - 1)
+    IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
+    IS_SCALED_LAST: tl.constexpr = NUM_GROUPS == 1 and not HAS_OFFSETS
+    bytes_of = numbers + read.to(tl.int64)[:, None] * ROW_BYTES
+    total = tl.zeros((read.shape[0], inputs_of.shape[1]), tl.float32)
+    if not IS_SCALED_LAST:
+        group = groups_of(read, start * STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
+        scale = tl.load(scales + group)
+        offset = scale
+        if HAS_OFFSETS:
+            offset = tl.load(offsets + group)
+    for iteration in tl.range(start, end, num_stages=_STAGES):
+        first = iteration * STEP
+        byte = first // EACH + tl.arange(0, STEP // EACH)
+        column = first + tl.arange(0, STEP)
+        if IS_EVEN:
+            packed = tl.load(bytes_of + byte[None, :])
+            x = tl.load(inputs_of + column[:, None])
+        else:
+            packed = tl.load(bytes_of + byte[None, :], mask=(byte < ROW_BYTES)[None, :], other=0)
+            is_input = (column < NUM_INPUTS)[:, None]
+            x = tl.load(inputs_of + column[:, None], mask=is_input, other=0.0)
+        weights = integers(packed, BITS, MIDDLE)
+        if not IS_SCALED_LAST:
+            weights = scaled(weights, scale, offset, HAS_OFFSETS, PART)
+            # Read for the next iteration, because copies in the background take at least 4 bytes.
+            group = groups_of(read, first + STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
+            scale = tl.load(scales + group)
+            if HAS_OFFSETS:
+                offset = tl.load(offsets + group)
+        total = dot(weights.to(x.dtype), x, total)
+    if IS_SCALED_LAST:
+        total *= tl.load(scales + read).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def groups_of(
+    output: tl.tensor,
+    first: tl.tensor,
+    COUNT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """Returns [outputs, COUNT]: where the scales of COUNT parts are. The first part begins at input
+    `first`. Parts beyond the last input take the scales of the last group.
+    """
+    part = first + PART * tl.arange(0, COUNT)
+    return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
+
+
+@triton.jit
+def scaled(
+    numbers: tl.tensor,
+    scale: tl.tensor,
+    offset: tl.tensor,
+    HAS_OFFSETS: tl.constexpr,
+    PART: tl.constexpr,
+) -> tl.tensor:
+    """Returns the weights of `numbers` [outputs, inputs] in fp32. Scales and offsets are
+    [outputs, parts], and a part has PART inputs."""
+    weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
+    weights *= scale.to(tl.float32)[:, :, None]
+    if HAS_OFFSETS:
+        weights += offset.to(tl.float32)[:, :, None]
+    return tl.reshape(weights, (numbers.shape[0], numbers.shape[1]))
+
+
+@triton.jit
+def integers(packed: tl.tensor, BITS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
+    """Unpacks bytes [outputs, bytes]. Returns [outputs, inputs]: the integers less MIDDLE, in fp32.
+
+    In fp32, 2 ** 23 has the bits 0x4B000000, and its last bits count ones. So this takes fewer
+    instructions than a conversion.
+    """
+    if BITS == 4:
+        halves = tl.join(packed & 15, packed >> 4)
+        packed = tl.reshape(halves, (packed.shape[0], 2 * packed.shape[1]))
+    bits = packed.to(tl.int32) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)

@@ -1,0 +1,359 @@
+"""Describes the parts of a model to the native code (native/src/interface.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from ctypes import pointer
+from typing import Any
+
+import torch
+from torch import nn
+
+from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
+from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
+from promptq.worker.engine.decoders.layer_parts import Attention, Layer, Recurrent
+from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
+from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
+from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
+from promptq.worker.engine.native import library
+from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.recurrent.parts import (
+    RecurrenceParts,
+    RowsOfLinear,
+    ShortConvolutionParts,
+)
+
+VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
+"""The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
+
+
+class NativeWeights:
+    """Describes parts, and keeps what the native code refers to."""
+
+    _is_packed = True
+    """Whether the native code copies the weights into the order in which products read them."""
+    _dtypes: AbstractSet[torch.dtype] = frozenset()
+    """Other dtypes that weights of linear layers and embeddings may have."""
+
+    def __init__(self, dtype: torch.dtype, max_length: int) -> None:
+        """`dtype` is that of all other numbers. Positions are below `max_length`."""
+        self._dtype = dtype
+        self._kept: list[Any] = []  # all that the native code refers to
+        self._copied: list[Any] = []  # what it copies while a layer is added
+        self._max_length = max_length
+        self._tables: dict[Rotation, RotationTables] = {}
+
+    def _layer(
+        self,
+        layer: Layer,
+        attended: Iterator[tuple[LayerCache, Pattern]],
+        states: Iterator[Sequence[torch.Tensor]],
+    ) -> library.LayerWeights:
+        """Describes a layer, which takes the next cache and pattern, or the next states."""
+        mixer, mlp = layer.mixer, layer.mlp
+        weights = library.LayerWeights(
+            before_mixer=self._norm(layer.before_mixer),
+            after_mixer=self._norm(layer.after_mixer),
+            before_mlp=self._norm(layer.before_mlp),
+            after_mlp=self._norm(layer.after_mlp),
+            is_parallel=layer.is_parallel,
+            residual_scale=layer.residual_scale,
+        )
+        if isinstance(mixer, Attention):
+            weights.attention = pointer(self._attention(mixer, *next(attended)))
+        elif isinstance(mixer.parts, ShortConvolutionParts):
+            weights.convolution = pointer(self._convolution(mixer.parts, *next(states)))
+        else:
+            weights.recurrence = pointer(self._recurrence(mixer, mixer.parts, *next(states)))
+        if isinstance(mlp, ExpertParts):
+            weights.experts = pointer(self._experts(mlp))
+        else:
+            weights.mlp = self._mlp(mlp)
+        return weights
+
+    def _attention(
+        self, attention: Attention, cache: LayerCache, pattern: Pattern
+    ) -> library.AttentionWeights:
+        query, key, value = self._weights(attention.qkv, 3)
+        self._kept += [cache.key, cache.value]
+        bias = self._bias(attention.qkv)
+        if attention.is_gated:
+            bias = self._bias_of(_gates_last(attention))
+        return library.AttentionWeights(
+            num_heads=attention.num_heads,
+            is_gated=attention.is_gated,
+            query=query,
+            key=key,
+            value=value,
+            qkv_bias=bias,
+            query_norm=self._norm(attention.query_norm),
+            key_norm=self._norm(attention.key_norm),
+            norms_whole_rows=attention.norms_whole_rows,
+            norms_rotated=attention.norms_rotated,
+            rotation=self._rotation(attention.rotation),
+            scoring=library.Scoring(
+                scale=attention.scale,
+                softcap=attention.softcap or 0.0,
+                sinks=self._in_float32(attention.sinks),
+            ),
+            output=self._weight(attention.output),
+            output_bias=self._bias([attention.output]),
+            cache=native_cache(cache, pattern),
+        )
+
+    def _convolution(
+        self, parts: ShortConvolutionParts, windows: torch.Tensor
+    ) -> library.ShortConvolutionWeights:
+        return library.ShortConvolutionWeights(
+            input=self._weight(parts.input),
+            input_bias=self._bias([parts.input]),
+            convolution=self._channels(parts.convolution, windows),
+            output=self._weight(parts.output),
+            output_bias=self._bias([parts.output]),
+        )
+
+    def _recurrence(
+        self,
+        recurrent: Recurrent,
+        parts: RecurrenceParts,
+        windows: torch.Tensor,
+        states: torch.Tensor,
+    ) -> library.RecurrenceWeights:
+        inputs = [
+            library.RowsOfWeight(self._weight(rows.linear), rows.first, rows.count)
+            for rows in parts.inputs
+        ]
+        self._kept.append(states)
+        least_time, most_time = parts.time_limits
+        return library.RecurrenceWeights(
+            is_delta=parts.is_delta,
+            num_key_heads=parts.num_key_heads,
+            num_value_heads=parts.num_value_heads,
+            key_size=parts.key_size,
+            value_size=parts.value_size,
+            num_inputs=len(inputs),
+            inputs=(library.RowsOfWeight * len(inputs))(*inputs),
+            input_bias=self._bias_of(parts.inputs),
+            convolution=self._channels(parts.convolution, windows),
+            query_first=parts.query_first,
+            key_first=parts.key_first,
+            value_first=parts.value_first,
+            query_scale=parts.query_scale,
+            time_bias=self._in_float32(parts.time_bias),
+            decay=self._in_float32(parts.decay),
+            least_time=least_time,
+            most_time=most_time,
+            most_rate=parts.most_rate,
+            skip=self._in_float32(parts.skip),
+            norm=self._norm(recurrent.norm),
+            norm_size=parts.norm.group,
+            gates_first=parts.norm.gates_first,
+            output=self._weight(parts.output),
+            output_bias=self._bias([parts.output]),
+            states=states.data_ptr(),
+        )
+
+    def _channels(self, convolution: nn.Conv1d, windows: torch.Tensor) -> library.Convolution:
+        weight = convolution.weight.squeeze(1).t()  # [size, channels]
+        self._kept.append(windows)
+        return library.Convolution(
+            weight=self._in_float32(weight),
+            bias=self._in_float32(convolution.bias),
+            num_channels=weight.shape[1],
+            size=weight.shape[0],
+            windows=self._address(windows),
+        )
+
+    def _mlp(self, mlp: DenseMLP) -> library.MlpWeights:
+        gate, up = self._weights(mlp.inputs, 2)
+        if not mlp.is_gated:
+            gate, up = up, gate
+        return library.MlpWeights(
+            inner_size=mlp.down.in_features,
+            activation=[*ACTIVATIONS].index(mlp.activation),
+            is_gated=mlp.is_gated,
+            gate=gate,
+            up=up,
+            input_bias=self._bias(mlp.inputs),
+            down=self._weight(mlp.down),
+            down_bias=self._bias([mlp.down]),
+        )
+
+    def _experts(self, parts: ExpertParts) -> library.ExpertWeights:
+        mlps = [self._expert(expert, parts) for expert in parts.experts()]
+        if parts.shared is not None:
+            mlps.append(self._mlp(parts.shared))
+        routing = parts.routing
+        self._read(parts)
+        return library.ExpertWeights(
+            routing=library.Routing(
+                num_experts=routing.num_experts,
+                top_k=routing.top_k,
+                scores=SCORES.index(routing.scores),
+                choice_bias=self._in_float32(routing.choice_bias),
+                num_groups=routing.num_groups,
+                top_groups=routing.top_groups,
+                normalizes=routing.normalizes,
+                least_sum=routing.least_sum,
+                scale=routing.scale,
+                jitter=routing.jitter,
+            ),
+            router=library.Weight(numbers=parts.router.data_ptr(), bits=32),
+            router_bias=self._in_float32(parts.router_bias),
+            has_shared_gate=parts.has_shared_gate,
+            num_mlps=len(mlps),
+            mlps=(library.MlpWeights * len(mlps))(*mlps),
+        )
+
+    def _expert(self, expert: Expert, parts: ExpertParts) -> library.MlpWeights:
+        self._read(expert)
+        return library.MlpWeights(
+            inner_size=expert.up.shape[0],
+            activation=[*ACTIVATIONS].index(parts.activation),
+            is_gated=True,
+            alpha=parts.limits.alpha,
+            limit=parts.limits.limit,
+            gate=self._weight_at(expert.gate),
+            up=self._weight_at(expert.up),
+            input_bias=self._address(expert.input_bias),
+            down=self._weight_at(expert.down),
+            down_bias=self._address(expert.down_bias),
+        )
+
+    def _read(self, weights: object) -> None:
+        """Keeps weights as long as native code reads them."""
+        (self._copied if self._is_packed else self._kept).append(weights)
+
+    def _norm(self, norm: Norm | None) -> library.Norm:
+        if norm is None:
+            return library.Norm()
+        return library.Norm(
+            weight=self._in_float32(norm.formula.factor(norm.weight)),
+            bias=self._in_float32(norm.bias),
+            epsilon=norm.epsilon,
+            is_centered=norm.formula.is_centered,
+        )
+
+    def _rotation(self, rotation: Rotation | None) -> library.Rotation:
+        if rotation is None:
+            return library.Rotation()
+        if rotation not in self._tables:
+            like = torch.empty(1, dtype=torch.float32)
+            self._tables[rotation] = rotation.tables(self._max_length, like)
+        tables = self._tables[rotation]
+        return library.Rotation(
+            cosine=tables.cosine.data_ptr(),
+            sine=tables.sine.data_ptr(),
+            num_pairs=tables.cosine.shape[1],
+            is_interleaved=tables.is_interleaved,
+        )
+
+    def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
+        """Describes the weights of linear layers, and as many empty ones that there are `count`."""
+        weights = [self._weight(linear) for linear in linears]
+        return weights + [library.Weight() for _ in range(count - len(weights))]
+
+    def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
+        """Returns the address of the layers' biases, one after the other, if there is any. It is
+        kept until the layer is added."""
+        return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
+
+    def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
+        """Does the same for some outputs of linear layers."""
+        if all(rows.linear.bias is None for rows in parts):
+            return None
+        biases = [
+            torch.zeros(rows.count, dtype=self._dtype)
+            if rows.linear.bias is None
+            else rows.linear.bias[rows.first : rows.first + rows.count]
+            for rows in parts
+        ]
+        self._copied.append(bias := torch.cat(tuple(biases)))
+        return self._address(bias)
+
+    def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
+        """Describes a weight to the native code. `keeps`: packing does not copy this weight, so the
+        decoder keeps its memory."""
+        weight = _weight_of(module)
+        if keeps and not isinstance(weight, QuantizedWeight):
+            # The model's tensor may be part of a whole file in memory.
+            weight = weight.clone()
+        if keeps:
+            self._kept.append(weight)
+        return self._weight_at(weight)
+
+    def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
+        """Describes a weight, where it is."""
+        if isinstance(weight, QuantizedWeight):
+            return native_weight(weight)
+        numbers = self._address(weight, *self._dtypes)
+        return library.Weight(numbers=numbers, bits=8 * weight.itemsize)
+
+    def _address(self, weight: torch.Tensor | None, *others: torch.dtype) -> int | None:
+        """Returns the address of numbers, if there are any. They have the decoder's dtype or one of
+        the `others`."""
+        if weight is None:
+            return None
+        if weight.dtype not in (self._dtype, *others) or not weight.is_contiguous():
+            raise NotOfThisKindError("it has weights of several dtypes, or not in their order")
+        return weight.data_ptr()
+
+    def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
+        """Returns the address of a copy in fp32, if there are numbers, and keeps it."""
+        if numbers is None:
+            return None
+        self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
+        return numbers.data_ptr()
+
+
+def _gates_last(attention: Attention) -> list[RowsOfLinear]:
+    """Returns the outputs of queries, keys, values and gates, in this order."""
+    query, key, value = attention.qkv
+    size = attention.head_size
+    queries, gates = (
+        [RowsOfLinear(query, (2 * head + part) * size, size) for head in range(attention.num_heads)]
+        for part in (0, 1)
+    )
+    return [*queries, RowsOfLinear.all_of(key), RowsOfLinear.all_of(value), *gates]
+
+
+def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
+    """Returns a weight [outputs, inputs], or of an embedding [tokens, hidden size]."""
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
+        return module.quantized
+    return module.weight
+
+
+def native_weight(weight: QuantizedWeight) -> library.Weight:
+    """Describes a quantized weight to the native code. The caller must keep the weight."""
+    return library.Weight(
+        numbers=weight.numbers.data_ptr(),
+        scales=weight.scales.data_ptr(),
+        offsets=None if weight.offsets is None else weight.offsets.data_ptr(),
+        bits=weight.bits,
+        group=weight.group,
+    )
+
+
+def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
+    """Describes a layer's K and V to the native code, which continues to use their memory."""
+    key, value = cache.key, cache.value
+    assert key.stride() == value.stride(), "K and V are laid out alike"
+    assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
+    _, num_kv_heads, block_size, row_size = key.shape
+    is_int8 = key.dtype == torch.uint8
+    return library.LayerCache(
+        keys=key.data_ptr(),
+        values=value.data_ptr(),
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=row_size - SCALE_BYTES if is_int8 else row_size,
+        block_stride=key.stride(0) * key.itemsize,
+        head_stride=key.stride(1) * key.itemsize,
+        position_stride=row_size * key.itemsize,
+        is_int8=is_int8,
+        pattern=library.Pattern(VISIBLE[pattern.kind], pattern.size),
+    )

@@ -1,0 +1,196 @@
+"""Heads of checkpoints that predict further tokens (multi-token prediction).
+
+The library reads their weights only for `generate`, and has the modules: `MtpModel`. A head's
+result decides nothing but speed. So a head that cannot be used is left out with a reason, and a
+start does not check what a head computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.types import FULL, LayerCache, LayerSpec, StepLayout
+from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
+from promptq.worker.engine.decoders.head_parts import DraftStep
+from promptq.worker.engine.model.attention_operator import SeamContext, SeamLayer
+from promptq.worker.engine.model.packed_model import SEAM, join_seam
+
+_WORK_BESIDE = 4_000_000
+"""Weights whose reading takes about as long as a step's work beside the model: scheduling, sampling
+and the like."""
+
+
+class NoHeadError(Exception):
+    """A model's head cannot draft; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A head of a model."""
+
+    module: nn.Module
+    """An `MtpLayer` of the library."""
+    cost: float
+    """See EngineAbilities."""
+
+
+def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
+    """Returns the head of a model from its tensors by name.
+
+    Raises NoHeadError.
+    """
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError:
+        raise NoHeadError("the installed transformers has no modules for it") from None
+    config: Any = model.config.get_text_config(decoder=True)
+    config.num_mtp_layers = 1
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", [kinds[-1]])
+    try:
+        with ExitStack() as stack:
+            for each in MtpModel.get_init_context(model.dtype, False, False, None):
+                stack.enter_context(each)
+            heads: Any = MtpModel(model, 1)
+        found, _ = convert_and_load_state_dict_in_model(
+            model=heads,
+            state_dict=weights,
+            load_config=LoadStateDictConfig(
+                weight_mapping=heads.get_weight_conversions(model),
+                device_map={"": model.device},
+                dtype=model.dtype,
+            ),
+        )
+    except LOADING_ERRORS as error:
+        raise NoHeadError(first_sentence(error)) from error
+    head: nn.Module = heads.layers[0]
+    missing = [name for name, each in head.named_parameters() if each.is_meta]
+    if missing or found.mismatched_keys:
+        wrong = [*missing, *map(str, found.mismatched_keys)]
+        raise NoHeadError(
+            f"{len(wrong)} of its weights are missing or misshaped, such as {wrong[0]}"
+        )
+    return LoadedHead(head.requires_grad_(False).eval(), _cost(model, head))
+
+
+def head_spec(specs: list[LayerSpec]) -> LayerSpec:
+    """Returns the attention of a head, which is like that of the model's last layer without a
+    window. Raises NoHeadError if there is none."""
+    for spec in reversed(specs):
+        if spec.pattern == FULL:
+            return replace(spec, shares_kv_of=None)
+    raise NoHeadError("all of the model's layers have windows")
+
+
+def _cost(model: PreTrainedModel, head: nn.Module) -> float:
+    """Returns the time of a token that the head drafts as a share of that of a step, by the numbers
+    of weights that both read. The output layer belongs to both. A step also has work besides."""
+    whole: Any = model
+    output = whole.get_output_embeddings().weight
+    body = sum(each.numel() for each in whole.get_decoder().layers.parameters())
+    of_head = sum(each.numel() for each in head.parameters())
+    return float((of_head + output.numel()) / (body + output.numel() + _WORK_BESIDE))
+
+
+class HeadOfModules:
+    """A head that computes with the library's modules, on the paged cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Any,
+        cache: LayerCache,
+        backend: AttentionBackend,
+    ) -> None:
+        """`head` is an `MtpLayer`. Raises NoHeadError."""
+        whole: Any = model  # its class is only partly typed
+        self._head = head
+        self._head.config._attn_implementation = SEAM
+        self._embedding, self._output = whole.get_input_embeddings(), whole.get_output_embeddings()
+        rotary: Any = getattr(whole.get_decoder(), "rotary_emb", None)
+        if rotary is None or "layer_type" in inspect.signature(rotary.forward).parameters:
+            raise NoHeadError("its layer has a rotation of another kind")
+        attention = getattr(self._head.mtp_block, "self_attn", None)
+        if attention is None:
+            raise NoHeadError("its layer does not attend")
+        self._rotary = rotary
+        self._context = SeamContext(backend)
+        join_seam(attention, SeamLayer(self._context, cache, FULL))
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        """See LlamaDecoder."""
+        layout, states = step.layout, step.states
+        ids, positions = step.input_ids, step.positions
+        last = torch.tensor(step.last_rows, device=states.device)
+        drafted = torch.zeros(
+            step.counts[0], len(step.sequences), dtype=torch.int64, device=states.device
+        )
+        for depth in range(step.counts[0]):
+            count = sum(each > depth for each in step.counts)
+            if depth > 0:
+                ids = drafted[depth - 1, :count].unsqueeze(0)
+                positions = positions[:, last][:, :count] + 1
+                layout = _after(step.layout, depth, count)
+                last = torch.arange(count, device=states.device)
+                states = states[:count]
+            hidden = self._states(ids, positions, layout, states)
+            states = hidden.index_select(0, last[:count])
+            logits = self._output(states)
+            sequences = step.sequences[:count]
+            drafted[depth, :count] = step.sampler.choose(logits, sequences, [depth] * count)
+            last = last[:count]
+        return drafted
+
+    def _states(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: StepLayout,
+        states: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the head's final hidden states [T, hidden size]."""
+        embedded = self._embedding(ids)
+        self._context.layout = layout
+        try:
+            hidden: torch.Tensor = self._head(
+                embedded,
+                states.unsqueeze(0),
+                position_embeddings=self._rotary(embedded, position_ids=positions),
+                attention_mask=None,
+                position_ids=positions,
+                past_key_values=None,
+            )
+        finally:
+            self._context.layout = None
+        return hidden[0]
+
+
+def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
+    """Returns the layout of one further row of each of the first `count` sequences, `depth` rows
+    after those of a step."""
+    places = [context + depth - 1 for context in layout.context_lens[:count]]
+    device = layout.block_tables.device
+    at = torch.tensor(places, device=device)
+    blocks = layout.block_tables[:count].gather(1, (at // layout.block_size).unsqueeze(1))
+    return replace(
+        layout,
+        query_starts=[*range(count + 1)],
+        context_lens=[place + 1 for place in places],
+        block_tables=layout.block_tables[:count],
+        write_blocks=blocks.squeeze(1),
+        write_offsets=at % layout.block_size,
+        plans={},
+        lists={},
+    )

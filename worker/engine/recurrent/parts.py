@@ -1,0 +1,87 @@
+"""Describes what a recurrent layer computes, for promptq's decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfLinear:
+    """Some outputs of a linear layer."""
+
+    linear: nn.Linear
+    first: int
+    count: int
+
+    @classmethod
+    def all_of(cls, linear: nn.Linear) -> RowsOfLinear:
+        return cls(linear, 0, linear.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolutionParts:
+    """`output(c * convolution(b * x))`, where `input` computes b, c and x."""
+
+    input: nn.Linear
+    convolution: nn.Conv1d
+    output: nn.Linear
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return self.input, self.output
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """An RMS norm of what a row read, times SiLU of its gate."""
+
+    weight: torch.Tensor  # [values], or of one head
+    epsilon: float
+    group: int
+    """Number of values that are normed together."""
+    gates_first: bool
+    """Whether the values are multiplied with the gate before they are normed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceParts:
+    """A gated linear recurrence, as native/src/layers/scan.h has it.
+
+    Each key head serves the same number of value heads, which follow each other.
+    """
+
+    inputs: tuple[RowsOfLinear, ...]
+    """Their outputs, one after the other: the channels of the convolution; a gate for each value;
+    in the delta rule, a rate for each value head; a time step for each value head."""
+    convolution: nn.Conv1d
+    activation: Any
+    """The activation that follows the convolution."""
+    is_delta: bool
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    query_first: int
+    """The first channel of the queries."""
+    key_first: int
+    value_first: int
+    query_scale: float
+    decay: torch.Tensor  # [value heads]; a token decays the state by exp(decay * time)
+    time_bias: torch.Tensor  # [value heads], added to the time step before softplus
+    time_limits: tuple[float, float]
+    most_rate: float
+    """The delta rule's rate is this number times a sigmoid."""
+    skip: torch.Tensor | None  # [value heads], the part of a value that is read as it is
+    norm: GatedNorm
+    output: nn.Linear
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return *dict.fromkeys(rows.linear for rows in self.inputs), self.output
+
+
+RecurrentParts = ShortConvolutionParts | RecurrenceParts

@@ -1,0 +1,292 @@
+"""Drafts with a model's own head (multi-token prediction): its rows, its K and V, and its drafts.
+
+The head is one more layer on the paged cache. Its K and V lie in the blocks of the model's, at the
+positions of the hidden states from which they are made. A row also needs the token after it, so the
+head computes the rows of a step before the next step of the sequence, and only if it is to draft
+then.
+
+What the head computes decides only which tokens are drafted. So its rows may be missing: because
+nothing was drafted for a while, or because a cached prefix was computed without them. This module
+knows how many first rows of each block are there, and the head attends from the first block on
+after which no row is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.types import LayerSpec, RequestedLists, StepLayout
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
+from promptq.worker.engine.decoders.base import LlamaDecoder
+from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
+from promptq.worker.engine.decoders.native import NativeDecoder
+from promptq.worker.engine.device.async_copies import to_device_at_once
+from promptq.worker.engine.load_check.checked_model import CheckedModel
+from promptq.worker.engine.model.draft_heads import (
+    HeadOfModules,
+    LoadedHead,
+    NoHeadError,
+    head_spec,
+)
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.sampling.sampler import Sampler
+
+MOST_HELD = 512
+"""The most hidden states that are held for the head, for each sequence: those of its last rows. So
+a long prompt costs little more with a head, and its first tokens are not seen by it."""
+
+
+class DraftHead(Protocol):
+    """Computes a model's head: a decoder of promptq, or the library's modules."""
+
+    def draft(self, step: DraftStep) -> torch.Tensor:
+        """See LlamaDecoder."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """Hidden states of successive rows that the head has not computed yet."""
+
+    start: int
+    """The position of the first row."""
+    parts: list[torch.Tensor]
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(map(len, self.parts))
+
+    def cut(self, end: int) -> None:
+        """Drop the rows of rejected drafts."""
+        while self.parts and (excess := self.end - end) > 0:
+            last = self.parts.pop()
+            if len(last) > excess:
+                self.parts.append(last[: len(last) - excess])
+
+    def add(self, part: torch.Tensor) -> None:
+        self.parts.append(part)
+        while len(self.parts) > 1 and self.end - self.start - len(self.parts[0]) >= MOST_HELD:
+            self.start += len(self.parts.pop(0))
+
+
+class HeadDrafts:
+    """Drafts tokens of the steps of one runner."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        cache: KVCache,
+        sampler: Sampler,
+        device: torch.device,
+    ) -> None:
+        """`cache` has the K and V of the head's layer."""
+        self._head = head
+        self._block_size = cache.block_size
+        self._sampler = sampler
+        self._device = device
+        self._num_filled = [0] * cache.num_blocks
+        """For each block, how many of its first rows the head has computed since the model has."""
+        self._held: dict[int, _Held] = {}
+
+    def draft(self, batch: Batch) -> None:
+        """Choose the drafted tokens of a batch that are UNKNOWN. A share for which the head lacks
+        rows loses its draft."""
+        rows = []
+        for share in batch.scheduled:
+            if share.draft and share.draft[0] == UNKNOWN:
+                if (found := self._rows(share)) is None:
+                    share.draft = ()
+                else:
+                    rows.append(found)
+        if not rows:
+            return
+        rows.sort(key=lambda each: len(each.share.draft), reverse=True)
+        step = self._step(rows)
+        drafted = self._head.draft(step).tolist()
+        for index, (each, count) in enumerate(zip(rows, step.counts, strict=True)):
+            each.share.draft = tuple(drafted[depth][index] for depth in range(count))
+            self._fill(each)
+
+    def needs_states(self, items: list[ScheduledSequence]) -> bool:
+        """Whether the head needs hidden states of a step with these items."""
+        return any(_num_kept(item, len(items)) for item in items)
+
+    def rows_to_keep(self, items: list[ScheduledSequence], query_starts: list[int]) -> list[int]:
+        """Returns the rows of a packed step whose hidden states the head needs."""
+        return [
+            row
+            for item, end in zip(items, query_starts[1:], strict=True)
+            for row in range(end - _num_kept(item, len(items)), end)
+        ]
+
+    def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
+        """Note that the model computes these items, and hold states of `rows_to_keep`, which are
+        None if there are no such rows."""
+        held, end = {}, 0
+        for item in items:
+            self._forget(item)
+            if (num_kept := _num_kept(item, len(items))) == 0:
+                continue
+            begin, end = end, end + num_kept
+            start = item.start + item.num_rows - num_kept
+            sequence_id = item.sequence.sequence_id
+            before = self._held.get(sequence_id)
+            if before is not None:
+                before.cut(start)
+            if before is None or before.end != start:
+                before = _Held(start, [])
+            assert states is not None, "there are such rows"
+            before.add(states[begin:end])
+            held[sequence_id] = before
+        self._held = held
+
+    def _forget(self, item: ScheduledSequence) -> None:
+        """Note that the rows of an item are written anew."""
+        table, size = item.sequence.block_table, self._block_size
+        for index in range(item.start // size, num_blocks_for(item.start + item.num_rows, size)):
+            first = max(item.start - index * size, 0)
+            if self._num_filled[table[index]] > first:
+                self._num_filled[table[index]] = first
+
+    def _rows(self, share: ScheduledSequence) -> _Rows | None:
+        """Returns the rows that the head has to compute before it can draft."""
+        held = self._held.get(share.sequence.sequence_id)
+        if held is None:
+            return None
+        held.cut(share.start)
+        if held.end != share.start:
+            return None
+        table, size, start = share.sequence.block_table, self._block_size, held.start
+        block = start // size
+        if self._num_filled[table[block]] < start - block * size:
+            block += 1
+            start = block * size
+        if start >= share.start:
+            return None
+        states = torch.cat(held.parts)[start - held.start :]
+        while block > 0 and self._num_filled[table[block - 1]] == size:
+            block -= 1
+        return _Rows(share, start, block, states)
+
+    def _step(self, rows: list[_Rows]) -> DraftStep:
+        size = self._block_size
+        counts = [len(each.share.draft) for each in rows]
+        input_ids: list[int] = []
+        positions: list[int] = []
+        write_blocks: list[int] = []
+        query_starts, context_lens, tables = [0], [], []
+        for each, count in zip(rows, counts, strict=True):
+            sequence, end = each.share.sequence, each.share.start
+            input_ids += sequence.token_ids[each.start + 1 : end + 1]
+            positions += range(each.start, end)
+            table = sequence.block_table
+            write_blocks += [table[position // size] for position in range(each.start, end)]
+            query_starts.append(len(positions))
+            context_lens.append(end - each.first_block * size)
+            tables.append(table[each.first_block : num_blocks_for(end + count, size)])
+        block_tables = np.zeros((len(rows), max(map(len, tables))), dtype=np.int64)
+        for row, table in zip(block_tables, tables, strict=True):
+            row[: len(table)] = table
+        places = np.array(positions, dtype=np.int64)
+        ids, moved, blocks, at_blocks, at_offsets = to_device_at_once(
+            [
+                np.array([input_ids], dtype=np.int64),
+                places[None],
+                block_tables,
+                np.array(write_blocks, dtype=np.int64),
+                places % size,
+            ],
+            self._device,
+        )
+        layout = StepLayout(
+            num_decodes=0,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=blocks,
+            write_blocks=at_blocks,
+            write_offsets=at_offsets,
+            block_size=size,
+            requested=RequestedLists(),
+        )
+        return DraftStep(
+            ids,
+            moved,
+            layout,
+            torch.cat([each.states for each in rows]),
+            [each.share.sequence for each in rows],
+            counts,
+            self._sampler,
+        )
+
+    def _fill(self, rows: _Rows) -> None:
+        """Note that the head has computed these rows."""
+        table, size, end = rows.share.sequence.block_table, self._block_size, rows.share.start
+        for index in range(rows.start // size, num_blocks_for(end, size)):
+            self._num_filled[table[index]] = min(size, end - index * size)
+        del self._held[rows.share.sequence.sequence_id]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of the head before a draft: those of the positions `start` to `share.start`."""
+
+    share: ScheduledSequence
+    start: int
+    first_block: int
+    """The block of the sequence from which on the head attends."""
+    states: torch.Tensor
+
+
+def _num_kept(item: ScheduledSequence, num_items: int) -> int:
+    """Returns the number of an item's last rows whose states are held. A step of many sequences has
+    no rows for drafts, nor soon will have."""
+    drafter = item.sequence.drafter
+    if drafter is None or drafter.head is None or num_items >= MAX_ROWS:
+        return 0
+    return min(item.num_rows, MOST_HELD)
+
+
+def attention_of_head(
+    loaded: LoadedModel, checked: CheckedModel, drafts: bool | None
+) -> tuple[LoadedModel, list[LayerSpec]]:
+    """Returns the specs of the head's layer, if the model has a head that is to draft (see
+    LoadOptions). Otherwise drops the head from `loaded`, with the reason if it cannot draft."""
+    if loaded.head is None:
+        return loaded, []
+    if drafts is None and checked.decoder is None:
+        return replace(loaded, head=None), []
+    if checked.mixers:
+        return replace(loaded, head=None, why_no_head="the model has recurrent layers"), []
+    try:
+        return loaded, [head_spec(checked.specs)]
+    except NoHeadError as error:
+        return replace(loaded, head=None, why_no_head=str(error)), []
+
+
+def code_of_head(
+    model: PreTrainedModel,
+    head: LoadedHead,
+    served: PackedModel | LlamaDecoder,
+    cache: KVCache,
+    backend: AttentionBackend,
+) -> DraftHead:
+    """Returns the code for a model's head: native if the model is `served` by native code.
+
+    Raises NoHeadError or NotOfThisKindError.
+    """
+    if isinstance(served, NativeDecoder):
+        whole: Any = model  # its class is only partly typed
+        rotary = whole.get_decoder().rotary_emb
+        served.add_head(HeadParts.of(head.module, rotary), cache.layers[0])
+        return served
+    return HeadOfModules(model, head.module, cache.layers[0], backend)
