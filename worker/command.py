@@ -55,7 +55,9 @@ at once.
 
 
 def _place_compute_threads() -> None:
-    """Set how compute threads behave, before torch is loaded and reads it. Set variables stay.
+    """Set OpenMP's variables for compute threads, which torch reads when it is loaded.
+
+    A variable that the user has set does not change.
 
     Compute threads sleep while they wait for each other, because other threads of this process need
     a core. Spinning cost a third of the tokens on two cores. If there are as many compute threads

@@ -159,7 +159,10 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
 
 
 def _for_deadlines(work: Work, each: float) -> int:
-    """Returns the workers with which requests meet their deadlines, if they run in that order."""
+    """Returns how many workers are needed so that all requests meet their deadlines.
+
+    Assumes that requests run in the order of their deadlines, and take `each` seconds.
+    """
     most = 0
     for nth, ms in enumerate(work.deadlines_ms, 1):
         if ms >= 1000 * _START_SECONDS:

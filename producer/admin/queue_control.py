@@ -27,7 +27,7 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
-    """Move a waiting request to where it would be, had it been enqueued with this priority.
+    """Move a waiting request to the place that it would have if enqueued with this priority.
 
     Returns whether that worked. A request that a worker holds does not change. Raises
     InvalidRequestError.

@@ -25,7 +25,8 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """A queue's state. `model` is empty until a worker reports it, and stays without workers."""
+    """A queue's state. `model` is empty until a worker reports it, and remains when no worker is
+    left."""
 
     queue: str
     model: str

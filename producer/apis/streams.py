@@ -146,10 +146,11 @@ async def read_stream(
 async def fork_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """Go on from the first tokens of a completion, as a new one that is answered like the first.
+    """Continue the first tokens of a completion, its source, as a new completion of the same
+    endpoint.
 
-    The completion may run or have ended. The fork's output begins with the tokens and the text that
-    it goes on from, and the header `X-Forked-From` says where that is.
+    The source may still run. The fork's output begins with these tokens and the text `append`. The
+    header `X-Forked-From` has the number of tokens and the id of the source.
     """
     if request.headers.get("last-event-id"):
         raise wrong_field("Last-Event-ID", "continue a fork at its stream's address")

@@ -281,7 +281,7 @@ class BatchRun:
         return [results[at] for at in range(len(requests))]
 
     async def _let_go(self) -> None:
-        """Make requests expire soon whose lines are written to the disk.
+        """Make requests expire soon if their lines are written to the disk.
 
         Dead letters stay, so that people can find out why they died. They never expire.
         """

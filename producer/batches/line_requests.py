@@ -87,8 +87,8 @@ class LineGateway:
     async def wait_for_rates(self, item: LineRequest) -> float:
         """Take a line's cost from its caller's rates. Returns the seconds to wait, or 0.
 
-        An API key's rates are counted twice, as at OpenAI: for its calls, and apart for its
-        batches. Raises RefusedLineError if a line needs more than a whole minute allows.
+        As at OpenAI, an API key has separate rates for its calls and for its batches. Raises
+        RefusedLineError if a line needs more than a whole minute allows.
         """
         caller = self._options.caller
         if caller is None or not item.rates:

@@ -36,7 +36,7 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""By the clock. A body that takes longer may be harmless, and the machine too busy."""
+"""By the clock. A body that takes longer may be harmless: perhaps the machine is too busy."""
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
 """The exit code of a process that ran out of memory."""

@@ -46,7 +46,7 @@ def completion_logprobs(
 ) -> Work[dict[str, Any]]:
     """The format of completions; `offset` is where the text of the first token begins.
 
-    The likeliest tokens are as many as the call wants, and the chosen one.
+    The number of likeliest tokens is the one that the call wants; the chosen token is always added.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []

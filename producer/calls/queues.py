@@ -178,7 +178,12 @@ class ServedQueues:
         return max(serving, key=lambda at: (at[1].hands_out, _draw(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
-        """The only queue while it has no model, since its first worker may bring this model."""
+        """Returns a queue for a model that no queue serves yet.
+
+        This is the gateway's only queue, if it has no model: its first worker may bring this one.
+        Otherwise raises ModelIsLoadingError, ModelNotServedError, or the error of a queue that is
+        away.
+        """
         if len(views) == 1 and not views[0][1].model:
             return views[0]
         loading = [queue.name for queue, view in views if not view.model]

@@ -1,4 +1,4 @@
-"""The costs of calls in requests and tokens, which their caller's key has a rate of."""
+"""The costs of calls in requests and tokens. The caller's key has a rate for each of the two."""
 
 from __future__ import annotations
 

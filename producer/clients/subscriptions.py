@@ -67,9 +67,9 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Put a channel's messages into a mailbox, complete after its first `SUBSCRIBED`.
+        """Start to put a channel's messages into a mailbox. Raises QueueClosedError.
 
-        Raises QueueClosedError.
+        The mailbox may lack messages that were sent before it got its first `SUBSCRIBED`.
         """
         if self._closed:
             raise QueueClosedError("the client was closed")
@@ -220,7 +220,7 @@ class Subscriptions:
 class Mailbox:
     """Messages that one stream has not handled yet. If there are too many, all are dropped.
 
-    It follows no channel at first, and its user closes it.
+    A new mailbox follows no channel. Its user closes it.
     """
 
     def __init__(self, subscriptions: Subscriptions) -> None:
@@ -290,7 +290,7 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Set the deadline. A timer that rings earlier stays, and is set anew when it rings.
+        """Set the deadline. A timer that rings earlier stays, and sets itself anew when it rings.
 
         Nearly every wait ends long before its deadline, and a timer for each would double its cost.
         """

@@ -35,8 +35,9 @@ _SILENCE_SECONDS = 60.0
 _HEAD_SECONDS = 20.0
 """The longest time from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""The time in which a body must bring `_WINDOW_BYTES` more, or end. It begins anew with each such
-progress: an allowance that grew with the bytes could be saved up, and then spent in silence."""
+"""The time in which a body must bring `_WINDOW_BYTES` more, or end. The time begins anew with each
+such progress. If it grew with the bytes, a client could send much at first and then be silent for
+long."""
 _WINDOW_BYTES = 65_536
 """The first bytes, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no more."""
 _MOST_DROPPED_BYTES = 1 << 28
@@ -94,7 +95,7 @@ class _StayingParser(httptools.HttpRequestParser):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes a connection that sends a head without an end, or a request too slowly.
+    """Closes a connection whose head does not end, or whose request comes too slowly.
 
     Uvicorn would keep a head of any size, and wait for the rest of a request for ever, both before
     the API key is checked. The size of a head is measured by bytes without progress: those since

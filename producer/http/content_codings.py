@@ -16,7 +16,7 @@ _MOST_SMALL_MEMBERS = 64
 _MEMBER_BYTES = 4096
 """The least mean size of further members (gzip) or frames (zstd), as each has its own cost."""
 _MOST_WINDOW_LOG = 23
-"""Frames with a larger window than 8 MiB are refused, as RFC 9659 has it."""
+"""Frames with a larger window than 8 MiB are refused, as RFC 9659 requires."""
 
 
 class _Decoder(Protocol):

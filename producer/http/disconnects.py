@@ -35,8 +35,9 @@ async def cancelled_if_client_leaves(
 ) -> AsyncIterator[asyncio.Event]:
     """Interrupts the `with` block when the client leaves, and raises ClientLeftError.
 
-    Cancels the requests of the answer then, unless the client detached, and after each of `errors`.
-    Yields an event to set when all is sent: a client that leaves later interrupts nothing.
+    In that case the requests of the answer are cancelled, unless `answer.detach` is set. They are
+    also cancelled if the block raises one of `errors`. Yields an event: set it when the whole
+    answer is sent. A client that leaves after that interrupts nothing.
     """
     is_sent, has_left = asyncio.Event(), False
     working = asyncio.current_task()

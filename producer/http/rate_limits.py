@@ -54,7 +54,8 @@ async def take(
     which model it is for. Tokens are counted at the queue that serves the call: its workers charge
     the output there.
 
-    Raises ApiError 429. With `is_last_try`, callers who come back too early wait for this error.
+    Raises ApiError 429. With `is_last_try`, a caller that comes back too early gets this error
+    after a delay.
     """
     if not rates:
         return {}

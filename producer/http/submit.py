@@ -90,7 +90,7 @@ async def enqueue(
 async def _take_rest(
     gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
 ) -> Mapping[str, str]:
-    """Takes the call's cost but for the request that `admit_call` took. Raises ApiError 429."""
+    """Takes the call's cost, except the request that `admit_call` took. Raises ApiError 429."""
     rest = [
         replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
         for rate in prepared.rates

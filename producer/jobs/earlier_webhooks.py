@@ -17,7 +17,7 @@ from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
 _MAX_BYTES = 16 * 1024 * 1024
-"""The limit for a job, packed and unpacked. It held the whole message."""
+"""The limit for a job, packed and unpacked. Such a job holds the whole message."""
 _PAGE = 500
 
 

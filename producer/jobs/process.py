@@ -134,7 +134,8 @@ class _Processes:
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
         self._said_at = -math.inf
-        """When a process said why the server does not serve it. New processes inherit it."""
+        """The time when a process last said why the server refuses it. New processes inherit this
+        time."""
         self._reading, self._writing = os.pipe()
         """Nothing is ever written. Only this process has the writing end. When that end closes, all
         other processes stop, also those that RQ starts for batches."""

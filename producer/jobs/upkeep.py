@@ -35,7 +35,7 @@ def reap(settings: JobsSettings) -> str:
     """Take requests back from dead workers, end those past their deadlines, and keep statistics.
 
     If nothing was reaped for a while, the server may have been away, so that workers could not
-    renew their leases. They get half a lease to do so, before any lease counts as lost.
+    renew their leases. Workers then get half a lease for this before any lease counts as lost.
     """
     queue = settings.queue
     with open_redis(server_url(settings.redis_url)) as connection:

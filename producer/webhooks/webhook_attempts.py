@@ -19,7 +19,7 @@ from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import Request
 
 BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
-"""The waits between attempts, just under a day together."""
+"""The waits between attempts, in seconds; together just under a day."""
 
 
 class UndeliverableError(PromptqError):
@@ -42,7 +42,8 @@ class Message:
 
     @property
     def receiver(self) -> str:
-        """Host and port. All URLs there wait for each other; the rest of a URL is private."""
+        """Host and port. Calls to one host and port wait for each other. The rest of a URL is
+        private."""
         try:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]

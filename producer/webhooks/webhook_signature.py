@@ -1,8 +1,8 @@
 """Signs webhooks with a secret for each tenant, derived from a master secret that stays here.
 
 A secret belongs to a tenant and not to a URL. If a tenant names another tenant's URL, the message
-has its own signature, and that receiver refuses it. No secret is stored in Redis. Signatures follow
-https://www.standardwebhooks.com, and its library computes them.
+has the first tenant's signature, and the receiver refuses the message. No secret is stored in
+Redis. Signatures follow https://www.standardwebhooks.com, and its library computes them.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """The running sequences of a tenant at a worker, of one priority, that may be preempted: their
-    number and their KV tokens. Both are 0 if all requests of the tenant there are of other kinds.
+    """The preemptible sequences of one priority that a tenant runs at a worker: their number and
+    their KV tokens. Both are 0 if the tenant has only other requests there.
     """
 
     priority: int
@@ -28,10 +28,11 @@ class Room:
 
     `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
     tokens) of running sequences, which a more urgent request may preempt. `num_held` is the number
-    of requests that it holds: a suspect of earlier crashes goes only to a worker that holds none.
-    `num_sharing` is the number of workers that share the waiting requests: a claim takes no more
-    than the share of one, or else a small part. `held` has the tenants' holdings here: a tenant
-    that is not in it gets a request even without room, if others have more than their share.
+    of requests that the worker holds: a suspect of earlier crashes goes only to a worker that holds
+    none. `num_sharing` is the number of workers that share the waiting requests: a claim takes at
+    most the rest of one worker's share, or a small part of the waiting requests if that is more.
+    `held` has the holdings of tenants at this worker: a tenant that is not in `held` gets a request
+    even without room, if another tenant has more than its share.
     """
 
     max_count: int
@@ -89,7 +90,7 @@ class Claim:
     turn: tuple[float, str] | None = None
     """If tenants share: the lowest score when it was claimed, then that claim's time and order."""
     tenant: str = ""
-    """The tenant in whose queue it waited, which counts over its payload's; empty: no tenant."""
+    """The tenant in whose queue the request waited, whatever its payload says; empty: no tenant."""
     weight: float = 1.0
     """The tenant's weight when it was claimed."""
     is_suspect: bool = False
@@ -97,8 +98,8 @@ class Claim:
     num_logged: int = 0
     """Number of tokens in the log, by the id of its last entry, even if that is not an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """When the server's reply arrived, or would have arrived as quickly as the quickest of the last
-    ones; `time.monotonic()` in seconds."""
+    """When the server's reply would have arrived with the delay of the quickest recent reply;
+    `time.monotonic()` in seconds."""
 
     @property
     def order(self) -> tuple[float, str]:

@@ -92,8 +92,8 @@ class _WithPrompt(_Wire):
 class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
-    `reasoning_tokens` are those of them between the marks of reasoning; None if the model does not
-    reason, or if it wrote a mark in other tokens than its own.
+    `reasoning_tokens` counts the completion tokens between the marks of reasoning. It is None if
+    the model does not reason, or if tokens do not show exactly where a mark begins and ends.
     """
 
     prompt_tokens: int = 0
@@ -160,7 +160,8 @@ class ErrorInfo(_Wire):
 class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it.
 
-    A stranger's log may count as far as the ids of a stream go, and its request must end too.
+    If a stranger wrote the log, `index` may be as large as an id of a Redis stream, and the request
+    must end even then.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]

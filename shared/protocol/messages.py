@@ -24,7 +24,7 @@ _SEPARATORS = ",[{"
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Make content one text and arguments of tool calls objects, and replace other names of roles.
+    """Turn content into one text and arguments of tool calls into objects, and rename roles.
 
     A `function_call`, the former name, becomes a tool call. Normalised messages do not change.
     Raises ValueError that names the part that is wrong.
@@ -105,7 +105,7 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns the arguments of a call; `{}` for none, the part that arrived of a cut text."""
+    """Returns the arguments of a call: `{}` for none, and the complete part of a cut text."""
     read = arguments
     if isinstance(arguments, str):
         try:

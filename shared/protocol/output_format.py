@@ -67,8 +67,8 @@ class ToolSchema:
 class ToolCallOutput:
     """The call of one of these tools.
 
-    With `is_begun`, an earlier release has begun the call, which wrote some families' calls in
-    other forms.
+    With `is_begun`, a worker of an earlier release has begun the call. Such workers wrote the calls
+    of some families in other forms.
     """
 
     tools: tuple[ToolSchema, ...]

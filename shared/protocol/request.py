@@ -40,8 +40,8 @@ MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
 """Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. Each takes about 75
-bytes of JSON. All of them are in one event, and a process that writes or reads it serves no other
-stream meanwhile, for some tenths of a second."""
+bytes of JSON. All of them are in one event. A process that writes or reads this event serves no
+other stream for some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
 """Characters of all bad words of a request together."""

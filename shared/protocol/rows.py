@@ -12,7 +12,7 @@ from promptq.shared.protocol.events import TokenEvent
 class Row(NamedTuple):
     """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
 
-    It has the tokens from `start` to `end`. The fields are the script's arguments, in order.
+    The event has the tokens from `start` to `end`. The fields are the script's arguments, in order.
     """
 
     request_id: str

@@ -66,9 +66,11 @@ class Call(Generic[T_co]):
     args: Sequence[Argument]
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
-    """Returns the value for a key that a stranger spoilt. Without it, that is an error."""
+    """Returns the value for a key that a stranger spoilt. If this is None, such a key is an error.
+    """
     of_refusal: Callable[[], T_co] | None = None
-    """Returns the value if the server refuses the command. Without it, that is an error."""
+    """Returns the value if the server refuses the command. If this is None, a refusal is an error.
+    """
     keys: Keys | None = None
     """The queue for which a script runs; None: the sender's."""
 

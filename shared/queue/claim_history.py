@@ -1,9 +1,10 @@
 """Notes which claims of a queue were answered, so that the server notices a lost reply.
 
-A worker names with each claim the last claim that gave it something. If the server gave more since
-then, that reply was lost, and those requests go back to waiting at once, without counting as a
-crash. This is right only for calls one after the other, so a call beside another one names nothing.
-The worker also numbers its claims, so that the server recognises a claim that arrives too late.
+With each claim, a worker names the last claim that returned requests to it. If the server has
+handed out more since then, that reply was lost. Those requests then wait again at once, and this
+counts as no crash. This works only for claims one after the other, so a claim that runs beside
+another one names nothing. The worker also numbers its claims, so that the server recognises a claim
+that arrives too late.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
-    """The state of a request; None if it is unknown. Plain clients write none, then it waits."""
+    """The state of a request; None if it is unknown. A request without a state, such as one of a
+    plain client, waits."""
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply

@@ -43,7 +43,7 @@ from promptq.shared.server.cluster import client_at, client_of
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""A missed wake-up costs at most this long."""
+"""A missed wake-up delays a request by at most this time."""
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
@@ -293,7 +293,7 @@ class RequestQueue(_Queue):
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Cancel a request: a waiting one ends now, a running one at its next step."""
+        """Cancel a request. A waiting request ends now, a running one at its next step."""
         return self.run(scripts.cancel([request_id]))[0]
 
     def remove(self, request_id: str) -> bool:

@@ -35,7 +35,7 @@ def _row_status(reply: bytes) -> RowStatus:
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
     """Add all requests or none. Returns the ids, and an older id if the idempotency key is known.
 
-    With a `nonce`, new for each call, the call may be sent again if its reply was lost. Raises
+    If each call has a new `nonce`, a call whose reply was lost may be sent again. Raises
     RequestExistsError, QueueFullError.
     """
     columns = zip(*map(_values, new), strict=True)
@@ -88,8 +88,8 @@ def claim(
 ) -> Call[Claims]:
     """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError.
 
-    A request without a seed gets one made of `seed_base` and its id. If `seed_base` is empty, it is
-    made of the id and the nonce of the call that enqueued the request.
+    A request without a seed gets one, made of `seed_base` and the request's id. If `seed_base` is
+    empty, the seed is made of the id and the nonce of the call that enqueued the request.
     """
     args = named(
         worker=worker_id,
@@ -179,8 +179,8 @@ def release(
 ) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
-    Give `max_crashes` (see `reap`) if the engine failed: that counts as a crash of each. With
-    `delays_ms`, one for each request, nobody can claim them before that.
+    Pass `max_crashes` (see `reap`) if the engine failed: that counts as a crash of each request.
+    With `delays_ms`, one for each request, nobody can claim them before that.
     """
     args = _held_args(held)
     if max_crashes is not None:
@@ -316,7 +316,7 @@ class RateAnswer:
     """Whether all amounts were taken, and the state of each rate by its name."""
 
     wait_ms: int | None
-    """0 if all was taken, otherwise nothing was; None if an amount is more than its limit."""
+    """0 if all amounts were taken; otherwise nothing was. None if an amount exceeds its limit."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
     """Time until the whole amount of a minute is available again."""

@@ -84,7 +84,7 @@ def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Delete `key` if its type is not that which the commands in the block need, and log that."""
+    """Delete and log `key` if its type is not the one that the commands in the block need."""
     try:
         yield
     except ResponseError as error:

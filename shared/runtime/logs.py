@@ -73,7 +73,7 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _CurrentStandardError:
-    """Standard error, looked up for each line: it may be replaced, and then closed, after a logger
+    """Standard error, looked up for each line: a program may replace and close it after a logger
     was bound."""
 
     def write(self, text: str) -> int:
@@ -111,7 +111,7 @@ def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> Mutabl
 
 
 def _write_traceback(target: TextIO, exc_info: Any) -> None:
-    """Write it indented, so that no message of an exception looks like a line of the log."""
+    """Write a traceback indented, so that no line of an exception looks like a line of the log."""
     plain = io.StringIO()
     structlog.dev.plain_traceback(plain, exc_info)
     target.write(indent(printable(plain.getvalue(), keep="\n"), "  "))

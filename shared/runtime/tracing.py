@@ -61,8 +61,8 @@ class Tracing:
 def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:
     """Send spans to an OTLP collector over HTTP. Returns None, at no cost, if there is no address.
 
-    `endpoint` is its base URL, such as http://localhost:4318. OpenTelemetry's variables set all
-    else about exporting, and the URL if there is no `endpoint` (OTEL_EXPORTER_OTLP_ENDPOINT).
+    `endpoint` is the collector's base URL, such as http://localhost:4318. Without `endpoint`,
+    OTEL_EXPORTER_OTLP_ENDPOINT has the URL. OpenTelemetry's other variables set all else.
     OTEL_SERVICE_NAME replaces `service`. Raises ConfigurationError if the extra is missing.
     """
     if not (endpoint or any(map(os.environ.get, _STANDARD_VARIABLES))):

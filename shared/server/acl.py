@@ -1,7 +1,7 @@
 """Users for the server's access control list (ACL): a role for each kind of process of one queue.
 
-Commands and the names of keys and channels limit a role. It cannot be limited to some scripts,
-because the server runs a script with the rights of its caller. So a role that enqueues by a script
+Commands and the names of keys and channels limit a role. A role cannot be limited to some scripts,
+because the server runs a script with the rights of the caller. So a role that enqueues by a script
 may also write the same keys by hand. docs/security.md describes the consequences.
 """
 

@@ -134,9 +134,9 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Have each call fail at once: for a process that ends, perhaps as its server is away.
+    """Have each call fail at once. For a process that ends, perhaps because its server is away.
 
-    On a Cluster a few quick retries stay, as the slot may just move.
+    On a Cluster a few quick retries remain, because the slot may be moving.
     """
     retries = _RETRIES_AT_THE_END if isinstance(client.connection_pool, _AsyncPool) else 0
     client.set_retry(redis.asyncio.retry.Retry(_BACKOFF, retries, (redis.ConnectionError,)))

@@ -86,15 +86,15 @@ WRITES_BY_NATURE = {
 }
 
 OTHERS = {
-    "another queue's": ("promptq:{other}:config", "promptq:{other}:request:1"),
-    "`promptq:queues`, of no queue": ("promptq:queues",),
-    "`promptq:aliases`, of no queue": ("promptq:aliases",),
-    "RQ's, of these jobs": (
+    "keys of another queue": ("promptq:{other}:config", "promptq:{other}:request:1"),
+    "`promptq:queues` (belongs to no queue)": ("promptq:queues",),
+    "`promptq:aliases` (belongs to no queue)": ("promptq:aliases",),
+    "RQ's keys for these jobs": (
         *("rq:queue:promptq-default-upkeep", "rq:job:promptq-default-upkeep-reap"),
         *("rq:worker:promptq-1", "rq:finished:promptq-default-upkeep", "rq:workers", "rq:queues"),
     ),
-    "RQ's, of other software": ("rq:queue:default", "rq:job:other", "rq:worker:1", "rq:wip:x"),
-    "all others": ("session:1", "promptq", "promptq:default:pending"),
+    "RQ's keys for other software": ("rq:queue:default", "rq:job:other", "rq:worker:1", "rq:wip:x"),
+    "all other keys": ("session:1", "promptq", "promptq:default:pending"),
 }
 """Keys that are not the queue's, by their rows in the docs."""
 
@@ -104,7 +104,7 @@ CHANNELS = {
     "`control`": tuple(keys.control for keys in DATABASES),
     "`drain`": tuple(keys.drain for keys in DATABASES),
     "`events:*`": tuple(keys.events("sample") for keys in DATABASES),
-    "all others": (
+    "all other channels": (
         *(Keys("other", keys.database).control for keys in DATABASES),
         *("promptq:{default}:0:drain", "promptq:{default}:x:drain", "promptq:{default}:x:events:1"),
     ),

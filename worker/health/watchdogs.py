@@ -32,7 +32,7 @@ _SIGNS_OF_LIFE = 8
 
 
 class EngineStuckError(PromptqError):
-    """The engine, or the preparation of a request, makes no progress. The worker gives everything
+    """The engine, or the preparation of a request, makes no progress. The worker gives all requests
     back and ends."""
 
 

@@ -56,7 +56,7 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on the server's answers about leases, which it has received as `sent`."""
+        """Act on the server's answers about the leases that it received as `sent`."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
@@ -99,7 +99,7 @@ class Exchange:
             await self._queue.run(scripts.cancel(others, "flagged"))
 
     async def run_returns(self) -> None:
-        """Give back the leases that are due, until cancelled.
+        """Give back the leases that are due, until this task is cancelled.
 
         Leases that the server does not take stay held, are renewed, and are tried again.
         """
@@ -114,8 +114,7 @@ class Exchange:
     async def give_back(self, seconds: float = 0.0) -> None:
         """Give back all leases that are due.
 
-        Raises RedisError, OSError: the last error of the server, if it has taken nothing for
-        `seconds`.
+        Raises the last RedisError or OSError if the server has accepted nothing for `seconds`.
         """
         async with self._turn:
             due = self._leases.due_back

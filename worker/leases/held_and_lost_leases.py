@@ -64,8 +64,8 @@ class Leases:
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """How many may run. A few wait inside the engine, so that the very next step after a slot
-        is free can use it."""
+        """How many requests may be in the engine. A few of them wait there, so that the first step
+        after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
@@ -138,7 +138,8 @@ class Leases:
             self._to(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has places, and those that may preempt."""
+        """Hand ready requests to the engine while it has places; without places, those that may
+        preempt."""
         while (lease := self._next_to_run()) is not None:
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()

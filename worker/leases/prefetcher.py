@@ -191,7 +191,10 @@ class Prefetcher:
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
-        """Pass on the results of preparations. Requests that cannot be ended now go back."""
+        """Pass on the results of preparations, and end requests that were refused or are complete.
+
+        A request goes back to the queue if its end cannot be published. Raises RedisError, OSError.
+        """
         failed: list[tuple[Lease, InvalidRequestError]] = []
         for lease, result in zip(leases, made, strict=True):
             if result is None or lease.state is not LeaseState.PREPARING:

@@ -54,7 +54,8 @@ class Publisher:
         self._log = get_logger(worker_id=queue.worker_id)
 
     async def run(self) -> None:
-        """Run until cancelled, or until the engine fails. Raises its exception then."""
+        """Run until cancelled, or until the engine fails. In that case raises the engine's
+        exception."""
         while True:
             steps = await self._fetch()
             # Under load it hardly ever waits for anything else.

@@ -77,8 +77,8 @@ class PreparedRequest:
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt in order. They are sent again if the server loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the part of the output that the request itself gave. It goes with the next row,
-    since a request that waits here has not begun."""
+    """The row with the output's prefix, which came in the request. The row is sent with the next
+    one, because a request that waits here has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -102,7 +102,8 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """The KV tokens that the request counts for: the expected number, or its own if more."""
+        """The KV tokens that the request counts for: the expected number, or the present one if
+        larger."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property

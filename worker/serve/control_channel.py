@@ -1,8 +1,8 @@
 """Listens on the channels of the queue: new work and cancels on `control`, drains on `drain`.
 
 Producers may publish on `control`, but should not be able to end workers. On a server without
-roles, where every client may do everything, the worker also heeds a drain on `control`: earlier
-releases send it there.
+roles, where every client may do everything, the worker also obeys a drain on `control`, where
+earlier releases send it.
 """
 
 from __future__ import annotations

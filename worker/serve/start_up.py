@@ -54,7 +54,7 @@ class StartUp:
             self._bar.stop()
 
     def __str__(self) -> str:
-        """The stages that no log line named, in short: `weights 0.8 s, checking 1.2 s`."""
+        """A short text of the stages that have no log line: `weights 0.8 s, checking 1.2 s`."""
         stages = self.seconds.items()
         return ", ".join(
             f"{name} {took:.1f} s" for name, took in stages if name not in self._logged

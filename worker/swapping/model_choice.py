@@ -82,9 +82,9 @@ def choose(
     """Returns the model to load in place of the loaded one; None: no other. `own` is the loaded
     model's work.
 
-    Queues are compared as their requests would be if they waited in one queue: by the score, which
-    is the time of arrival with the priority added. So a request of another queue that is a level of
-    priority more urgent counts as one that came a minute earlier.
+    The rule compares requests of different queues as if they waited in one queue: by the score,
+    which is the time of arrival with the priority added. So one level of priority counts as much as
+    an arrival one minute earlier.
     """
     waiting = {queue: each for queue, each in candidates.items() if each.is_waiting}
 

@@ -72,7 +72,7 @@ class ModelProcess:
         self.has_room = True
         """Whether its model fits beside those that are in memory."""
         self.failure = ""
-        """Why the process ended, in a sentence, if the process knew that."""
+        """A sentence that says why the process ended, if the process knew that."""
         self.served = ""
         """The ready line, once the process serves."""
         self.known = known

@@ -1,7 +1,7 @@
 """Fills the fields of messages that the chat templates of some families read in a form of theirs.
 
-A client's ids of calls come from a gateway or from another model, and reasoning from APIs that have
-one name for it.
+A client's ids of calls come from a gateway or from another model. Reasoning comes from APIs that
+have one name for it.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ class CpuTimeLimitError(BaseException):
 def cpu_time_limit(seconds: float, quick_file: str = "") -> Iterator[None]:
     """Raise CpuTimeLimitError in Python functions called from here after this much CPU time.
 
-    The time is checked after a number of lines. This stops loops of any kind, but no call into C.
-    Of functions in `quick_file`, only calls count.
+    The time is checked each time after a number of lines and calls of Python functions. This ends
+    every loop in Python, but no call into C. Lines of functions in `quick_file` do not count, so
+    these functions run at full speed; calls of them do count.
     """
     left = _LINES_PER_LOOK
     ends_at = time.thread_time() + seconds

@@ -311,7 +311,7 @@ class HuggingFaceTokenizer:
     def chat_template(self, *, with_tools: bool) -> str:
         """Returns the template of chats with tools, or of those without; empty if there is none.
 
-        Of several templates, which have names, transformers and llama.cpp choose in the same way.
+        If there are several templates with names, this chooses like transformers and llama.cpp.
         """
         templates = self._tokenizer.chat_template or ""
         if not isinstance(templates, dict):

@@ -199,7 +199,7 @@ class ForwardingEngine:
     # ------------------------------------------------------------ scheduling
 
     def _schedule(self) -> None:
-        """Give free slots to waiting sequences, and free one for a sequence that is more urgent."""
+        """Give free slots to waiting sequences, and free a slot for one that may preempt."""
         while self._waiting and self.is_accepting:
             free = next(
                 (each for each in range(self.limits.max_num_seqs) if each not in self._running),
@@ -228,8 +228,9 @@ class ForwardingEngine:
         sequence.stream.add_done_callback(lambda _: self._leave(slot))
 
     def _preempt(self) -> None:
-        """Break off a stream that resumes exactly: the least urgent one for one that is more
-        urgent, or else one of a tenant beyond its share for one of a tenant that has none."""
+        """Break off a stream that resumes exactly. This is the least urgent stream, if a waiting
+        sequence is more urgent. Otherwise it is a stream of a tenant beyond its share, if a tenant
+        without a stream waits."""
         running = self._running_sequences()
         if len(running) + len(self._successors) < len(self._running):
             return  # a slot is about to be free anyway

@@ -117,7 +117,7 @@ _FORMS = (
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:
-    """The `response_format` that asks for the same."""
+    """The `response_format` with the same meaning."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
         if isinstance(value, dict):  # vLLM's own class may be written out whole

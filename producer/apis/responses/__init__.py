@@ -1,5 +1,5 @@
 """/v1/responses: OpenAI's responses, and their records in Redis.
 
-A response is one request of the queue, of the same id. Its state, its log and its result are the
-queue's; only what the queue does not have is stored beside it.
+A response is one request with the same id. The queue has its state, log and result; the record in
+Redis has only the rest.
 """

@@ -89,7 +89,10 @@ class EndedOutput(BaseModel):
 
 
 def _pieces_of(event: TokenEvent) -> Iterator[Piece]:
-    """An event as pieces with few log-probabilities each: a piece is written in one slice."""
+    """Splits an event into pieces with few log-probabilities each.
+
+    `to_json` writes each piece in one slice of its work, so a piece must be small.
+    """
     logprobs = event.logprobs or []
     yield Piece(text=event.text, logprobs=logprobs[:_FEW] or None)
     for begin in range(_FEW, len(logprobs), _FEW):

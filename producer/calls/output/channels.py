@@ -1,4 +1,4 @@
-"""Separates the messages of a text that says for each its channel and who shall get it."""
+"""Separates the messages of a text in which each message names its channel and its recipient."""
 
 from __future__ import annotations
 

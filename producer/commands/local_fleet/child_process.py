@@ -85,7 +85,7 @@ class ChildProcess:
         return False
 
     def drain(self) -> None:
-        """Request that it finishes its work and ends."""
+        """Make the process finish its work and end."""
         if self._shell.stdin is not None:
             self._shell.stdin.close()
 

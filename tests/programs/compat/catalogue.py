@@ -115,7 +115,7 @@ PROGRAMS = {
             "rq-dashboard",
             ("tools/rq_dashboard_pages.py",),
             ("rq-dashboard==0.9.0", "six==1.17.0"),
-            "needs six, and does not say so",
+            "needs the Python package six, which it does not declare",
         ),
         Program(
             "llm-comply",

@@ -24,8 +24,8 @@ and the alias `gpt-4o` for the model, and reaches no other server.
 
 A program makes several attempts, each with one feature: a call, a stream, a tool, a schema, or a
 wrong call, whose error must say how to correct it. *passes* is the number of attempts with the
-right result, *through* the parts of the API that the program used. `{RESULTS.relative_to(ROOT)}`
-names all attempts.
+right result. *through* lists the parts of the API that the program used.
+`{RESULTS.relative_to(ROOT)}` names all attempts.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|

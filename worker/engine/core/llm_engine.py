@@ -444,9 +444,12 @@ class LLMEngine:
 
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
-    """Returns the tokens that would have been sampled without a draft: those before which all
-    drafted ones were right. An error after the first token also ends the list; if the error
-    persists, the next step begins with it."""
+    """Returns the tokens that would have been sampled without a draft.
+
+    These are the first token, and each later token if all drafted tokens before it were right. The
+    list also ends before a token whose sampling failed. That token is sampled again as the first
+    one of the next step, so an error that persists ends the request there.
+    """
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
         if token.token_id != drafted or following.error is not None:

@@ -40,11 +40,11 @@ blocks. The first to preempt comes first."""
 
 
 class Scheduler:
-    """Turns the waiting and the running sequences into one batch after another.
+    """Chooses, for each step, the sequences that run and the tokens of each that are computed.
 
-    Some sequence always makes progress. The most urgent running sequence is never preempted, an
-    empty engine admits whichever sequence is first, and a sequence that fits the limits of the
-    engine fits when it is alone.
+    In each step at least one sequence makes progress, for three reasons. The most urgent running
+    sequence is never preempted. If no sequence runs, the first waiting one is admitted. And the
+    engine accepts only sequences that fit into its memory when each is alone.
     """
 
     def __init__(

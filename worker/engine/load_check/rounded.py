@@ -32,9 +32,9 @@ from promptq.worker.engine.model.model_length import model_length
 def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
     """Compares promptq's decoder with the library's model once weights or the KV cache are rounded.
 
-    The library's model computes with the widened weights. The formula was checked before. `options`
-    are those that request rounding; they are empty if the files are quantized. Raises
-    UnsupportedModelError.
+    The library's model computes with the widened weights. Call this after `check_model` has shown
+    that the decoder is right without rounding. `options` are the options that request rounding;
+    they are empty if the files are quantized. Raises UnsupportedModelError.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():

@@ -184,8 +184,11 @@ class PackedModel:
 
 
 def _body(model: Any) -> nn.Module:
-    """Returns the part of the model that ends with the final norm. Not every family calls its
-    `base_model`, and for some `get_decoder` returns the whole model."""
+    """Returns the part of the model that ends with the final norm.
+
+    This is not always `base_model`, which the models of some families never call. For some other
+    families, `get_decoder` returns the whole model; then this returns its member `model`.
+    """
     decoder: nn.Module = model.get_decoder()
     return getattr(model, "model", decoder) if decoder is model else decoder
 

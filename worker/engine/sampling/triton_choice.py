@@ -139,12 +139,13 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the logit at which the likeliest tokens, in descending order, reach `wanted`: a part
-    of all weights if WEIGHS, otherwise a number of tokens. At least `lowest`.
+    """Returns the largest logit such that the tokens with at least this logit reach `wanted`, but
+    no less than `lowest`. `wanted` is a share of the sum of all weights if WEIGHS is true, and
+    otherwise a number of tokens.
 
-    Logits are ordered as `_key` orders their bits. The search for the largest key from which the
-    sum reaches `wanted` begins with its highest bits, two in each pass over the row. Logits of 16
-    bits differ in the highest bits only, so they need fewer passes.
+    This searches for the key of that logit (see `_key`). Each pass over the row finds two bits of
+    the key, from the highest bits down. Logits of 16 bits need fewer passes, because only the
+    highest bits of their keys differ.
     """
     dtype: tl.constexpr = row_logits.dtype.element_ty
     num_passes: tl.constexpr = 8 if dtype == tl.bfloat16 else 10 if dtype == tl.float16 else 16

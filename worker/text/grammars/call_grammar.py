@@ -37,7 +37,8 @@ _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusive
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
-"""Branches of all tools together. More, or more in each other than references, make an object."""
+"""The most branches of all tools together. With more, or with deeper ones than references may be, a
+call is an object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 """A name that the schema does not know. Without a limit a weak model may write it for ever."""
 
@@ -233,10 +234,11 @@ class CallGrammar:
         return " | ".join([*as_text, *as_json])
 
     def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-        """Returns the texts, with the mark after them, and the schemas of other values.
+        """Splits a schema into its texts and the schemas of its other values.
 
-        For each text this says whether none of it can be taken for JSON. `depth` is the number of
-        branches around this one.
+        The first result has a grammar term for each kind of text, including the mark after the
+        text. Its value says whether a reader can take no such text for JSON. `depth` is the number
+        of `anyOf` around this schema. Raises _UnfitError.
         """
         self._num_branches += 1
         if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
@@ -278,7 +280,8 @@ class CallGrammar:
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
     def _text(self, schema: Mapping[str, Any], mark: str) -> str:
-        """Returns a text of a schema, and the mark after it, which the text does not hold."""
+        """Returns a term for a schema's text and the mark after it. The text does not contain the
+        mark."""
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         length = f"{{{least},{most}}}" if "minLength" in schema or "maxLength" in schema else "*"
         return self._up_to(f"/(?s:.{length})/", mark)
@@ -289,7 +292,8 @@ class CallGrammar:
         return self._up_to(f"({' | '.join(map(json.dumps, texts))})", mark)
 
     def _up_to(self, content: str, mark: str) -> str:
-        """Returns the content, which does not hold the mark, and the mark.
+        """Returns a term for the content and the mark after it. The content does not contain the
+        mark.
 
         The content and the letters of the mark are one terminal, so that no letter of the mark is
         taken for content. No terminal holds an added token.

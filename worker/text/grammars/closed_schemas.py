@@ -17,8 +17,9 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with only the properties that it names in objects, at all depths.
 
-    References must be pointers. An object with `additionalProperties` does not change. Nor does one
-    to which other schemas add, such as a branch of `allOf`: it would refuse their properties.
+    References must be pointers. An object with `additionalProperties` does not change. An object to
+    which other schemas add properties, such as a branch of `allOf`, does not change either: if
+    closed, it would refuse those properties.
     """
     result: dict[str, Any] = _closed(schema, "#", _parts(schema))
     return result
@@ -51,7 +52,10 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """Returns the paths of schemas of the same value: a schema's reference and its branches."""
+    """Returns the paths of the other schemas that describe the same value as the schema at `path`.
+
+    These are its branches and the target of its `$ref`.
+    """
     paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         paths.append(unquote(reference).rstrip("/"))

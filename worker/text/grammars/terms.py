@@ -19,7 +19,8 @@ def any_of(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def terms(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Returns the text in a Lark grammar, with added tokens by id: their letters are others."""
+    """Returns the text in a Lark grammar. Added tokens are written by id: letters would not match
+    them."""
     pieces = any_of(tuple(added_tokens)).split(text)
     return " ".join(
         f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)

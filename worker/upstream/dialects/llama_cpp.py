@@ -119,9 +119,9 @@ class LlamaCppDialect:
         """Yields chunks with every token.
 
         A stream leaves out tokens inside of a character. This requests them again, without
-        streaming, and then continues the stream in another call. A sampled token that was left out
-        would be drawn a second time, which would make such tokens rare. So sampled outputs are
-        never streamed.
+        streaming, and then continues the stream in another call. A left-out token that was sampled
+        would be drawn a second time, so such tokens would become rare. So sampled outputs are never
+        streamed.
         """
         output = [*emitted]
         while True:

@@ -17,7 +17,7 @@ from promptq.shared.errors import ConfigurationError
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _LONGEST_RETRY_AFTER = 60.0
-"""A server may be well long before the time that it names."""
+"""In seconds. A server may be well again long before the time that it names."""
 _LONGEST_LINE = 2**20
 _MOST_BYTES = 2**24
 """The limit for an answer that is no stream. Answers have less than a megabyte."""
@@ -157,7 +157,8 @@ def read_json(text: str | bytes) -> Any:
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Returns up to `most` bytes of the body. The rest is never read, nor the connection reused."""
+    """Returns up to `most` bytes of the body. The rest is never read, and the connection is not
+    reused."""
     pieces, left = [], most
     while left and (piece := await response.content.read(left)):
         pieces.append(piece)
@@ -168,7 +169,7 @@ async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def _check(response: aiohttp.ClientResponse) -> None:
     """Raises an error for anything but an answer that can be read.
 
-    A redirect is not followed, as the prompt would go where the operator did not send it.
+    No redirect is followed: the prompt would go to a server that the operator did not choose.
     """
     if 300 <= response.status < 400:
         place = response.headers.get("Location", "nowhere")[:_MOST_SHOWN]
