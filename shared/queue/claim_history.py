@@ -19,6 +19,8 @@ from promptq.shared.protocol.claims import ClaimContext, Claims
 
 _NUM_REPLIES = 64
 """The number of replies of which the quickest one relates the server's clock to this machine's."""
+_LONGEST_DELAY = 5.0
+"""Seconds beyond which a reply is not late; the server's clock has changed."""
 
 
 class ClaimHistory:
@@ -66,7 +68,10 @@ class ClaimHistory:
         """
         if claims:
             first = claims[0]
-            self._clock_differences.append(first.received_at - first.claimed_at_ms / 1000)
+            difference = first.received_at - first.claimed_at_ms / 1000
+            if difference > min(self._clock_differences, default=difference) + _LONGEST_DELAY:
+                self._clock_differences.clear()  # another server, or its clock was set
+            self._clock_differences.append(difference)
             received_at = first.claimed_at_ms / 1000 + min(self._clock_differences)
             for claim in claims:
                 claim.received_at = received_at

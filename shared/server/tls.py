@@ -8,13 +8,17 @@ import ssl
 _ADVICE = (
     ("certificate.required|handshake failure", "present one: ?ssl_certfile=FILE&ssl_keyfile=FILE"),
     ("protocol.version|unsupported.protocol", "let both speak TLS 1.2 or 1.3 (?ssl_min_version=)"),
-    (" alert ", "the server refuses the certificate in ?ssl_certfile"),
+    (
+        " alert .*(certificate|unknown ca|access denied|decrypt)",
+        "the server refuses the certificate in ?ssl_certfile",
+    ),
     ("expired|not yet valid", "renew the server's certificate, or set this machine's clock"),
     ("key.values.mismatch", "?ssl_keyfile is not the key of the certificate in ?ssl_certfile"),
     ("mismatch|doesn't match|not valid for", "use a name that the certificate has in the address"),
     ("PEM lib|decrypt", "?ssl_certfile and ?ssl_keyfile are PEM, and ?ssl_password is the key's"),
     ("too weak|purpose", "give the server a strong certificate that is made for servers"),
     ("self-signed|issuer|verify", "name the file of its authority: ?ssl_ca_certs=FILE"),
+    ("EOF occurred", "if the server wants a certificate: ?ssl_certfile=FILE&ssl_keyfile=FILE"),
     ("wrong.version|record layer", "the server speaks no TLS: give redis:// instead of rediss://"),
 )
 

@@ -14,12 +14,13 @@ import redis.asyncio
 from redis.exceptions import NoScriptError
 
 from promptq.shared.errors import QueueClosedError
-from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.claims import Claim, Claims, Room
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.claim_history import ClaimHistory
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from tests.support.network import Network
 from tests.support.requests import ROOM, held, ids, new, put, row
@@ -249,3 +250,25 @@ def test_a_late_reply_makes_nothing_look_earlier_on_the_servers_clock(redis_url:
     network.close()
     quick, late = (claim.received_at - claim.claimed_at_ms / 1000 for claim in claims)
     assert late == pytest.approx(quick, abs=0.01)
+
+
+def test_a_server_whose_clock_was_set_back_is_followed_at_once() -> None:
+    history, found = ClaimHistory(), []
+    for claimed_at_ms in (100_000, 40_000):
+        with history.call() as turn:
+            turn.claims = Claims([claim_at(claimed_at_ms, received_at=500.0)])
+        found.append(turn.claims[0].received_at)
+    assert found == [500.0, 500.0]
+
+
+def claim_at(claimed_at_ms: int, received_at: float) -> Claim:
+    numbers = {"attempt": 1, "score": 0.0, "seed": 0, "enqueued_at_ms": 0, "cost": 1}
+    return Claim(
+        request_id="a",
+        payload=b"{}",
+        fence="1-a",
+        claimed_at_ms=claimed_at_ms,
+        prompt_tokens=None,
+        received_at=received_at,
+        **numbers,
+    )

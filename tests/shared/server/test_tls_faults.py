@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import ssl
@@ -53,6 +54,20 @@ def shows_purpose(context: ssl.SSLContext, folder: Path) -> None:
     context.load_cert_chain(folder / "purpose.crt", folder / "purpose.key")
 
 
+def meet(context: ssl.SSLContext, connection: socket.socket) -> None:
+    """Greets a client. One that is refused can read the alert: nothing it sent is left unread."""
+    with context.wrap_socket(
+        connection, server_side=True, do_handshake_on_connect=False
+    ) as encrypted:
+        try:
+            encrypted.do_handshake()
+            encrypted.recv(1)
+        except ssl.SSLError:
+            socket.socket.shutdown(encrypted, socket.SHUT_WR)
+            while os.read(encrypted.fileno(), 4096):
+                pass
+
+
 @contextmanager
 def listening(folder: Path, change: Callable[[ssl.SSLContext, Path], None] | None) -> Iterator[int]:
     """The port of a server that greets in TLS, and closes."""
@@ -65,8 +80,8 @@ def listening(folder: Path, change: Callable[[ssl.SSLContext, Path], None] | Non
         with suppress(OSError):  # the listener is closed
             while True:
                 connection, _ = listener.accept()
-                with connection, suppress(OSError):
-                    context.wrap_socket(connection, server_side=True).recv(1)
+                with suppress(OSError):
+                    meet(context, connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=greet)

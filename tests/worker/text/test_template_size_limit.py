@@ -143,7 +143,7 @@ def test_what_templates_do_gives_the_same() -> None:
 
 
 def test_a_long_message_may_be_taken_apart() -> None:
-    """As templates do to find the reasoning. A message may have 8 MiB."""
+    """Templates split so to find the reasoning. A message may have 8 MiB."""
     content = "word \u1234\n" * 500_000 + "</think>answer"
     template = (
         "{% set s = messages[0].content %}{{ s.split('</think>')[-1] }}{{ s.rsplit('w', 1) | length"

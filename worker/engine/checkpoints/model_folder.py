@@ -172,12 +172,13 @@ class ModelFolder:
         have none. Its names are those of a layer after the last one (DeepSeek-V3, GLM-4.5), or
         begin with `mtp` (Qwen3-Next). It may also lie in the folder `mtp`, where programs that do
         not know it do not look."""
+        folder = self._folder(is_loaded=True)
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         names = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         shared = (".embed_tokens.weight", ".shared_head.head.weight")  # copies of the model's
         weights = {}
-        further = (self._folder() / HEAD_FOLDER).glob("*.safetensors")
-        for file in (*self._files(), *sorted(further)):
+        further = (folder / HEAD_FOLDER).glob("*.safetensors")
+        for file in (*self._files_in(folder), *sorted(further)):
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 # no dict
                     if names.fullmatch(name) and not name.endswith(shared):
@@ -199,17 +200,24 @@ class ModelFolder:
 
     def _files(self) -> list[Path]:
         """Returns the files with weights. Copies in another format may lie beside them."""
-        folder = self._folder()
+        return self._files_in(self._folder())
+
+    def _files_in(self, folder: Path) -> list[Path]:
         names = shards_of(folder, self.source)
         if names is None:
             return sorted(folder.glob("*.safetensors"))
         return [folder / name for name in names]
 
-    def _folder(self) -> Path:
+    def _folder(self, *, is_loaded: bool = False) -> Path:
+        """Returns the folder. `is_loaded`: the library has fetched the files that it needs, and no
+        others are fetched."""
         here = Path(self.source)
         if here.is_dir():
             return here
-        return Path(snapshot_download(self.source, allow_patterns=["*.safetensors", "*.json"]))
+        patterns = ["*.safetensors", "*.json"]
+        return Path(
+            snapshot_download(self.source, allow_patterns=patterns, local_files_only=is_loaded)
+        )
 
 
 def _check_index_of_hub(name: str) -> None:

@@ -85,8 +85,8 @@ class Pacing:
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
-        num_decodes = sum(share.num_tokens == 1 for share in batch.scheduled)
-        num_prompt_tokens = batch.num_tokens - num_decodes
+        prompts = [share.num_tokens for share in batch.scheduled if not share.is_decode]
+        num_decodes, num_prompt_tokens = len(batch.scheduled) - len(prompts), sum(prompts)
         if num_prompt_tokens == 0:
             self._decode_seconds.append(seconds)
         elif num_prompt_tokens >= MIN_CHUNK:

@@ -131,6 +131,13 @@ class ScheduledSequence:
         return self.num_tokens + len(self.draft)
 
     @property
+    def is_decode(self) -> bool:
+        """Whether the last token alone is computed, or also accepted drafted tokens before it."""
+        if self.start < self.sequence.num_prompt_tokens:
+            return self.num_tokens == 1
+        return self.num_tokens <= MAX_ROWS
+
+    @property
     def num_ahead(self) -> int:
         """Number of tokens between the last known one and the first that is sampled."""
         return self.start + self.num_tokens - self.sequence.num_tokens

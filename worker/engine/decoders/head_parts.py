@@ -38,7 +38,7 @@ class HeadParts:
     last: Norm
 
     @classmethod
-    def of(cls, head: Any, rotary: nn.Module) -> HeadParts:
+    def of(cls, head: Any, rotary: nn.Module | None) -> HeadParts:
         """Takes the library's `MtpLayer` apart. Raises NotOfThisKindError for an unknown part."""
         require(head.post_norm is not None, "a head without a final norm")
         is_swapped = getattr(head.config, "mtp_hidden_states_first", False)

@@ -265,8 +265,10 @@ def _attention(attention: Any, rotary: nn.Module | None, found: Found) -> Attent
     names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
     is_known = names and "o_proj" in parts and parts.keys() <= _ATTENTION_PARTS
     require(bool(is_known), f"attention of {sorted(parts)}")
-    clip = getattr(attention.config, "clip_qkv", None)
-    require(clip is None, "a clip of queries, keys and values")
+    config = attention.config
+    require(getattr(config, "clip_qkv", None) is None, "a clip of queries, keys and values")
+    rope = getattr(config, "rope_parameters", None) or {}
+    require(not rope.get("llama_4_scaling_beta"), "queries that are scaled by their positions")
     qkv, output = _linears(parts, names), _linears(parts, ("o_proj",))[0]
     size, group = attention.head_dim, attention.num_key_value_groups
     outputs = [linear.out_features for linear in qkv]

@@ -16,8 +16,8 @@ from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
-from promptq.worker.engine.decoders.native_weights import NativeWeights
+from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts, Recurrent
+from promptq.worker.engine.decoders.native_weights import NativeWeights, native_cache
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
@@ -126,6 +126,12 @@ class NativeDecoder(NativeWeights, Decoder):
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
         projection = head.projection
         require(projection.bias is None, "a head whose projection has a bias")
+        mixer, kv = head.layer.mixer, native_cache(cache, FULL)
+        fits = isinstance(mixer, Attention) and (mixer.num_kv_heads, mixer.head_size) == (
+            kv.num_kv_heads,
+            kv.head_size,
+        )
+        require(fits, "a head with other attention than the model's")
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
         weights = library.HeadWeights(
             of_embedding=self._norm(head.of_embedding),

@@ -261,7 +261,7 @@ class NativeWeights:
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
-        """Does the same for some outputs of linear layers."""
+        """Returns the address of biases of some outputs of linear layers."""
         if all(rows.linear.bias is None for rows in parts):
             return None
         biases = [
@@ -279,7 +279,7 @@ class NativeWeights:
         weight = _weight_of(module)
         if keeps and not isinstance(weight, QuantizedWeight):
             # The model's tensor may be part of a whole file in memory.
-            weight = weight.clone()
+            weight = weight.clone(memory_format=torch.contiguous_format)
         if keeps:
             self._kept.append(weight)
         return self._weight_at(weight)

@@ -215,14 +215,16 @@ def load_model(
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
     """Returns the head of the files, or the reason why it cannot be used. Neither if there is
     none."""
-    if not isinstance(files, ModelFolder) or not (weights := files.head_weights()):
+    if not isinstance(files, ModelFolder):
         return None, ""
-    if files.is_quantized:
-        return None, "its weights are quantized"
     try:
+        if not (weights := files.head_weights()):
+            return None, ""
+        if files.is_quantized:
+            return None, "its weights are quantized"
         return load_head(model, weights), ""
-    except NoHeadError as error:
-        return None, str(error)
+    except (NoHeadError, StopIteration, *LOADING_ERRORS) as error:
+        return None, first_sentence(error)
 
 
 def _widen_others(

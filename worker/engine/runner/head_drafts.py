@@ -146,7 +146,7 @@ class HeadDrafts:
             if before is None or before.end != start:
                 before = _Held(start, [])
             assert states is not None, "there are such rows"
-            before.add(states[begin:end])
+            before.add(states[begin:end].clone())  # or all states of the step would be held
             held[sequence_id] = before
         self._held = held
 
@@ -161,7 +161,7 @@ class HeadDrafts:
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
         """Returns the rows that the head has to compute before it can draft."""
         held = self._held.get(share.sequence.sequence_id)
-        if held is None:
+        if held is None or share.num_tokens != 1:
             return None
         held.cut(share.start)
         if held.end != share.start:
@@ -286,7 +286,7 @@ def code_of_head(
     """
     if isinstance(served, NativeDecoder):
         whole: Any = model  # its class is only partly typed
-        rotary = whole.get_decoder().rotary_emb
+        rotary = getattr(whole.get_decoder(), "rotary_emb", None)
         served.add_head(HeadParts.of(head.module, rotary), cache.layers[0])
         return served
     return HeadOfModules(model, head.module, cache.layers[0], backend)

@@ -156,8 +156,10 @@ def _needs_nothing(dependency: Any) -> bool:
 
 def _are_required(dependencies: Any, required: list[Any]) -> bool:
     """Whether the properties that others depend on are required anyway."""
+    known = {name for name in required if isinstance(name, str)}
     return isinstance(dependencies, dict) and all(
-        isinstance(names, list) and all(name in (*required, own) for name in names)
+        isinstance(names, list)
+        and all(isinstance(name, str) and (name == own or name in known) for name in names)
         for own, names in dependencies.items()
     )
 

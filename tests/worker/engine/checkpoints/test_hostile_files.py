@@ -173,7 +173,7 @@ def test_experts_that_cannot_be_are_refused(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "qwen3_next", "granitemoehybrid"])
 def test_a_dense_model_of_a_family_with_experts_is_loaded(family: str, tmp_path: Path) -> None:
-    """It has 0 experts, of which the configuration's default number is active."""
+    """The model has 0 experts, of which the configuration's default number is active."""
     name = "num_local_experts" if family == "granitemoehybrid" else "num_experts"
     save_model(tmp_path, family, 1, **{name: 0})
     config: Any = load_model(str(tmp_path), device=CPU).model.config

@@ -47,6 +47,19 @@ def test_a_chunk_stretches_a_step_as_far_as_allowed() -> None:
     assert abs(pacing.chunk - (STRETCH - 1) * 100) <= 1
 
 
+def test_accepted_drafts_that_are_computed_again_are_no_prompt() -> None:
+    """Recurrent layers do so. The sequence has 9 tokens of a prompt."""
+    pacing = Pacing()
+    for _ in range(50):
+        pacing.note(batch(1), 0.010)
+        pacing.note(batch(1, 1, 100), 0.020)
+    chunk, again = pacing.chunk, sequence(1, 9, num_computed=9)
+    again.token_ids += [1] * 5
+    for _ in range(50):
+        pacing.note(Batch([ScheduledSequence(again, 9, 5, True)]), 0.010)
+    assert pacing.chunk == chunk
+
+
 def test_chunks_follow_what_steps_cost_now() -> None:
     pacing = Pacing()
     for _ in range(50):

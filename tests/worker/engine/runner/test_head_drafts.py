@@ -251,3 +251,17 @@ def test_a_head_that_is_not_whole_is_left_out_with_the_reason(
     assert runner.abilities.head_cost is None
     assert reason in runner.why_no_head
     assert bool(reason) == bool(runner.why_no_head)
+
+
+def test_a_damaged_file_of_a_head_stops_no_start(tmp_path: Path) -> None:
+    directory = save_with_head(tmp_path, "llama")
+    weights = load_file(directory / "model.safetensors")
+    of_head = [name for name in weights if ".2." in name]
+    for name in of_head:
+        weights.pop(name)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "mtp").mkdir()
+    (directory / "mtp" / "head.safetensors").write_bytes(b"\x08" + bytes(7) + b"no json!")
+    runner = load(directory, drafts=True)
+    assert runner.abilities.head_cost is None
+    assert runner.why_no_head
