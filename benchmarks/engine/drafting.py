@@ -1,4 +1,4 @@
-"""Measures drafts where a text repeats itself, where it does not, and by a model's head.
+"""Measures drafts in texts that repeat themselves, in others, and by a model's head.
 
 The engine alone, with and without drafts in turns; each pair has prompts of its own. The shipped
 model, which has a head, writes stories; the suite's 54M model does all else. A model of random
