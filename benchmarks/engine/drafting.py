@@ -1,7 +1,7 @@
-"""Measures drafts in texts that repeat themselves, in others, and by a model's head.
+"""Measures drafts in texts that repeat, in others, and by a model's head.
 
-The engine alone, with and without drafts in turns; each pair has prompts of its own. The shipped
-model, which has a head, writes stories; the suite's 54M model does all else. A model of random
+The engine alone, with and without drafts in turns; no two pairs share a prompt. The shipped model
+writes stories, and drafts with a head if its folder has one; the suite's 54M model does all else. A model of random
 weights soon repeats itself when it is greedy, so a prompt that ends with the first tokens of its
 own greedy answer is a prompt that the rest of the answer repeats.
 """
