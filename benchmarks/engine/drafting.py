@@ -1,9 +1,9 @@
 """Measures drafts in texts that repeat, in others, and by a model's head.
 
 The engine alone, with and without drafts in turns; no two pairs share a prompt. The shipped model
-writes stories, and drafts with a head if its folder has one; the suite's 54M model does all else. A model of random
-weights soon repeats itself when it is greedy, so a prompt that ends with the first tokens of its
-own greedy answer is a prompt that the rest of the answer repeats.
+writes stories, and drafts with a head if its folder has one; the suite's 54M model does all else. A
+model of random weights soon repeats itself when it is greedy, so a prompt that ends with the first
+tokens of its own greedy answer is a prompt that the rest of the answer repeats.
 """
 
 from __future__ import annotations
