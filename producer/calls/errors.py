@@ -128,10 +128,12 @@ def in_api_names(
         if ": " in inner and message.startswith(f"{inner}:"):
             return outer + message.removeprefix(inner), outer
     place, separator, reason = message.partition(": ")
+    path = field or ""
     for inside in (name for name in names if "." in name):
-        place = place.replace(inside, names[inside], 1)
-    name = names.get(field or "", field)
-    return (name or "") + place.removeprefix(field or "") + separator + reason, name
+        place, path = (text.replace(inside, names[inside], 1) for text in (place, path))
+    name, dot, rest = path.partition(".")
+    renamed = names.get(name, name) + dot + rest
+    return renamed + place.removeprefix(path) + separator + reason, renamed or None
 
 
 def as_api_error(error: Exception) -> ApiError:

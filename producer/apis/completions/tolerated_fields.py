@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from promptq.producer.calls.call import (
@@ -45,9 +45,11 @@ class FieldsWithoutEffect(BaseModel):
     length_penalty: float | None = Field(None, description=IGNORED)
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
 
-    def model_post_init(self, context: Any, /) -> None:
+    @model_validator(mode="after")
+    def _log_those_without_effect(self) -> Self:
         for name in self.model_fields_set & _WITHOUT_EFFECT:
             warn_of(name)
+        return self
 
 
 _WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}

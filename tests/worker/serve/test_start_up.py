@@ -83,6 +83,7 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        is_new=True,  # a fork has the libraries, and passes their stage too fast to be seen
     )
     # A terminal that nobody reads stops whoever writes to it.
     watching = threading.Thread(target=terminal.read_rest)

@@ -376,7 +376,8 @@ def test_a_worker_that_refuses_a_schema_names_the_place_as_the_endpoint_does(
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["message"] == f"{field}{schema}{PLACE}: not cannot be enforced"
-    assert error.get("param", field) == field
+    place = f"{field}{schema}{PLACE}"
+    assert error.get("param", place) == place
 
 
 def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: HandWorker) -> None:
