@@ -112,7 +112,7 @@ def head_drafter(cost: float = 0.05) -> Drafter:
 def lengths_of_drafts(
     drafter: Drafter, text: list[int], num_steps: int, num_right: int
 ) -> list[tuple[bool, int]]:
-    """Whether the head is to draft, and how many tokens, in steps of which so many are right."""
+    """Returns whether the head drafts, and how many tokens, by the number that was right."""
     lengths = []
     for _ in range(num_steps):
         draft = drafter.draft(text, 15, 1)
