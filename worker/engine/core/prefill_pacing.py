@@ -85,7 +85,11 @@ class Pacing:
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
-        prompts = [share.num_tokens for share in batch.scheduled if not share.is_decode]
+        prompts = [
+            share.num_tokens
+            for share in batch.scheduled
+            if not share.sequence.is_decode(share.start, share.num_tokens)
+        ]
         num_decodes, num_prompt_tokens = len(batch.scheduled) - len(prompts), sum(prompts)
         if num_prompt_tokens == 0:
             self._decode_seconds.append(seconds)

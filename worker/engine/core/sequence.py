@@ -87,11 +87,13 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether its last token alone is left to compute. A few accepted drafted tokens before it
-        do not count; recurrent layers have to compute these again."""
-        if self.num_computed_tokens < self.num_prompt_tokens:
-            return self.num_uncomputed_tokens <= 1
-        return self.num_uncomputed_tokens <= MAX_ROWS
+        """Whether its last token alone is left to compute; see `is_decode`."""
+        return self.is_decode(self.num_computed_tokens, self.num_uncomputed_tokens)
+
+    def is_decode(self, start: int, num_tokens: int) -> bool:
+        """Whether computing these tokens is a decode: of one token, or also of a few accepted
+        drafted tokens before it, which recurrent layers have to compute again."""
+        return num_tokens <= (1 if start < self.num_prompt_tokens else MAX_ROWS)
 
     @property
     def num_cacheable_tokens(self) -> int:
@@ -129,13 +131,6 @@ class ScheduledSequence:
     @property
     def num_rows(self) -> int:
         return self.num_tokens + len(self.draft)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether the last token alone is computed, or also accepted drafted tokens before it."""
-        if self.start < self.sequence.num_prompt_tokens:
-            return self.num_tokens == 1
-        return self.num_tokens <= MAX_ROWS
 
     @property
     def num_ahead(self) -> int:
