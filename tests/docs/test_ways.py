@@ -31,7 +31,7 @@ Place = tuple[str, str]
 PAGE = (ROOT / "docs" / "architecture.md").read_text().partition("\n## The path of a request\n")[2]
 PROMPT, CANCEL = (
     re.findall(r"`(\w+(?:/\w+)+\.(?:py|lua))`(?: `(\w+)`)?", part)
-    for part in PAGE.partition("\n## ")[0].partition("| rule |")[0].split("\nA cancel ")
+    for part in PAGE.partition("\n## ")[0].split("\nA cancel ")
 )
 MODEL = {"worker/engine/runner/model_runner.py", "worker/engine/sampling/sampler.py"}
 """Files that an engine without a model does not enter."""
