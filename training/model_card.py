@@ -3,17 +3,16 @@
 CARD = """\
 # The shipped model
 
-A very small language model that writes little English stories and holds short conversations. It
-is there so that promptq can be demonstrated and tested without a model hub; it knows next to
-nothing.
+This very small language model writes little English stories and holds short conversations. With
+it, you can try and test promptq without a model hub. The model knows next to nothing.
 
 - **Shape**: Qwen3 (5 layers, 6 query heads on 2 key-value heads, tied embeddings), bfloat16,
   under 5 MB; byte-level BPE tokenizer of 2,048 tokens; ChatML chat template.
-- **Made by** `python -m training.train --seed {seed} --steps {steps}`: about ten minutes of
-  two CPU cores that have nothing else to do.
-- **Trained on** text that `training/texts/stories.py`, `chats.py` and `sketches.py` write
-  themselves, every document seen once. Nothing was copied from anywhere.
-- **Loss** on documents it has not seen: {loss:.3f} nats per token.
+- **Made by** `python -m training.train --seed {seed} --steps {steps}`: about ten minutes on
+  two CPU cores that do nothing else.
+- **Trained on** text that `training/texts/stories.py`, `chats.py` and `sketches.py` generate. The
+  model saw every document once. No text was copied from anywhere.
+- **Loss** on documents that the model has not seen: {loss:.3f} nats per token.
 - **Ends** a story with `<|endoftext|>` and an answer with `<|im_end|>`.
 - **License**: the same as the project.
 """

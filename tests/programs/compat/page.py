@@ -19,13 +19,13 @@ _REASON = 400
 _HEAD = f"""# Other people's programs
 
 These programs were tested with the gateway. `python -m tests compat` runs each one against a real
-gateway with the shipped model, and writes this page. A program has its own environment, an API key
-and the alias `gpt-4o` for the model, and reaches no other server.
+gateway with the shipped model, and writes this page. Each program runs in a separate environment,
+with an API key and the alias `gpt-4o` for the model, and reaches no other server.
 
-A program makes several attempts, each with one feature: a call, a stream, a tool, a schema, or a
-wrong call, whose error must say how to correct it. *passes* is the number of attempts with the
-right result. *through* lists the parts of the API that the program used.
-`{RESULTS.relative_to(ROOT)}` names all attempts.
+A program makes several attempts. Each attempt tests one feature: a call, a stream, a tool, a
+schema, or a wrong call, whose error must say how to correct the call. *passes* is the number of
+attempts with the right result. *through* lists the parts of the API that the program used.
+`{RESULTS.relative_to(ROOT)}` lists all attempts.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|
