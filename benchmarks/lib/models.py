@@ -118,7 +118,7 @@ _SHAPES = (
     Shape(
         *("qwen3.5-500m", 1024, 24, 8, 2, 256, 3072),
         batch=32,
-        kv_cache_bytes=_GIB,
+        kv_cache_bytes=3 * _GIB,
         family="qwen3_5_text",
         more={"linear_num_key_heads": 16, "linear_num_value_heads": 16},
     ),

@@ -61,15 +61,18 @@ def configure_logs(level: str, form: str) -> None:
     root.setLevel(max(_LEVELS[level], logging.WARNING))
     for name in ("uvicorn", "promptq.worker.engine"):
         logging.getLogger(name).setLevel(_LEVELS[level])
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def take_over_logs(*libraries: str) -> None:
-    """Make these libraries, once imported, log only as all others do."""
+    """Make these libraries, once imported, log only as all others do.
+
+    Warnings of transformers are left out: most advise to install kernels that promptq does not use.
+    """
     for name in libraries:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+        logger.setLevel(logging.ERROR if name == "transformers" else logging.NOTSET)
 
 
 class _CurrentStandardError:

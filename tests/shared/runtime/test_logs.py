@@ -16,12 +16,15 @@ configure_logs("info", "json")
 logger = logging.getLogger("somebody")
 logger.addHandler(logging.StreamHandler())
 logger.propagate = False
-take_over_logs("somebody")
+logging.getLogger("transformers").setLevel(logging.WARNING)
+take_over_logs("somebody", "transformers")
 logging.getLogger("somebody.deep").warning("careful")
+logging.getLogger("transformers.deep").warning("install other kernels")
 """
 
 
 def test_a_library_that_brings_a_handler_says_each_line_once_and_as_all_others() -> None:
+    """But for advice of transformers, which sets its level when it is imported."""
     done = subprocess.run(
         [sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True
     )
