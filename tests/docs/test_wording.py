@@ -19,7 +19,7 @@ PHRASES = {
 }
 LIMITS = {
     "told, in code": 2,  # a JSON field and a log key
-    "words of docs": 30292,
+    "words of docs": 28400,  # without the lines of tables and other signs
 }
 """Every other count is 0."""
 
@@ -58,7 +58,7 @@ def found() -> Counter[str]:
             text = page.read_text()
             for name, phrase in PHRASES.items():
                 counts[f"{name}, in docs"] += len(phrase.findall(text))
-            counts["words of docs"] += len(text.split())
+            counts["words of docs"] += sum(any(map(str.isalnum, word)) for word in text.split())
     return counts
 
 
