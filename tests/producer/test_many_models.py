@@ -113,7 +113,8 @@ def test_the_commands_about_models(run: Run, redis_url: str) -> None:
         client.queue.redis.hset(client.queue.keys.model, "model", "a moa")
         told = run("models", "list").stdout
         assert told.endswith(
-            "No worker serves a moa. If none will again: promptq models forget 'a moa'\n"
+            "No worker serves a moa. If no worker will serve it again: promptq models forget 'a"
+            " moa'\n"
         )
         assert told.count("No worker serves") == 1
         assert run("models", "forget", "a moa").returncode == 0
