@@ -209,7 +209,8 @@ def server(
 def demo(context: typer.Context) -> None:
     """Show promptq at work: a server, a worker and a dozen requests, side by side.
 
-    The demo needs nothing else and leaves nothing behind. Options go to the worker.
+    The demo needs nothing else and leaves nothing behind. Options go to the
+    worker.
 
     Examples:
 
