@@ -1,4 +1,4 @@
-"""Measures drafts in texts that repeat themselves, in other texts, and by a model's head.
+"""Measures drafts in repetitive texts, in other texts, and by a model's head.
 
 The engine runs alone, with and without drafts in turns. No two pairs share a prompt. The shipped
 model writes stories, and drafts with a head if its folder has one; the suite's 54M model runs all
