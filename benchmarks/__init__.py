@@ -1,1 +1,1 @@
-"""Measurements. Each is one command that prints one table."""
+"""Benchmarks. Each is one command that prints one table."""

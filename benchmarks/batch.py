@@ -1,8 +1,9 @@
 """Measures large batch files: time, and the memory of gateway and jobs.
 
 A file goes through a gateway's `/v1/files` and `/v1/batches`, `promptq jobs` runs it, and a worker
-on the model-free engine answers: first as many lines as a file may have, then about as many bytes,
-in few lines. Peaks are those of a process's own memory (VmHWM), of the jobs' the largest.
+on the model-free engine answers: first a file with the most lines, then a file with about the most
+bytes in few lines. A peak is that of a process's memory (VmHWM). For the jobs, it is the largest
+peak of a process.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from promptq.producer.batch_store.input_file import MAX_FILE_BYTES, MAX_LINES
 from promptq.shared.server.embedded import EmbeddedServer
 
 LOADS = ((MAX_LINES, MAX_FILE_BYTES // MAX_LINES - 250), (40, 5_000_000))
-"""Lines, and bytes of each."""
+"""Number of lines, and bytes of each line."""
 _LOOK_SECONDS = 0.05
 
 
 def write_lines(path: Path, count: int, num_bytes: int) -> None:
-    """So many lines, each with as much metadata: what makes a line large is to be no work."""
+    """Write `count` lines with `num_bytes` of metadata each, because metadata causes no work."""
     with path.open("w") as file:
         for number in range(count):
             metadata = {"text": "x" * num_bytes}
@@ -40,7 +41,7 @@ def write_lines(path: Path, count: int, num_bytes: int) -> None:
 
 
 class Peaks:
-    """Of a process and its descendants, also of those that have ended."""
+    """The peak memory of a process and its descendants, also of those that have ended."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -53,7 +54,7 @@ class Peaks:
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Returns the ids of a process and all its descendants."""
     family = [pid]
     for member in family:
         with suppress(OSError):
@@ -63,8 +64,8 @@ def family_of(pid: int) -> list[int]:
 
 
 def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
-    """Seconds of the upload and of the run; peaks of the gateway, before and after the upload, and
-    of the jobs."""
+    """Returns the seconds of the upload and of the run, and three peaks: of the gateway before and
+    after the upload, and of the jobs."""
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
         environment = {
@@ -105,7 +106,9 @@ def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks batch", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="run for a few seconds, to try the benchmark"
+    )
     options = parser.parse_args()
     share = 50 if options.quick else 1
     table = Table("lines", "MB", "upload, s", "run, s", "gateway, MiB", "a job's process, MiB")

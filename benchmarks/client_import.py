@@ -1,6 +1,7 @@
 """Measures what `from promptq import Client` costs, beside redis-py alone.
 
-Each figure is the median over fresh interpreters, in turns, less that of one that imports nothing.
+Each figure is the median over fresh interpreters, minus the median of interpreters that import
+nothing. The programs run in turns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PROGRAMS = {"nothing": "", "redis-py": "import redis", "promptq": "from promptq 
 
 
 def cpu_ms(program: str) -> float:
-    """Of an interpreter from its start to its end."""
+    """Returns the CPU milliseconds of an interpreter from its start to its end."""
     process = subprocess.Popen([sys.executable, "-P", "-c", program])
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,8 +1,8 @@
-"""Measures how long no token comes while two models change places on one device.
+"""Measures how long no token comes while one model replaces another on one device.
 
-Both queues have a backlog all the time, so that the models change as often
-as the rule lets them. A change is compared with reading the weights from the page cache once, into
-memory. The models have the same random weights and two names.
+Both queues always have a backlog, so the models change as often as the rule allows. The time of a
+change is compared with the time of reading the weights from the page cache once. The models have
+the same random weights and two names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AWAY_SECONDS = 2.0
 
 
 async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
-    """When each token came, and from which queue, until the models have changed so often."""
+    """Returns the time and the queue of each token, up to the last of `num_changes` changes."""
     arrived: list[tuple[float, str]] = []
 
     def note(queue: str) -> None:
@@ -57,7 +57,7 @@ async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
 
 
 def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
-    """The longest time without any token at each change from one model to the other.
+    """Returns the longest time without any token at each change from one model to the other.
 
     A change is over when a queue gets a token that had none for some seconds. While one model is
     drained, tokens of both may come.
@@ -75,7 +75,7 @@ def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
 
 
 def read_seconds(model: Path) -> float:
-    """How long it takes to read the weights from the page cache into memory."""
+    """Returns how long reading the weights from the page cache into memory takes."""
     began = time.perf_counter()
     for file in model.glob("*.safetensors"):
         file.read_bytes()

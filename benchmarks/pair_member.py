@@ -1,7 +1,7 @@
 """One of two checkouts that are measured in turns: two workers, and a client that sends requests.
 
 Run by `benchmarks.pairs` with the interpreter of the checkout: `pair_member.py REDIS_URL MODEL`. It
-keeps to what releases since 0.2.0 have in common. Each line of input has a workload (`solo`,
+uses only features that all releases since 0.2.0 have. Each line of input has a workload (`solo`,
 `burst`, `poisson` or `queue`), a seed, and for `poisson` the requests per second. Each line of
 output has the figures as JSON.
 """

@@ -2,9 +2,9 @@
 
 The other checkout needs an environment (`make .venv/.set-up`). Each checkout has one server, with a
 worker of a 54M model and a worker without a model (for the queue alone), which stay up. The same
-requests go to one checkout and then to the other, and the first one changes with each pair, so load
-from elsewhere hits both. The rate of `poisson` is 0.4 of what a burst reaches. Nothing is drafted,
-as random weights repeat themselves. Each ratio is this checkout's figure over the other's.
+requests go to one checkout and then to the other, in alternating order, so other load of the
+machine affects both. The rate of `poisson` is 0.4 of a burst's rate. Nothing is drafted, because
+models with random weights repeat themselves. Each ratio is this checkout's figure over the other's.
 """
 
 from __future__ import annotations

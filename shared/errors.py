@@ -17,7 +17,7 @@ PromptqError
 │   └── ModelNotServedError       no queue of the server serves this model
 ├── QueueError
 │   ├── QueueFullError            a limit of the queue is reached; says when there will be room
-│   └── QueueClosedError          used after close(), or a wait was aborted by it
+│   └── QueueClosedError          used after close(), or close() aborted a wait
 └── RequestError                  one request
     ├── InvalidRequestError       a field is wrong; names it
     ├── RequestExistsError        the id is taken
@@ -70,11 +70,11 @@ class SpoiltRecordError(PromptqError):
 
 
 class ModelError(PromptqError):
-    """Base of errors about the model a worker is to serve."""
+    """Base of errors about the model of a worker or a queue."""
 
 
 class ModelNotFoundError(ModelError):
-    """There is no loadable causal language model at that place."""
+    """No causal language model can be loaded from this path or hub name."""
 
 
 class UnsupportedModelError(ModelError):
@@ -82,11 +82,11 @@ class UnsupportedModelError(ModelError):
 
 
 class ModelMismatchError(ModelError):
-    """The queue is served by workers of another model."""
+    """Workers of another model serve the queue."""
 
 
 class ModelNotServedError(ModelError):
-    """No queue of the server serves a model of this name; names those that are served."""
+    """No queue of the server serves a model of this name. The message names the served models."""
 
 
 class QueueError(PromptqError):

@@ -22,13 +22,13 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids of about the same length, not yet padded."""
+    """Rows of token ids of about equal length, not yet padded."""
 
     rows: list[list[int]]
 
 
 def document(rng: random.Random) -> str:
-    """One document with its special tokens; it ends with the end-of-text token."""
+    """Returns one document with its special tokens, the last of which is the end-of-text token."""
     draw = rng.random()
     if draw < CHAT_SHARE:
         text = conversation(chat(rng))
@@ -40,12 +40,12 @@ def document(rng: random.Random) -> str:
 
 
 def conversation(messages: list[Message]) -> str:
-    """The messages in ChatML, as the tokenizer's chat template writes them."""
+    """Returns the messages in ChatML, as the tokenizer's chat template writes them."""
     return "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
 
 
 def exercise(rng: random.Random) -> str:
-    """Something short in which most words depend on the words before."""
+    """Returns a short text in which most words depend on the words before."""
     draw = rng.randrange(len(EXERCISES) + 2)
     if draw >= len(EXERCISES):
         return sketch(rng) + END_OF_TEXT
@@ -58,10 +58,10 @@ def exercise(rng: random.Random) -> str:
 
 
 def row(rng: random.Random) -> str:
-    """One training row: a document alone, and seldom several in a row.
+    """Returns one training row: mostly a single document, seldom several of them.
 
-    A document alone needs no mask against its neighbors; the long rows teach what comes after an
-    end token and what far positions look like.
+    A single document needs no mask against other documents. Long rows teach the model about texts
+    after an end token, and about high positions.
     """
     if rng.random() >= STREAM_SHARE:
         return document(rng)
@@ -75,10 +75,11 @@ def batches(
     max_tokens: int,
     exercise_share: Callable[[int], float] = lambda _: 0.0,
 ) -> Iterator[Batch]:
-    """Batches without end, each of at most ``batch_tokens`` tokens when padded.
+    """Yields batches without end, each of at most ``batch_tokens`` tokens when padded.
 
     Rows longer than ``max_tokens`` tokens, which has to be at most ``batch_tokens``, are cut.
-    ``exercise_share`` says how many of the rows are exercises, after so many batches.
+    ``exercise_share`` returns the share of rows that are exercises, for the number of batches so
+    far.
     """
     done = 0
     while True:

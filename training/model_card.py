@@ -19,5 +19,5 @@ it, you can try and test promptq without a model hub. The model knows next to no
 
 
 def model_card(seed: int, steps: int, loss: float) -> str:
-    """The card of a model that was trained with this seed, so many steps, to this loss."""
+    """Returns the card of a model that reached this loss, with this seed and number of steps."""
     return CARD.format(seed=seed, steps=steps, loss=loss)

@@ -1,4 +1,4 @@
-"""The shipped model's tokenizer: byte-level BPE, so that every UTF-8 text survives it."""
+"""The shipped model's tokenizer: byte-level BPE, which represents every UTF-8 text."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most ``vocab_size`` tokens, the special ones included.
+    """Returns a tokenizer of at most ``vocab_size`` tokens, special ones included.
 
     ``vocab_size`` has to leave room for the 256 bytes; ``max_length`` is the model's, in tokens.
     """

@@ -1,7 +1,7 @@
 """Makes the shipped model: ``python -m training.train``.
 
-Writes its own corpus, trains the tokenizer and the model on it and saves both. The same seed, on
-the same kind of machine with as many threads, gives the same files.
+Writes a corpus, trains the tokenizer and the model on it, and saves both. Equal seeds lead to equal
+files on machines of one kind with equally many threads.
 """
 
 import argparse
@@ -35,7 +35,7 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """How large the model is and how it is trained."""
+    """The size of the model, and the settings of its training."""
 
     steps: int = 2400
     batch_tokens: int = 2048
@@ -73,7 +73,7 @@ def train(out: Path, seed: int = 0, plan: Plan | None = None) -> float:
         return [list(ids) for ids in tokenizer(texts)["input_ids"]]
 
     pad = _token_id(tokenizer, PAD)
-    # Validation draws from a stream of its own, so that its size changes nothing in training.
+    # Validation draws from a separate stream, so that its size changes nothing in training.
     training_rng, validation_rng = random.Random(f"{seed} train"), random.Random(f"{seed} validate")
     training = batches(
         training_rng,
@@ -90,7 +90,7 @@ def train(out: Path, seed: int = 0, plan: Plan | None = None) -> float:
 
 
 def rate_factor(step: int, plan: Plan) -> float:
-    """Of the learning rates: linear warm-up to 1, then half a cosine down to nothing."""
+    """Returns the learning rates' factor: linear warm-up to 1, then half a cosine down to 0."""
     warmup = max(1, round(plan.steps * plan.warmup_share))
     if step < warmup:
         return (step + 1) / warmup
@@ -99,7 +99,7 @@ def rate_factor(step: int, plan: Plan) -> float:
 
 
 def exercise_share(step: int, plan: Plan) -> float:
-    """Nothing but exercises while the rates warm up, then ever fewer."""
+    """Returns the share of exercises: 1 while the rates warm up, then less and less."""
     done = step / plan.steps
     if done < plan.warmup_share:
         return 1.0
@@ -135,11 +135,12 @@ def _model(tokenizer: PreTrainedTokenizerFast, plan: Plan) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def _let_attention_copy(attention: Any, plan: Plan) -> None:
-    """Start as a layer that hands on what it looks at, and looks at what is like itself.
+    """Initialise a layer so that each token attends to similar tokens and copies their values.
 
-    What trained attention has in common (Mimetic Initialization, https://arxiv.org/abs/2305.09828)
-    need not be found first: the output projection starts as the transpose of the value's, and in
-    one head of each group the query's projection starts as the key's.
+    Trained attention layers have this in common (Mimetic Initialization,
+    https://arxiv.org/abs/2305.09828), so training need not find it. The output projection starts as
+    the transpose of the value's, and in one head of each group the query's projection starts as the
+    key's.
     """
     group = plan.heads // plan.key_value_heads
     heads = (plan.key_value_heads, plan.head_dim, plan.hidden_size)
@@ -154,10 +155,10 @@ def _let_attention_copy(attention: Any, plan: Plan) -> None:
 def optimizers_of(
     parameters: list[torch.nn.Parameter], embeddings: list[torch.nn.Parameter], plan: Plan
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Each with its peak rate: Muon for the matrices inside, AdamW for all else.
+    """Returns each optimizer with its peak rate: Muon for the inner matrices, AdamW for all else.
 
-    After 240 steps Muon (https://kellerjordan.github.io/posts/muon) had a loss of 0.94 where AdamW
-    alone had 3.16, and steps are what two cores have few of.
+    After 240 steps Muon (https://kellerjordan.github.io/posts/muon) had a loss of 0.94, AdamW alone
+    had 3.16; and two cores have time for few steps only.
     """
     matrices = [p for p in parameters if p.dim() == 2 and not any(p is e for e in embeddings)]
     others = [p for p in parameters if p.dim() != 2 or any(p is e for e in embeddings)]
@@ -216,7 +217,7 @@ def _validate(model: Qwen3ForCausalLM, validation: Iterator[Batch], pad: int) ->
 
 
 def _loss(model: Qwen3ForCausalLM, batch: Batch, pad: int) -> torch.Tensor:
-    """Mean loss in nats per token. Padding stands at the right, so causality is mask enough."""
+    """Returns the mean loss in nats per token. Right padding needs no mask but the causal one."""
     width = max(map(len, batch.rows))
     padded = torch.tensor([row + [pad] * (width - len(row)) for row in batch.rows])
     inputs, targets = padded[:, :-1], padded[:, 1:]
@@ -250,11 +251,13 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 def main() -> None:
     """Train the shipped model."""
     parser = argparse.ArgumentParser(description="Train the shipped model.")
-    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where to (default: in place)")
-    parser.add_argument("--seed", type=int, default=0, help="for data and weights (default: 0)")
+    parser.add_argument(
+        "--out", type=Path, default=MODEL_DIR, help="folder for the model (default: in place)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: 0)")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="default: %(default)s")
     arguments = parser.parse_args()
-    # The number of threads decides how sums are split, and so their last bits.
+    # Sums are split by the number of threads, which thereby changes their last bits.
     torch.set_num_threads(THREADS)
     loss = train(arguments.out, arguments.seed, Plan(steps=arguments.steps))
     print(f"saved to {arguments.out}, loss {loss:.3f}")

@@ -26,7 +26,7 @@ from promptq.worker.serve.process import serve_until_stopped
 from promptq.worker.swapping.taking_turns import take_turns
 
 _ARGUMENTS = "engine_arguments"
-"""The setting whose values stand behind `--`."""
+"""The setting whose values follow `--`."""
 _REPEATED = ("model", "queue")
 """The settings whose options may be repeated."""
 
@@ -42,8 +42,8 @@ Examples:
   promptq worker --engine vllm --model ./big -- --tensor-parallel-size 2
   promptq worker --model ./a --model ./b --queue a --queue b
 
-Without options it serves the shipped model, on the server of the running `promptq up` or on one of
-its own. `model-free` is not a model: it makes random letters, for load tests.
+Without options the worker serves the shipped model, on the server of the running `promptq up` or
+on a server that it starts. `model-free` is not a model: it makes random letters, for load tests.
 
 With several models, one of them is loaded: the one whose queue has work. The --swap options say
 when another one takes its place.
@@ -156,7 +156,7 @@ def _settings_of_each(
 
 
 class _WorkerCommand(click.Command):
-    """Passes the words behind `--` to the inference server. Refuses a stray word before it."""
+    """Passes the words behind `--` to the inference server. Refuses other words before it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

@@ -1,9 +1,9 @@
 """Measures how long a cancelled request keeps its KV blocks.
 
 While a full batch of the shipped model decodes, a plain client sets the flag and publishes the
-message. Measured is the time from just before that to the moment at which the engine has freed the
-blocks, the steps that it completed meanwhile, and the part of the time that one step does not
-explain. Times in milliseconds.
+message. This measures the time from just before that until the engine has freed the blocks, the
+steps that the engine completed meanwhile, and the part of the time beyond one step. Times are in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from promptq.worker.serve.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """One cancel. Times in seconds."""
+    """One cancel. Times are in seconds."""
 
     delay: float
     step: float
-    """The longest step while it lasted."""
+    """The longest step during the delay."""
     num_steps: int
 
 
@@ -55,7 +55,7 @@ class NotingEngine:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value that `share` of all values do not exceed."""
+    """Returns the value that `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 

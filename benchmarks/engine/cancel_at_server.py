@@ -1,11 +1,12 @@
 """Measures how long a cancelled request still runs at an inference server.
 
 A worker forwards to the real server, where a few requests run with the suite's 54M model. One of
-them is cancelled, and the server is asked how many it still computes until it is one less. Times in
-milliseconds, from just before the cancel is sent; they include what asking takes. With `--apart`
-the server has one core, and everything else has the others, as beside a GPU. Without it vLLM's
-compute threads use every core, and at times nothing else runs for half a second. With a model of a
-few layers the server makes tokens faster than it can tell them, and its own count is seconds late.
+them is cancelled. Then the benchmark polls the server for the number of running requests until it
+has fallen by one. Times are in milliseconds, from just before the cancel is sent, and include the
+time of polling. With `--apart` the server has one core, and all other processes have the other
+cores, as beside a GPU. Without `--apart`, vLLM's compute threads use every core, and at times
+nothing else runs for half a second. With a model of a few layers, the server makes tokens faster
+than it can send them, and its count is seconds late.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _ENDLESS: dict[str, Any] = {
 
 
 def measure(server: RealServer, client: Client, count: int) -> list[float]:
-    """Seconds of each cancel."""
+    """Returns the seconds of each cancel."""
     found = []
     for _ in range(count):
         ids = [client.enqueue("Once", **_ENDLESS) for _ in range(_AT_ONCE)]
@@ -69,7 +70,7 @@ def _until_one_less(server: RealServer) -> None:
 
 
 async def measure_directly(server: RealServer, dialect: Dialect, count: int) -> list[float]:
-    """Measures a cancel by closing a stream's connection, without Redis and a worker between."""
+    """Measures a cancel by closing a stream's connection, without Redis and a worker."""
     http = Server(server.url)
     found = []
     for _ in range(count):
@@ -109,7 +110,7 @@ def main() -> None:
         prog="python -m benchmarks cancel-at-server", description=__doc__
     )
     parser.add_argument("--cancels", type=int, default=30)
-    parser.add_argument("--apart", action="store_true", help="the server has a core of its own")
+    parser.add_argument("--apart", action="store_true", help="the server has a separate core")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     of_server, of_others = (cores[:1], cores[1:]) if options.apart else (cores, cores)

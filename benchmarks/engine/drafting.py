@@ -1,9 +1,9 @@
-"""Measures drafts in texts that repeat, in others, and by a model's head.
+"""Measures drafts in repetitive texts, in other texts, and by a model's head.
 
-The engine alone, with and without drafts in turns; no two pairs share a prompt. The shipped model
-writes stories, and drafts with a head if its folder has one; the suite's 54M model does all else. A
-model of random weights soon repeats itself when it is greedy, so a prompt that ends with the first
-tokens of its own greedy answer is a prompt that the rest of the answer repeats.
+The engine runs alone, with and without drafts in turns. No two pairs share a prompt. The shipped
+model writes stories, and drafts with a head if its folder has one; the suite's 54M model runs all
+other workloads. A model with random weights soon repeats itself in a greedy answer. So if a prompt
+ends with the first tokens of its greedy answer, the rest of the answer repeats the prompt.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from promptq.worker.serve.build import Served, build
 
 PROMPT, OUTPUT = 128, 256
 FEW_TOKENS = {str(token): 100.0 for token in range(1000, 1032)}
-"""A `logit_bias` that leaves 32 tokens: drawn at random, most pairs were there before, and what
-followed them then tells nothing."""
+"""A `logit_bias` that leaves 32 tokens. In a random text of these, most pairs occurred before, but
+the token that followed them predicts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Case:
     batch: int
     params: SamplingParams
     repeats: bool = False
-    """Whether the prompts end with what the model goes on to repeat."""
+    """Whether the prompts end with a text that the model will repeat."""
     tells: bool = False
     """Whether the shipped model tells stories."""
 
@@ -64,7 +64,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. Seconds from the first token on, without the prompts' computation."""
+    """One run. `seconds` count from the first token on, without the prompts' computation."""
 
     outputs: dict[int, list[int]]
     seconds: float
@@ -73,7 +73,7 @@ class Measured:
 
 
 class Bench:
-    """An engine and the requests it was given."""
+    """An engine and its requests."""
 
     def __init__(self, served: Served, seed: int) -> None:
         self._engine = served.engine

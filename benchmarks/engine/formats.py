@@ -1,10 +1,11 @@
 """Compares formats of weights, ours and llama.cpp's, in turns.
 
-All are loaded at once and measured in turns, so what else the machine does hits all of them.
-Nothing is drafted. A rate is between the first and the last token; "prompt" is the time to the
-first token behind 1,024. Ratios are medians of pairs. "What memory allows" is how fast weights, K
-and V could be read, as measured before and after each request. Starts are processes of their own;
-their memory is what loading added to it once the start is over, with an empty KV cache.
+All are loaded at once and measured in turns, so other load of the machine affects all of them.
+Nothing is drafted. A rate is measured between the first and the last token; "prompt" is the time to
+the first token after a prompt of 1,024. Ratios are medians of pairs. "What memory allows" is the
+rate at which weights, K and V could be read, as measured before and after each request. Each start
+is a separate process. Its memory is what loading has added at the end of the start, with an empty
+KV cache.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Contender = Callable[[Workload], Outcome]
 
 
 def figure(workload: str, outcome: Outcome) -> float:
-    """Tokens a second; of a prompt, seconds."""
+    """Returns tokens a second; for a prompt, seconds."""
     traces = outcome.traces
     if workload == "prompt":
         return traces[0].events[0] - traces[0].submitted
@@ -131,7 +132,7 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
 
 
 def start(folder: Path, format: str) -> None:
-    """Load in this process, and print how long it took and what memory it added."""
+    """Load in this process, and print the time and the added memory."""
     import promptq.worker.engine.runner.model_runner  # noqa: F401  # the libraries, before
 
     before, began = _resident_bytes(), time.perf_counter()

@@ -1,8 +1,8 @@
-"""Measures what grammars add to a step.
+"""Measures the time that grammars add to a step.
 
-A made-up vocabulary of 150,000 tokens, a batch of 64 sequences that each have a grammar. Beside the
-masks' thread nothing runs here; what the sampler waits for in a worker is what is left of its time
-once the model has run.
+The vocabulary has 150,000 made-up tokens, and the batch has 64 sequences with a grammar each. Only
+the thread for masks runs here. In a worker the model runs beside it, and the sampler waits only for
+the rest of the thread's time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def make_tokenizer(rng: random.Random) -> HuggingFaceTokenizer:
-    """Words of syllables with and without a space in front, digits, punctuation, other scripts."""
+    """Makes tokens: words with and without a space in front, digits, punctuation, other scripts."""
     syllables = [a + b for a in "bcdfghjklmnprstvwz" for b in "aeiou"] + ["ing", "er", "on", "st"]
     marks = '{}[]":,.;-_()/\\<>=+*&#@!?'
     words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -90,7 +90,7 @@ def main() -> None:
     grammars = Grammars(make_tokenizer(rng), VOCAB_SIZE, frozenset({end}))
     once: list[float] = []
     milliseconds(lambda: grammars.start(JsonOutput({"type": "null"}, True), frozenset()), once)
-    print(f"vocabulary told to the library, once a worker: {once[0]:.0f} ms")
+    print(f"vocabulary passed to the library, once a worker: {once[0]:.0f} ms")
     print(
         f"{'64 rows, ms':16} {'start':>6} {'thread':>14} {'apply':>6} {'accept':>6} {'compile':>8}"
     )

@@ -1,9 +1,9 @@
-"""Measures what the engine loses to the publisher's share of the interpreter lock.
+"""Measures how much the publisher slows the engine by holding the interpreter lock.
 
-The engine decodes a full batch of the suite's 54M model. After each step somebody else turns its
-tokens into events, as a worker does: nobody, a thread of the same process, or a process of its own.
-The work and the cores are the same in the last two, so what they differ by is the interpreter's
-lock, and is all that a worker could gain by an engine process.
+The engine decodes a full batch of the suite's 54M model. After each step, nobody, a thread of the
+same process, or another process turns its tokens into events, as a worker does. The last two have
+the same work and the same cores, so they differ only by the interpreter's lock. A worker could not
+gain more than this difference by an engine process.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from promptq.worker.serve.build import build
 
 PROMPT, OUTPUT = 32, 200
 WORKER_MICROSECONDS = 20.0
-"""CPU of a worker's other side for a token, measured through Redis."""
+"""CPU time that a worker needs for a token outside of the engine, measured through Redis."""
 
 Tell = Callable[[int], object]
-"""Is told after each step how many tokens came of it."""
+"""A callback that gets the number of tokens of each step."""
 
 
 def work(num_tokens: int) -> None:
-    """Make events of so many tokens, for as long as a worker would be busy with them."""
+    """Make events for `num_tokens` tokens, for as long as a worker would be busy with them."""
     until = time.thread_time() + num_tokens * WORKER_MICROSECONDS / 1e6
     while time.thread_time() < until:
         token_event_json(7, [12345], " word", None, 1)
@@ -81,7 +81,7 @@ SIDES = {"nobody": nobody, "a thread": thread, "a process": process}
 
 
 def rate(engine: Engine, first_id: int, batch: int, tell: Tell) -> float:
-    """Tokens a second of a full batch that decodes."""
+    """Returns the tokens a second of a full batch that decodes."""
     draw = random.Random(first_id)
     for place in range(batch):
         prompt = [draw.randint(1, VOCAB_SIZE - 2) for _ in range(PROMPT)]

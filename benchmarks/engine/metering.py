@@ -1,7 +1,7 @@
-"""Measures what metrics add to a token.
+"""Measures the time that metrics add to a token.
 
-A batch of 64 decodes: each step's outputs are noted as a worker notes them, against a histogram of
-prometheus_client that is told of each token.
+A batch of 64 decodes. A worker's meter, which is updated once a step, is compared with a histogram
+of prometheus_client that observes each token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def held_request(number: int) -> PreparedRequest:
 
 
 def nanoseconds_a_token(step: Callable[[float], None]) -> float:
-    """Of CPU, the median over the rounds."""
+    """Returns the CPU nanoseconds a token, the median over the rounds."""
     measured = []
     for _ in range(ROUNDS):
         started = time.thread_time()

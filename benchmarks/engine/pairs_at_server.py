@@ -1,8 +1,8 @@
 """Compares vLLM's server alone with the same server behind a worker, in turns.
 
-Bursts as large as the batch go to the same server in turns, the first one changing, with the same
-lengths and other tokens, so that nothing is found in the prefix cache. So what else the machine
-does hits both, and what differs between two starts of a server hits neither. Each ratio is the
+Bursts of the batch's size go to the same server in turns, in alternating order. They have the same
+lengths and different tokens, so the prefix cache has none of them. Other load of the machine
+affects both, and differences between two starts of a server affect neither. Each ratio is the
 worker's figure over that of HTTP alone.
 """
 
@@ -35,7 +35,7 @@ _FIGURES = ("tokens_per_second", "first_token_p50", "first_token_p95")
 async def measure(
     streams: Mapping[str, Stream], shape: Shape, pairs: int, shorten: int
 ) -> dict[str, list[Figures]]:
-    """The figures of each way, by its name."""
+    """Returns the figures of both ways, by name."""
     found: dict[str, list[Figures]] = {name: [] for name in streams}
     for number in range(-1, pairs):  # the first one warms up
         names = list(streams) if number % 2 else list(streams)[::-1]
@@ -66,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=[*MODELS], default="473m")
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--shorten", type=int, default=4, help="times shorter outputs")
+    parser.add_argument("--shorten", type=int, default=4, help="divides the length of outputs")
     options = parser.parse_args()
     shape = MODELS[options.model]
     job = Job(

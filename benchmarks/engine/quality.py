@@ -1,9 +1,9 @@
 """Measures what quantization costs: perplexity, and greedy tokens that change.
 
-The same texts are given to the engine in each format. Perplexity is of their tokens. A greedy token
-is the likeliest one in the place of each; "same" is the share that is the same as in bf16. The
-shipped model reads documents that its training did not see, and a random model reads what it wrote
-itself in bf16 at temperature 1.
+The engine reads the same texts in each format. The perplexity is that of their tokens. At each
+position, the greedy token is the likeliest one; "same" is the share of positions where it is the
+same as in bf16. The shipped model reads documents that its training did not see, and a random model
+reads texts that it wrote in bf16 at temperature 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 Read = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
-"""Log-probabilities of the tokens of all texts, and the likeliest token in the place of each."""
+"""Log-probabilities of the tokens of all texts, and the likeliest token at each position."""
 
 
 def read(runner: ModelRunner, texts: list[list[int]]) -> Read:
@@ -67,7 +67,7 @@ def documents(seed: int, count: int, folder: str) -> list[list[int]]:
 
 
 def written(runner: ModelRunner, seed: int, count: int) -> list[list[int]]:
-    """Returns texts that the model wrote by itself, 256 tokens each."""
+    """Returns texts that the model wrote, 256 tokens each."""
     rng = random.Random(seed)
     engine = LLMEngine(runner, max_num_seqs=16, max_num_batched_tokens=2048)
     texts = [[rng.randrange(3, VOCAB_SIZE)] for _ in range(count)]

@@ -1,8 +1,8 @@
 """Measures the sampler's part of a decode step.
 
-The suite's 473m model with a vocabulary of 150,000, random weights, decodes 64 sequences around a
-length of 250 in the real engine. For each set of parameters, the time within the sampler and that
-of the whole step are taken from the same steps.
+The suite's 473m model, with random weights and a vocabulary of 150,000, decodes 64 sequences of
+about 250 tokens in the real engine. For each set of parameters, the time in the sampler and the
+time of the whole step come from the same steps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BATCH = 64
 PROMPT = 235
 WARM_UP, STEPS = 3, 15
 MAX_TOKENS = 200
-"""More than the first get until the last one's prompt is computed, and the steps that count."""
+"""Enough that the first sequences still run after the last prompt and all counted steps."""
 SEED = 1
 _LIMIT = 0.15
 _LIMITS = {"greedy": 0.05, "temperature": 0.05}
-"""Of a step; `_LIMIT` for all others."""
+"""The largest allowed share of a step; `_LIMIT` for all other cases."""
 _FILTERS = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 _PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
 _BIAS = {"logit_bias": {str(token): 1.0 for token in range(10)}}
@@ -63,7 +63,7 @@ def make_model() -> LoadedModel:
 
 @contextmanager
 def timed_sampling() -> Iterator[list[float]]:
-    """The seconds that each step spends choosing its tokens, from the logits to the numbers."""
+    """Yields a list that gets the seconds in which each step chooses tokens from its logits."""
     seconds: list[float] = []
     sample, tokens = sampler.Sampler.sample, sampler.SamplerOutput.tokens
 
@@ -90,7 +90,7 @@ def timed_sampling() -> Iterator[list[float]]:
 def measure(
     engine: LLMEngine, ids: Iterator[int], prompts: list[list[int]], case: dict[str, Any]
 ) -> tuple[float, float]:
-    """Median seconds in the sampler, and of the step."""
+    """Returns the median seconds in the sampler, and of the step."""
     params = SamplingParams.model_validate(case)
     added = list(itertools.islice(ids, len(prompts)))
     for prompt, index in zip(prompts, added, strict=True):

@@ -1,7 +1,7 @@
 """Measures the CPU time of reading a server's streams, by HTTP client.
 
 A server in another process sends one token to each of 32 streams every 20 ms, as a decoding batch
-does. The clients take turns. Measured is this process's CPU time for each event, JSON included.
+does. The clients take turns. This measures the process's CPU time for each event, JSON included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = b"data: " + json.dumps(_EVENT).encode() + b"\n\n"
 
 
 def serve(listener: socket.socket) -> None:
-    """The process of the server."""
+    """Runs the server in its process."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -80,7 +80,7 @@ async def sockets(port: int) -> AsyncIterator[None]:
 
 
 async def cost(client: Callable[[int], AsyncIterator[None]], port: int) -> float:
-    """CPU seconds of this process for each event."""
+    """Returns the CPU seconds of this process for each event."""
 
     async def read() -> int:
         return len([it async for it in client(port)])

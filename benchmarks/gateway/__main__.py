@@ -1,15 +1,15 @@
-"""Measures what the gateway adds to a token, beside a bare relay.
+"""Measures the delay that the gateway adds to a token, compared with a bare relay.
 
-Workers on the model-free engine make tokens at a fixed rate. A plain subscriber of all channels, a
-process of its own, notes when Redis has published each event, and bare HTTP clients, in another
-one, when its bytes arrive; both only note times, and what they mean is worked out afterwards. The
-difference is what the gateway and a socket add. Each load has several workers, as that many
-streams would have, so that their steps do not come all at once. Times in milliseconds.
+Workers on the model-free engine make tokens at a fixed rate. A process that subscribes to all
+channels records when Redis publishes each event. Another process, with bare HTTP clients, records
+when the event's bytes arrive. Both only record times, which are evaluated afterwards. The
+difference is the delay of the gateway and a socket. Each load has several workers, so that their
+steps do not come all at once. Times are in milliseconds.
 
-`--attacked` has an attacker beside the load, who sends the worst that a key of his own allows
-(`benchmarks/attacker.py`). His work and the reading of his bodies take their part of this machine's
-cores, so he attacks another gateway of another server too, in turns: what the streams have beside
-that is what they are to keep.
+`--attacked` adds an attacker to the load, which sends the worst calls that its API key allows
+(`benchmarks/gateway/attacker.py`). The attacker and the reading of its bodies also use this
+machine's cores. So in turns it attacks another gateway of another server: the streams should be as
+fast as during that attack.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 
 Noted = list[tuple[float, bytes]]
-"""`time.monotonic()` at which bytes came, and the bytes."""
+"""Pairs of the `time.monotonic()` at which bytes came, and the bytes."""
 
 Times = dict[tuple[str, int], float]
-"""By request and the count of its tokens with this event."""
+"""The time of each event, by request and by the number of its tokens up to this event."""
 
 _BLOCK_SIZE = 16
 _EVENT_ID = re.compile(rb"^id: (\S+)/(\d+)-\d+e?$", re.MULTILINE)
 _FIRST_SHARE = 0.2
-"""Of the tokens, which come while streams still begin, and are not counted."""
+"""The share of tokens that come while streams still begin. They are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Load:
     num_streams: int
     num_workers: int
     tokens_per_second: float
-    """Of one stream."""
+    """The rate of one stream."""
     seconds: float
 
     @property
@@ -82,7 +82,7 @@ class Load:
 LOADS = (Load(200, 4, 20.0, 15.0), Load(2000, 8, 2.0, 30.0))
 GATEWAY = ("promptq.producer.cli", "gateway", "--port", "0", "--redis")
 RELAY = ("benchmarks.gateway.relay",)
-"""Of the command line of what carries the streams; the server's URL follows."""
+"""Command lines of processes that carry the streams. The server's URL follows."""
 
 ROWS = (
     ("gateway", [GATEWAY], LOADS[0]),
@@ -95,11 +95,11 @@ ROWS = (
 @dataclass(frozen=True, slots=True)
 class Attack:
     calls_per_minute: int
-    """Of the attacker's key; 0: no limit."""
+    """The limit of the attacker's key; 0: no limit."""
     is_elsewhere: bool = False
-    """On another gateway, of another server, which carries nothing else."""
+    """Whether the attack goes to another gateway of another server, which has no other load."""
     seconds_before: float = 0.0
-    """How long it has attacked when the streams begin. A key's first calls may come at once."""
+    """Time from the attack's beginning to the streams'. A key's first calls may come at once."""
 
 
 _SPENT = 40.0
@@ -118,7 +118,7 @@ _ATTACKED = replace(LOADS[0], seconds=10.0)
 
 
 class PacedRunner(ModelFreeRunner):
-    """A step takes as long as it is told."""
+    """Each step takes `step_seconds`."""
 
     step_seconds = 0.0
 
@@ -128,7 +128,7 @@ class PacedRunner(ModelFreeRunner):
 
 
 def serve(url: str, load: Load) -> None:
-    """One of the load's workers, until it is ended."""
+    """Runs one of the load's workers until the process is ended."""
     configure_logs("warning", "auto")  # nobody reads its output
     slots = -(-load.num_streams // load.num_workers)
     num_blocks = slots * (load.num_tokens // _BLOCK_SIZE + 2)
@@ -150,7 +150,7 @@ def serve(url: str, load: Load) -> None:
 
 
 def observe(url: str, file: Path) -> None:
-    """Note what the channels bring until it is ended, and write it to `file`."""
+    """Record all messages of the channels until the process is ended, and write them to `file`."""
     noted: Noted = []
     host = urlsplit(url)
 
@@ -197,7 +197,7 @@ class HttpClient(asyncio.Protocol):
 
 
 async def ask(ports: Sequence[int], share: Load, secret: str) -> list[HttpClient]:
-    """All streams, a share from each port, from the first to the last byte."""
+    """Reads all streams, a share from each port, from the first to the last byte."""
     loop, finished = asyncio.get_running_loop(), asyncio.Semaphore(0)
     fields = {"prompt": "Hi", "stream": True, "max_tokens": share.num_tokens}
     payload = json.dumps(fields).encode()
@@ -218,7 +218,7 @@ def read_noted(file: Path) -> Noted:
 
 
 def published_times(noted: Noted) -> Times:
-    """When each event was published."""
+    """Returns the time at which each event was published."""
     times: Times = {}
     reader = hiredis.Reader()
     for at, data in noted:
@@ -232,7 +232,8 @@ def published_times(noted: Noted) -> Times:
 
 
 def arrival_times(clients: list[HttpClient]) -> Times:
-    """When each event's last byte arrived. Raises RuntimeError for an answer that is no stream."""
+    """Returns the time at which each event's last byte arrived. Raises RuntimeError for an answer
+    that is no stream."""
     times: Times = {}
     for client in clients:
         whole = b"".join(data for _, data in client.noted)
@@ -247,16 +248,16 @@ def arrival_times(clients: list[HttpClient]) -> Times:
 @dataclass(frozen=True, slots=True)
 class Measured:
     added: list[float]
-    """Seconds of each token."""
+    """The added seconds of each token."""
     cpu_per_token: float
-    """Seconds of CPU time that the gateway took, the beginnings of streams included."""
+    """Seconds of CPU time that the gateway used, including the beginnings of streams."""
     peak_bytes: int
 
 
 def measure(
     commands: Sequence[Sequence[str]], load: Load, attack: Attack | None = None
 ) -> Measured:
-    """Carry a load through processes that share its streams, and that are started for it."""
+    """Start processes that share the load's streams, and measure the streams through them."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
     share = replace(load, num_streams=load.num_streams // len(commands))
     with ExitStack() as stack:
@@ -302,7 +303,7 @@ def _port_in(said: str) -> int:
 
 
 def compare_attacks(load: Load, num_rounds: int) -> None:
-    """All attacks in turns, and the streams' p99 beside each as a share of that beside another."""
+    """Measure all attacks in turns, and compare the streams' p99 of pairs of attacks."""
     rounds = []
     for nth in range(num_rounds):
         order = list(ATTACKS) if nth % 2 == 0 else list(reversed(ATTACKS))
@@ -340,8 +341,12 @@ def _cpu_seconds(pid: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gateway", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
-    parser.add_argument("--attacked", action="store_true", help="one gateway, attacked and not")
+    parser.add_argument(
+        "--quick", action="store_true", help="run for a few seconds, to try the benchmark"
+    )
+    parser.add_argument(
+        "--attacked", action="store_true", help="one gateway, with and without an attacker"
+    )
     parser.add_argument("--rounds", type=int, default=_NUM_ROUNDS, help="of --attacked")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--observe", help=argparse.SUPPRESS)

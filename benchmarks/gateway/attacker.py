@@ -1,7 +1,7 @@
-"""An attacker beside a gateway's load: `benchmarks.gateway` starts it as a process of its own.
+"""An attacker beside a gateway's load. `benchmarks.gateway` starts it as a separate process.
 
-With a key of its own it sends the worst bodies that are allowed, and some slowly, again and again
-until it is ended. It is no flood: each kind of body is sent by one connection at a time.
+With its API key it sends the worst bodies that are allowed, some of them slowly, again and again
+until it is ended. This is no flood: for each kind of body there is one connection at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def _repeat(port: int, path: str, secret: str, body: bytes, answers: Count
 
 
 async def _drip(port: int, secret: str) -> None:
-    """One byte now and then of a body, on one connection after the other."""
+    """Sends a body byte by byte with pauses, on one connection after the other."""
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         f"Authorization: Bearer {secret}\r\nContent-Length: {_MOST_BODY_BYTES}\r\n\r\n"
@@ -60,7 +60,7 @@ async def _drip(port: int, secret: str) -> None:
 
 
 async def attack(port: int, secret: str) -> None:
-    """Until it is ended."""
+    """Attacks until the process is ended."""
     answers: Counter[str] = Counter()
     chats, texts = "/v1/chat/completions", "/v1/completions"
     async with asyncio.TaskGroup() as tasks:
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--secret", required=True)
     options = parser.parse_args()
-    # It would be on a machine of its own, so whatever else is to run here goes before it.
+    # A real attacker has another machine, so all other processes here have priority.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     asyncio.run(attack(options.port, options.secret))
 

@@ -1,8 +1,8 @@
 """The least that can stand between Redis and a client: `python -m benchmarks.gateway.relay URL`.
 
-One connection brings the events of all streams, and each goes out as it came, in one write: no
-catching up, no chunks of an API, no bounds. What it adds to a token is the machine's, not the
-gateway's. It answers as far as `benchmarks.gateway` asks.
+One connection brings the events of all streams. The relay passes each event on unchanged, in one
+write: without catching up, without chunks of an API, without bounds. So its delay of a token is
+that of the machine, not of the gateway. It has only the endpoints that `benchmarks.gateway` uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Relay:
         self._asking = asyncio.Semaphore(_MAX_ASKING)
 
     async def begin(self, transport: asyncio.Transport, body: bytes) -> None:
-        """Enqueue what a client asks for, and let its events go there."""
+        """Enqueue a client's request, and send the request's events to the client."""
         asked = json.loads(body)
         request_id = f"cmpl-{new_request_id()}"
         self.streams[request_id.encode()] = transport
@@ -86,7 +86,7 @@ class _Server(asyncio.Protocol):
 
 
 async def serve(url: str) -> None:
-    """Until it is ended."""
+    """Serves until the process is ended."""
     loop, host = asyncio.get_running_loop(), urlsplit(url)
     async with AsyncClient(url) as client:
         relay = Relay(client)

@@ -1,11 +1,11 @@
 """Checks and measures the engine on a GPU.
 
-Needs PyTorch, Triton and transformers. First the kernels are held against references, and whole
-models against `generate`; then a random 8B model of Qwen3's shape is measured against what the
-device allows, and against transformers' continuous batching and, where it is installed, vLLM. At
-the end a table holds the figures against their targets. With `--fewer-bits` the model is measured
-in other formats instead, in about three minutes. With `--tiny --device cpu` all of it runs on a
-small model, in Triton's interpreter, to try the script itself.
+Needs PyTorch, Triton and transformers. First the kernels are compared with references, and whole
+models with `generate`. Then a random 8B model of Qwen3's shape is compared with the device's
+limits, with transformers' continuous batching and, where it is installed, with vLLM. At the end a
+table compares the figures with their targets. With `--fewer-bits` the model is measured in other
+formats instead, in about three minutes. With `--tiny --device cpu` all of it runs on a small model,
+in Triton's interpreter, to try the script itself.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 CONTINUOUS = "over transformers' continuous batching"
 VLLM = {1: 1.2, 64: 1.0, 256: 1.0}
-"""By requests at once: how many times the tokens a second of vLLM are wanted."""
+"""Targets by the number of requests at once, as multiples of vLLM's tokens a second."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model and short lengths")
-    parser.add_argument("--seconds", type=float, default=400, help="start nothing after this long")
+    parser.add_argument("--seconds", type=float, default=400, help="start no part after this time")
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument(
         "--fewer-bits",
@@ -48,7 +48,7 @@ def main() -> int:
         help="only weights, and K and V, in other formats than bf16",
     )
     parser.add_argument(
-        "--measure-what-is-wrong", action="store_true", help="go on when a check fails"
+        "--measure-what-is-wrong", action="store_true", help="continue when a check fails"
     )
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
@@ -80,14 +80,14 @@ def main() -> int:
 
 
 class Report:
-    """Prints and writes as it goes, so that a run cut short still says what it found."""
+    """Prints and writes results as they come, so that an interrupted run leaves its results."""
 
     def __init__(self, seconds: float, path: Path | None) -> None:
         self.started = time.perf_counter()
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
         self.table: dict[str, tuple[float, float | None, str]] = {}
-        """By name: what is wanted at least, the figure, and why there is none."""
+        """By name: the target, the figure, and the reason if there is no figure."""
         self._seconds = seconds
         self._path = path
 
@@ -96,7 +96,7 @@ class Report:
             self._path.write_text(json.dumps(self.figures, indent=1))
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do a part; a failure is noted, and the rest goes on. None if there is no result."""
+        """Do a part, and note its failure; other parts still run. None: there is no result."""
         if time.perf_counter() - self.started > self._seconds:
             print(f"{name}: no time left")
             return None
@@ -114,7 +114,7 @@ class Report:
         return result
 
     def want(self, name: str, wanted: float) -> None:
-        """Have a row in the table, even if the figure is never measured."""
+        """Add a row to the table, even if the figure is never measured."""
         self.table[name] = (wanted, None, "no time left, or an error above")
 
     def reach(self, name: str, figure: float | None, why_none: str = "") -> None:
@@ -149,7 +149,7 @@ def device_of(name: str) -> torch.device:
 
 
 def are_right(report: Report, checks: dict[str, Callable[[], str]], whatever: bool) -> bool:
-    """Whether to go on: what is wrong need not be fast."""
+    """Whether to continue: code with wrong results need not be fast."""
     for name, check in checks.items():
         result = report.part(name, check)
         if result is not None:
@@ -290,7 +290,7 @@ def measure(
 def measure_serving(
     report: Report, loaded: LoadedModel, size: Size, device: torch.device
 ) -> dict[int, float]:
-    """Measures the engine under load. Tokens a second by the number of requests at once."""
+    """Measures the engine under load. Returns tokens a second by the number of requests at once."""
     from benchmarks.gpu import serving
 
     served = report.part("serving", lambda: serving.Serving(loaded, size, device))
@@ -345,7 +345,7 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
 
 
 def say_all(report: Report, figures: list[Figure] | None) -> None:
-    """Figures whose names begin like a row of the table are for that row."""
+    """Reports figures. If a figure's name begins with a row's name, it belongs to that row."""
     for figure in figures or []:
         share = figure.share_of_floor
         text = f"{figure.took:.3f} ms"

@@ -1,7 +1,7 @@
-"""Stands in for what needs pydantic, on a machine that has only PyTorch and transformers.
+"""Replaces classes that need pydantic, on a machine that has only PyTorch and transformers.
 
-The engine takes checked requests and checks nothing again, so plain classes do: what it reads of
-them is here, with the values that ask for nothing.
+The engine expects checked requests and does not check them again, so plain classes suffice. They
+have the fields that the engine reads, with values that request no feature.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TokenLogprob:
 
 
 def stand_in() -> None:
-    """Put these where the engine looks, unless the real ones can be imported."""
+    """Put these classes in place of the real ones, unless those can be imported."""
     if find_spec("pydantic") is not None:
         return
     stand_ins = {

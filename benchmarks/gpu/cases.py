@@ -1,5 +1,4 @@
-"""Random paged attention, and what plain attention in higher precision makes of it; and random
-weights of few bits."""
+"""Random cases of paged attention with their exact results, and random weights of few bits."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ class Shape:
 
 
 class Case:
-    """A step of random sequences in a cache in which all else is not a number.
+    """A step of random sequences. All other cells of the cache are NaN.
 
     `step` lists each sequence's context after the step and its rows in it: the decodes, in
-    descending order of context, then the chunks. `shared` says of a sequence with which earlier one
-    it shares the whole blocks of so many positions. The cache keeps K and V in the dtype `kept`,
-    and their numbers are such that this loses nothing.
+    descending order of context, then the chunks. `shared` has, for a sequence, the earlier sequence
+    with which it shares whole blocks, and the number of shared positions. The cache keeps K and V
+    in the dtype `kept`, which holds their numbers exactly.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Case:
         )
 
     def attend(self, backend: AttentionBackend, scoring: Scoring) -> torch.Tensor:
-        """[T, num_heads, value_size]; memory that the backend takes is poisoned beforehand."""
+        """Returns [T, num_heads, value_size]. New tensors of the backend begin as NaN."""
         with poisoned_memory():
             return backend.attend(
                 self.query,
@@ -158,7 +157,7 @@ class Case:
         return torch.cat(outputs)
 
     def untouched(self) -> bool:
-        """Whether the cache holds the sequences' K and V, and elsewhere still what it held."""
+        """Whether the cache holds the sequences' K and V, and all other cells are unchanged."""
         key, value = (it.to(self.query.dtype) for it in (self.cache.key, self.cache.value))
         expected = LayerCache(torch.full_like(key, math.nan), torch.full_like(value, math.nan))
         blocks, offsets = self._all_places
@@ -174,7 +173,7 @@ class Case:
 
 
 def _seen(context: int, rows: int, pattern: Pattern) -> torch.Tensor:
-    """[rows, context]: which positions each query sees, from what Pattern says."""
+    """Returns [rows, context]: which positions each query sees by its Pattern."""
     positions = torch.arange(context)
     queries = range(context - rows, context)
     first = torch.tensor([pattern.first_visible(position) for position in queries])
@@ -191,7 +190,7 @@ def random_weight(
     *,
     has_offsets: bool,
 ) -> QuantizedWeight:
-    """Without a group, an output has one scale."""
+    """Returns a random weight. Without a group, an output has one scale."""
     generator, group = _generator(seed, device), group or inputs
     shape = outputs, -(-inputs * bits // 8)
     numbers = torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
@@ -209,18 +208,18 @@ def random_fp8_weight(outputs: int, inputs: int, seed: int, device: torch.device
 
 
 def _generator(seed: int, device: torch.device) -> torch.Generator | None:
-    """None on the device that has no values."""
+    """Returns a generator; None on the device `meta`, which has no values."""
     return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 def off_by(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """The size of the difference over that of what is expected; NaN if anything is."""
+    """Returns the norm of the difference over that of `expected`; NaN if any value is NaN."""
     return float((output.double() - expected).norm() / expected.norm())
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors are not numbers until they are written to."""
+    """Fill new tensors with NaN, so that reads of unwritten memory show."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -1,4 +1,4 @@
-"""That the kernels, and whole models on them, are right, before anything is measured."""
+"""Checks that the kernels, and whole models on them, compute correctly, before any measurement."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CASES: list[tuple[torch.dtype, Shape, Pattern, float | None]] = [
     *((dtype, SHAPES[0], FULL, None) for dtype in (torch.float32, torch.float16)),
     *((dtype, SHAPES[3], CHUNK, 20.0) for dtype in (torch.float32, torch.float16)),
 ]
-"""With a softcap there are sinks too. In FP8 are K and V; the queries beside them are in bf16."""
+"""Cases with a softcap also have sinks. FP8 is the format of K and V; their queries are in bf16."""
 TINY_STEPS = [[(70, 1), (1, 1)], [(40, 1), (20, 20), (30, 6)]]
 TINY_CASES = [
     (dtype, Shape(6, 2, 16, 12), pattern, softcap)
@@ -69,19 +69,19 @@ TINY_CASES = [
     for pattern, softcap in ((FULL, None), (WINDOW, 20.0))
 ]
 PRODUCTS = [(8, None, False), (8, 32, True), (4, 32, False), (4, 128, True)]
-"""Bits, group, and whether there are offsets."""
+"""Bits, group size, and whether there are offsets."""
 FAMILIES = [
     *("qwen3", "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "nemotron", "granite"),
     *("hunyuan_v1_dense", "gpt_oss", "qwen2_moe", "glm4_moe", "phimoe", "deepseek_v3"),
 ]
-"""Each has parts of layers that the others do not have."""
+"""Families that each have some parts of layers that the others do not have."""
 TINY_FAMILIES = ["qwen3", "gpt_oss"]
 EXPERTS = [None, *PRODUCTS]
 """Formats of the weights of experts. None: bf16."""
 
 
 def check_kernels(device: torch.device, *, tiny: bool) -> str:
-    """Raises AssertionError naming all cases that are off, with their seed."""
+    """Checks attention. Raises AssertionError that names all wrong cases, with their seed."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     cases = TINY_CASES if tiny else CASES
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
@@ -111,7 +111,7 @@ def check_kernels(device: torch.device, *, tiny: bool) -> str:
 
 
 def check_products(device: torch.device, *, tiny: bool) -> str:
-    """Products with weights of few bits. Raises AssertionError naming all that are off."""
+    """Checks products with weights of few bits. Raises AssertionError that names all wrong ones."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     generator = torch.Generator().manual_seed(seed)
     wrong: list[str] = []
@@ -145,8 +145,8 @@ def check_products(device: torch.device, *, tiny: bool) -> str:
 
 
 def check_experts(device: torch.device, *, tiny: bool) -> str:
-    """Products with the weights of experts, for few rows and for many, and the choice of experts.
-    Raises AssertionError naming all that are off."""
+    """Checks products with the weights of experts, for few rows and for many, and the choice of
+    experts. Raises AssertionError that names all wrong ones."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     generator = torch.Generator().manual_seed(seed)
     wrong: list[str] = []
@@ -216,7 +216,7 @@ def _check_fp8(device: torch.device, seed: int) -> str:
 
 
 def _check_fp8_heads(device: torch.device, seed: int) -> None:
-    """K and V that are written in fp8 are those written in bf16, rounded."""
+    """Checks that K and V written in fp8 are the rounded K and V written in bf16."""
     num_rows, num_kv_heads, size = 3, 2, 64
     qkv = torch.randn(
         num_rows, 4 * num_kv_heads * size, generator=torch.Generator().manual_seed(seed)
@@ -243,7 +243,8 @@ def _check_fp8_heads(device: torch.device, seed: int) -> None:
 
 
 def check_models(device: torch.device, *, tiny: bool) -> str:
-    """Greedy tokens of whole models in fp32, joining as they come, are those of `generate`."""
+    """Checks the greedy tokens of whole models in fp32, whose requests join a batch, by
+    `generate`."""
     seed = secrets.randbelow(1 << 31)
     generator = torch.Generator().manual_seed(seed)
     prompts = [
@@ -290,7 +291,7 @@ def run(
     num_tokens: int,
     params: SamplingParams = GREEDY,
 ) -> list[list[int]]:
-    """Outputs of a fixed length, all added at once."""
+    """Returns outputs of a fixed length. All requests are added at once."""
     outputs: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         engine.add(

@@ -1,4 +1,4 @@
-"""The measured model with weights, or K and V, of fewer bits. Its numbers are random."""
+"""Builds the measured model with weights, or K and V, of fewer bits. Its numbers are random."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from promptq.worker.engine.quantization.modules import FewBits, quantize_model
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """None: as they are."""
+    """A number format of the model. None: bf16."""
 
     bits: int | None = None
-    """Of a weight: 8 or 4, as integers."""
+    """Bits of a weight: 8 or 4, as integers."""
     group: int | None = None
     """How many weights of an output share a scale; None: all."""
     has_fp8_weights: bool = False
@@ -31,7 +31,7 @@ class Format:
 
     @property
     def of_head(self) -> Format:
-        """The format of the output layer: beside integers it has 8 bits, as in workers."""
+        """The format of the output layer: 8 bits if weights are integers, as in workers."""
         return self if self.bits is None else Format(bits=8)
 
 
@@ -46,14 +46,14 @@ FORMATS = {
 
 
 def check(size: Size, device: torch.device) -> CheckedModel:
-    """Runs the check at load on the model."""
+    """Checks the model like a worker's start."""
     loaded = models.build(size, device)
     checked = check_model(loaded, [TritonPaged()], size.max_length)
     return replace(checked, modules=[], decoder=FusedDecoder)  # the model itself can go
 
 
 def build(name: str, checked: CheckedModel, size: Size, device: torch.device) -> Bench:
-    """The model that was `checked`, in another format."""
+    """Builds the `checked` model in another format."""
     wanted, loaded, specs = FORMATS[name], models.build(size, device), checked.specs
     quantize(loaded.model, wanted, device)
     if wanted.has_fp8_cache:

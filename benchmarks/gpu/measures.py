@@ -1,4 +1,4 @@
-"""How far decodes, prefills and the kernels by themselves are from what the device allows."""
+"""Compares decodes, prefills and single kernels with the device's limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from promptq.worker.engine.load_check.checked_model import CheckedModel
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured time, in milliseconds, and the least that it could be."""
+    """One measured time, in milliseconds, and its lower bound on this device."""
 
     name: str
     took: float
@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def share_of_floor(self) -> float | None:
-        """1 is as fast as the device allows."""
+        """The lower bound over the time: 1 is as fast as the device allows."""
         return None if self.floor is None else self.floor / self.took
 
 
@@ -42,8 +42,8 @@ def measure_decode(
     repeats: int,
     compiled: bool = False,
 ) -> list[Figure]:
-    """Decode steps as they are, and padded as graphs, over the memory floor. Compiled layers
-    compute the first of them only."""
+    """Measures decode steps, directly and padded as graphs, against the time of reading memory.
+    Compiled layers compute only the first of them."""
     launched = "without graph" if compiled else "eager"
     figures = []
     with bench.layers(compiled=compiled) as model:
@@ -62,7 +62,7 @@ def measure_decode(
 
 @torch.inference_mode()
 def measure_kernels(bench: Bench, contexts: list[int]) -> list[KernelTime]:
-    """The kernels of a decode step that is replayed as a graph."""
+    """Measures the kernels of a decode step that is replayed as a graph."""
     step = bench.step(contexts, 1)
     rows = torch.arange(len(contexts), device=bench.device)
     with bench.layers(compiled=False) as model:
@@ -71,7 +71,7 @@ def measure_kernels(bench: Bench, contexts: list[int]) -> list[KernelTime]:
 
 
 def decode_floor(bench: Bench, ceilings: Ceilings, contexts: list[int]) -> float:
-    """Seconds in which weights and live K and V can be read."""
+    """Returns the seconds in which weights and live K and V can be read."""
     kv_bytes = sum(contexts) * bench.cache.bytes_per_token
     return (weight_bytes(bench.loaded.model) + kv_bytes) / ceilings.bytes_per_second
 
@@ -80,7 +80,7 @@ def decode_floor(bench: Bench, ceilings: Ceilings, contexts: list[int]) -> float
 def measure_prefill(
     bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
 ) -> list[Figure]:
-    """A step of whole prompts over what its products take at the matrix rate."""
+    """Measures a step of whole prompts against the time of its products at the matrix rate."""
     size = bench.size
     step = bench.step([size.prompt] * size.prompts, size.prompt)
     rows = step.sampled
@@ -104,7 +104,7 @@ def measure_format(
     *,
     repeats: int,
 ) -> list[Figure]:
-    """Decodes and a prefill of the model in another format."""
+    """Measures decodes and a prefill of the model in another format."""
     bench = formats.build(name, checked, size, device)
     figures = measure_decode(bench, ceilings, repeats=repeats)
     [prefill] = measure_prefill(bench, ceilings, repeats=repeats)
@@ -118,7 +118,7 @@ def measure_format(
 def measure_attention(
     size: Size, ceilings: Ceilings, device: torch.device, *, repeats: int
 ) -> list[Figure]:
-    """One layer's attention alone, beside torch's own for packed sequences."""
+    """Measures one layer's attention alone, compared with torch's for packed sequences."""
     shape = Shape(size.heads, size.kv_heads, size.head_size, size.head_size, BLOCK_SIZE)
     figures = []
     for kind, step in (
@@ -168,7 +168,7 @@ def _triton(case: Case, scoring: Scoring) -> torch.Tensor:
 
 
 def _varlen(case: Case, scoring: Scoring) -> torch.Tensor:
-    """Without the write into the cache, which Triton's time includes."""
+    """Computes torch's attention. It does not write the cache, unlike Triton's."""
     from torch.nn.attention.varlen import varlen_attn
 
     layout, device = case.layout, case.query.device
@@ -198,7 +198,8 @@ def _varlen(case: Case, scoring: Scoring) -> torch.Tensor:
 
 
 def _why_no_block_table(device: torch.device) -> str:
-    """Why torch's varlen_attn reads no block table here (as of torch 2.13); empty if it does.
+    """Returns why torch's varlen_attn reads no block table here (as of torch 2.13); empty if it
+    does.
 
     FlashAttention 3 is activated if it is installed.
     """

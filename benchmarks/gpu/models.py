@@ -1,4 +1,4 @@
-"""Random models of the size that is measured, and steps for them."""
+"""Random models of the measured size, and steps for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = 5
 
 
 class PaddedModel(GraphedModel):
-    """Runs the same padded steps on the same buffers; only on a GPU as graphs."""
+    """Runs the same padded steps on the same buffers, on a GPU as graphs."""
 
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
         if device.type == "cuda":
@@ -47,7 +47,7 @@ class PaddedModel(GraphedModel):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A Qwen3-shaped model and what it is measured with; lengths in tokens."""
+    """The size of a model of Qwen3's shape, and of its workloads. Lengths are in tokens."""
 
     hidden: int
     layers: int
@@ -64,11 +64,11 @@ class Size:
     request_prompt: int
     request_output: int
     batches: tuple[int, ...]
-    """Other batches that decode, of the same length."""
+    """Sizes of further batches of decodes, with the same length."""
     long_context: int
-    """One among `batch` sequences."""
+    """The length of one long sequence among `batch`."""
     guest: int
-    """The prompt that comes beside `batch` decodes."""
+    """The length of a prompt that is computed beside `batch` decodes."""
 
     @property
     def products(self) -> list[tuple[int, int]]:
@@ -114,7 +114,7 @@ TINY = Size(
 
 
 def build(size: Size, device: torch.device) -> LoadedModel:
-    """Made on the device, in bf16."""
+    """Builds a random model on the device, in bf16."""
     config = AutoConfig.for_model(
         "qwen3",
         hidden_size=size.hidden,
@@ -140,7 +140,8 @@ def build(size: Size, device: torch.device) -> LoadedModel:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Of what each step reads: all but the input embedding, of which it reads a few rows."""
+    """Returns the bytes of the weights that each step reads: all except the input embedding, of
+    which it reads a few rows."""
     read = [*model.parameters()]
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -150,7 +151,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 class Bench:
-    """A model on a cache full of random numbers, and sequences at hand."""
+    """A model on a cache of random numbers, and sequences for steps."""
 
     def __init__(
         self,
@@ -178,8 +179,8 @@ class Bench:
 
     @contextmanager
     def layers(self, *, compiled: bool) -> Iterator[Model]:
-        """The model as it is served, or the library's modules, compiled for this time. Raises
-        RuntimeError if they cannot be."""
+        """Yields the model as it is served, or the library's modules, compiled inside the block.
+        Raises RuntimeError if they cannot be compiled."""
         if not compiled:
             yield self.model
             return
@@ -196,7 +197,7 @@ class Bench:
             model.undo()
 
     def graphed(self, model: Model, batch: int) -> PaddedModel:
-        """For the batch that is measured."""
+        """Returns the model with graphs for the measured batch."""
         return PaddedModel(
             model,
             [StepKind(batch)],
@@ -207,7 +208,8 @@ class Bench:
         )
 
     def step(self, contexts: list[int], num_tokens: int) -> PackedStep:
-        """The last `num_tokens` of sequences of these lengths, their blocks all over the cache."""
+        """Returns a step of the last `num_tokens` of sequences of these lengths. Their blocks are
+        scattered over the cache."""
         generator = torch.Generator().manual_seed(SEED)
         blocks = torch.randperm(self.cache.num_blocks, generator=generator).tolist()
         shares = []

@@ -1,4 +1,5 @@
-"""The whole engine under load: several batches, sampling parameters, Poisson arrivals, a guest."""
+"""Measures the whole engine under load: batches, sampling parameters, Poisson arrivals, and a long
+prompt (the guest) beside decodes."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Serving:
         self._runner = ModelRunner.of(loaded, options)
 
     def rate(self, count: int, params: SamplingParams = GREEDY) -> float:
-        """Output tokens a second of so many requests that come at once."""
+        """Returns output tokens a second for `count` requests that come at once."""
         size = self._size
         run(self._engine(), random_prompts(size, count, SEED), 2, params)
         wait(self._device)
@@ -71,7 +72,7 @@ class Serving:
         return sum(map(len, outputs)) / (time.perf_counter() - started)
 
     def poisson(self, tokens_per_second: float) -> Latencies:
-        """Requests that arrive at random, at LOAD of this rate of output tokens."""
+        """Measures requests that arrive at random, at LOAD of this rate of output tokens."""
         size, engine = self._size, self._engine()
         chance = random.Random(SEED)
         rate = LOAD * tokens_per_second / size.request_output
@@ -104,8 +105,8 @@ class Serving:
         return found
 
     def long_guest(self) -> tuple[float, float, float]:
-        """A long prompt beside decodes. Seconds: a step of decodes alone, the longest step with the
-        guest, and its first token."""
+        """Measures a long prompt beside decodes. Returns three times in seconds: of a step of
+        decodes alone, of the longest step with the guest, and until the guest's first token."""
         size, engine = self._size, self._engine()
         # They outlast the guest, and are then dropped.
         length = size.max_length - size.request_prompt

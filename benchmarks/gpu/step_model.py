@@ -1,8 +1,8 @@
 """Counts the kernels of a decode step, and models their time.
 
-`TRITON_INTERPRET=1 python -m benchmarks.gpu.step_model` needs no GPU. It is a model and no
-measurement: a kernel takes its launch, and as long as the memory needs for the bytes that it moves.
-The launches are counted by running the decoder on tensors without values.
+`TRITON_INTERPRET=1 python -m benchmarks.gpu.step_model` needs no GPU. This is a model and no
+measurement: a kernel takes the time of its launch and of moving its bytes. The launches are counted
+by running the decoder on tensors without values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ LAUNCH = 1.5e-6
 """Seconds from the end of a kernel in a CUDA graph to the start of the next; an assumption."""
 BATCHES, CONTEXT = (1, 64, 256), 1000
 NUM_BYTES = 2
-"""Of a number in bf16, and of a scale beside 4 bits. A scale beside 8 bits has twice as many."""
+"""Bytes of a number in bf16, and of a scale for 4 bits. A scale for 8 bits has twice as many."""
 META = torch.device("meta")
 PRODUCTS = ("mm", "_scaled_mm", "_product_kernel")
-"""The launches that multiply."""
+"""The names of launches that multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Kernel:
 
 
 def _matmul(rows: int, inputs: int, outputs: int, wanted: Format = WIDE) -> list[Kernel]:
-    """The launches of a product with a weight of this format."""
+    """Returns the launches of a product with a weight of this format."""
     weight = _bytes_of(inputs, outputs, wanted)
     if wanted.has_fp8_weights:  # rows are rounded first, each with a scale
         in_fp8 = rows * (inputs + 4)
@@ -61,7 +61,7 @@ def _matmul(rows: int, inputs: int, outputs: int, wanted: Format = WIDE) -> list
 
 
 def _bytes_of(inputs: int, outputs: int, wanted: Format) -> int:
-    """Of a weight with all its scales."""
+    """Returns the bytes of a weight with all its scales."""
     if wanted.has_fp8_weights:
         return outputs * (inputs + 4)
     if wanted.bits is None:
@@ -71,12 +71,12 @@ def _bytes_of(inputs: int, outputs: int, wanted: Format) -> int:
 
 
 def _add_norm(rows: int, hidden: int) -> Kernel:
-    """Reads the hidden state and the update, and writes the sum and its norm."""
+    """The launch that reads the hidden state and the update, and writes the sum and its norm."""
     return Kernel("_add_norm_kernel", NUM_BYTES * (4 * rows + 1) * hidden)
 
 
 def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
-    """The launches of a layer in a decode step of so many rows, each with so long a context."""
+    """Returns a layer's launches in a decode step of `rows` rows with this context each."""
     query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
     to_heads, to_output, to_inner, from_inner = size.products
     of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
@@ -97,7 +97,7 @@ def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) ->
 
 
 def outer_kernels(size: Size, rows: int, wanted: Format = WIDE) -> list[Kernel]:
-    """The launches before the first layer and after the last, without sampling."""
+    """Returns the launches before the first layer and after the last, without sampling."""
     copied = NUM_BYTES * 2 * rows * size.hidden
     return [
         Kernel("embedding", copied),
@@ -109,7 +109,7 @@ def outer_kernels(size: Size, rows: int, wanted: Format = WIDE) -> list[Kernel]:
 
 
 def step_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
-    """All launches of a decode step."""
+    """Returns all launches of a decode step."""
     in_layers = layer_kernels(size, rows, context, wanted) * size.layers
     return in_layers + outer_kernels(size, rows, wanted)
 
@@ -128,10 +128,8 @@ def floor_bytes(size: Size, rows: int, context: int, wanted: Format = WIDE) -> i
 
 
 class Recorder(TorchDispatchMode):
-    """Counts launches: Triton's kernels, and torch's operations but views and allocations.
-
-    On tensors of the meta device nothing is computed, and any look at a value raises.
-    """
+    """Counts launches: Triton's kernels, and torch's operations except views and allocations.
+    Tensors of the device `meta` compute nothing, and reading a value raises an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +147,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def add_bytes(self, arguments: Sequence[Any]) -> None:
-        """Of the tensors of a product, each once."""
+        """Add the bytes of a product's tensors, each once."""
         tensors = {id(each): each for each in arguments if isinstance(each, torch.Tensor)}
         self.product_bytes += sum(it.nbytes for it in tensors.values())
 
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
-    """Record what is launched meanwhile; Triton's kernels do not run."""
+    """Record all launches inside the block. Triton's kernels do not run."""
     recorder = Recorder()
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tokens a second of the whole engine, beside transformers' continuous batching and vLLM."""
+"""Measures tokens a second of the engine, of transformers' continuous batching and of vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PEER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def peer_settings(device: torch.device) -> dict[str, dict[str, Any]]:
-    """By name; a CPU has neither graphs nor a second stream."""
+    """Returns the peer's settings by name. A CPU has neither graphs nor a second stream."""
     return PEER_SETTINGS if device.type == "cuda" else {"as it chooses": {}}
 
 
@@ -51,7 +51,7 @@ def random_prompts(size: Size, count: int, seed: int, length: int | None = None)
 def engine_rate(
     loaded: LoadedModel, size: Size, device: torch.device, *, compiled: bool
 ) -> tuple[float, float]:
-    """Output tokens a second, and the seconds that loading took, graphs included."""
+    """Returns output tokens a second, and the seconds of loading, graphs included."""
     tokens = size.requests * (size.request_prompt + size.request_output + BLOCK_SIZE)
     started = time.perf_counter()
     text = loaded.text_config
@@ -131,9 +131,9 @@ def peer_rate(
 
 
 def vllm_rates(loaded: LoadedModel, size: Size, counts: list[int]) -> dict[int, float]:
-    """Output tokens a second of vLLM for so many requests at once, by their number. Its weights
-    are its own random ones of the same shapes. It runs in a process of its own, which leaves the
-    device empty for it only if nothing of ours is left there."""
+    """Returns vLLM's output tokens a second, by the number of requests at once. vLLM makes random
+    weights of the same shapes. It runs in a separate process and needs the whole device, so nothing
+    of ours may be left there."""
     config: Any = loaded.model.config
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""How long the device takes, and how fast it can be at best."""
+"""Measures how long the device takes, and its highest rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """The median time of one call, after two that warm up a device."""
+    """Returns the median time of one call, after two calls that warm up the device."""
     for _ in range(2 if device.type == "cuda" else 0):
         work()
     times = []
@@ -50,8 +50,7 @@ class KernelTime:
 
 
 def kernels_of(step: Callable[[], object], num_steps: int = 10) -> list[KernelTime]:
-    """The kernels of a step on the current CUDA device, those that take longest first: means of
-    some steps."""
+    """Returns a step's kernels on the current CUDA device, longest first: means of steps."""
     step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -79,7 +78,7 @@ class Ceilings:
     copied_per_second: float
     """Bytes of a copy from device to device; bytes read and bytes written are both counted."""
     flops: float
-    """Of a bf16 product of large square matrices."""
+    """Operations a second of a bf16 product of large square matrices."""
     card: str = ""
     """The name in CARDS, if the device is one of them."""
 

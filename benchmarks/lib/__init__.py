@@ -1,1 +1,1 @@
-"""Helpers of rows: they start a server or a peer, send a workload and note when tokens come."""
+"""Helpers of rows: they start a server or a peer, send a workload and record when tokens come."""

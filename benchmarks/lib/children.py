@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def child(*args: str, **environment: str) -> Iterator[tuple[int, str]]:
-    """A module of ours in a process of its own: its id, and its line when it was ready."""
+    """Runs a module in a child process. Yields the process id and the ready line."""
     process = subprocess.Popen(
         [sys.executable, "-m", *args],
         stdout=subprocess.PIPE,

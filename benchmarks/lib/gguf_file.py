@@ -61,8 +61,8 @@ _ARCHITECTURES = {
 def gguf_file(
     model: Path, gguf_package: Path, format: str = "BF16", *, folder: Path | None = None
 ) -> Path:
-    """The file, written beside the weights or into `folder` once; `gguf_package` comes with
-    llama.cpp.
+    """Returns the file, which is written once, beside the weights or into `folder`. `gguf_package`
+    comes with llama.cpp.
 
     `format` is F32, BF16, Q8_0 or Q4_0. Norms and other small tensors are always in fp32. Beside
     Q4_0 the embedding, which is the output layer too, is in Q8_0, as ours is in int8 beside int4.
@@ -77,7 +77,7 @@ def gguf_file(
 
 
 def gguf_name(name: str, family: str = "qwen3") -> str:
-    """A tensor's name there: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
+    """Returns a tensor's name in GGUF: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
     names = {**_NAMES, **_MORE_NAMES.get(family, {})}
     stem, ending = (name[:-7], ".weight") if name.endswith(".weight") else (name, "")
     if stem.startswith("model.layers."):

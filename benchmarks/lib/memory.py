@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def tree(*roots: int) -> list[int]:
-    """The processes with these ids and all that descend from them."""
+    """Returns the processes with these ids and all their descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
@@ -23,14 +23,14 @@ def tree(*roots: int) -> list[int]:
 
 
 def reset_peak(pids: list[int]) -> None:
-    """Let the kernel count the peaks from here on."""
+    """Make the kernel count the peaks from now on."""
     for pid in pids:
         with suppress(OSError):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_bytes(pids: list[int]) -> int:
-    """Sum of the peaks of resident memory. Pages that processes share count for each of them."""
+    """Returns the sum of the peaks of resident memory. Shared pages count for each process."""
     total = 0
     for pid in pids:
         with suppress(OSError):
@@ -46,8 +46,8 @@ def own_tree() -> list[int]:
 
 @contextmanager
 def watching_own_memory() -> Iterator[list[int]]:
-    """Watch the bytes that belong to this process alone, so no pages of mapped files. Their peak,
-    beyond those at the beginning, is the only number of the list at the end."""
+    """Watch the bytes that belong to this process alone, without pages of mapped files. At the end,
+    the list has one number: their peak minus their value at the beginning."""
     at_first, peak, ended = _own_bytes(), [0], threading.Event()
 
     def watch() -> None:

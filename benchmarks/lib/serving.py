@@ -23,7 +23,7 @@ def free_port() -> int:
 def serve(
     job: Job, done: Callable[[str, Outcome], None], command: list[str], port: int, stream: Stream
 ) -> None:
-    """All workloads against the server that `command` starts; its memory is the server's alone."""
+    """Runs all workloads against the server that `command` starts. Reports its memory alone."""
     with running_server(command) as server:
         asyncio.run(_drive_all(job, done, server, port, stream))
 

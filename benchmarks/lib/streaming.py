@@ -1,4 +1,4 @@
-"""Sends a workload's requests at their times and notes when their tokens come, over asyncio."""
+"""Sends a workload's requests at their times and records when their tokens come, with asyncio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Stream = Callable[[Request], AsyncIterator[int]]
 
 
 async def drive(workload: Workload, stream: Stream) -> Outcome:
-    """One task for each request, as independent users would be."""
+    """Runs a workload with one task for each request, like independent users."""
     traces = [Trace(0.0) for _ in workload.requests]
     regular = [
         trace for trace, request in zip(traces, workload.requests, strict=True) if not request.after
@@ -41,10 +41,8 @@ async def drive(workload: Workload, stream: Stream) -> Outcome:
 
 
 async def http_events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The server-sent events of one POST, read with as little work of ours as can be.
-
-    Raises RuntimeError with what the server says if it refuses.
-    """
+    """Yields the server-sent events of one POST, with as little work as possible. Raises
+    RuntimeError with the server's message if the server refuses the request."""
     payload = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -69,7 +67,7 @@ async def http_events(port: int, path: str, body: dict[str, Any]) -> AsyncIterat
 
 
 async def wait_until_healthy(port: int, is_alive: Callable[[], bool], seconds: float = 300) -> None:
-    """Until GET /health says 200. Raises RuntimeError if the server ends or takes too long."""
+    """Waits until GET /health returns 200. Raises RuntimeError if the server ends or is late."""
     deadline = now() + seconds
     while now() < deadline:
         if not is_alive():

@@ -1,4 +1,4 @@
-"""How vLLM's server is started, alone and behind a worker."""
+"""The command that starts vLLM's server, alone and behind a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MODEL = "bench"
 
 
 def vllm_command(python: str, job: Job, port: int, *flags: str) -> list[str]:
-    """`python` is the interpreter of vLLM's environment."""
+    """Returns the server's command. `python` is the interpreter of vLLM's environment."""
     return [
         *(python, "-m", "vllm.entrypoints.cli.main", "serve", job.model),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),

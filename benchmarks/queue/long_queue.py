@@ -1,9 +1,9 @@
 """Measures an urgent request's wait behind 1,000,000 others and behind 2,000.
 
-Two servers have a worker without a model each, whose places are all taken
-by requests that run for minutes. Behind them wait 2,000 requests on one server and 1,000,000 on the
-other. Urgent requests of one token go to one server and then to the other, in turns; the worker of
-the server whose turn it is not is stopped meanwhile, so that both find the machine alike.
+Each of two servers has a worker without a model. All of its places are taken by requests that run
+for minutes. 2,000 more requests wait on one server, and 1,000,000 on the other. Urgent requests of
+one token go to the two servers in turns. The other server's worker is stopped meanwhile, so that
+both have the same conditions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPTIONS = (
 
 
 class Side:
-    """A server with so many waiting requests, and its worker."""
+    """A server with `num_waiting` waiting requests, and its worker."""
 
     def __init__(self, num_waiting: int, stack: ExitStack) -> None:
         self.num_waiting = num_waiting
@@ -52,7 +52,7 @@ class Side:
         os.kill(self._worker, signal.SIGCONT)
 
     def take(self, count: int) -> float:
-        """The median time of so many urgent requests, one after the other, in seconds."""
+        """Returns the median seconds of `count` urgent requests, one after the other."""
         taken = self._take(count)
         self.seconds += taken
         return statistics.median(taken)
@@ -71,7 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks long-queue", description=__doc__)
     parser.add_argument("--waiting", type=int, default=1_000_000)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=20, help="of a side in each turn")
+    parser.add_argument(
+        "--requests", type=int, default=20, help="requests to one server in each turn"
+    )
     options = parser.parse_args()
     with ExitStack() as stack:
         sides = [Side(num_waiting, stack) for num_waiting in (2000, options.waiting)]

@@ -1,8 +1,8 @@
 """Measures the server's memory for a waiting request, a token and a finished one.
 
 A waiting request is measured by the server's whole memory over many of them. Tokens come from the
-shipped model, and their log is asked for its size when the last one has come. Logs are kept for a
-minute after the end, finished requests for an hour.
+shipped model. The size of their log is read when the last one has come. Logs are kept for a minute
+after the end, finished requests for an hour.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEYS = Keys()
 
 
 def of_waiting(url: str, length: int, count: int) -> float:
-    """Bytes for each of `count` waiting requests."""
+    """Returns the bytes for each of `count` waiting requests."""
     with redis.Redis.from_url(url) as plain, Client(url) as client:
         prompt = ("word " * length)[:length]
         client.enqueue(prompt)
@@ -36,7 +36,7 @@ def of_waiting(url: str, length: int, count: int) -> float:
 
 
 def of_tokens(url: str) -> tuple[float, float]:
-    """Bytes of a token in a live log, and of one in a finished request's hash."""
+    """Returns the bytes of a token in a live log, and in a finished request's hash."""
     worker = start_worker(url)
     fields = {"prompt": "Once upon a time", "ignore_eos": True, "max_tokens": _NUM_TOKENS}
     try:

@@ -1,11 +1,11 @@
 """Compares two workers with one, each with the same share of the machine.
 
-Bursts go in turns to one
-worker and to both, on one server; the second worker is stopped while it is not its turn. A real
-model computes nearly all the time, so each worker has a core of its own. The model-free one has
-nothing to compute, so server and client need as much as the workers do: each worker gets a part of
-a core only, by a control group, and must be run by root. `--share` sets the part, for a real model
-too: on a machine of two cores, two workers of a whole one leave none to server and client.
+Bursts go in turns to one worker and to both, on one server. The second worker is stopped while one
+worker is measured. A real model computes nearly all the time, so each worker has a separate core.
+The model-free engine has nothing to compute, so server and client need as much CPU time as the
+workers. So each worker gets only a part of a core, by a control group, for which the benchmark must
+be run by root. `--share` sets the part, for a real model too: on a machine of two cores, two
+workers with a whole core each leave none to server and client.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from promptq.shared.server.embedded import EmbeddedServer
 _GROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000
 _BURSTS = {"54m": (96, 24), "model-free": (6000, 1)}
-"""How many requests, and of how many tokens."""
+"""The number of requests, and the tokens of each."""
 _BULK = 500
 _OPTIONS = ("--speculative-tokens", "0", "--max-num-seqs", "8")
-"""So few places that there is work for both until the end."""
+"""Few places, so that there is work for both workers until the end."""
 
 
 def burst_seconds(url: str, count: int, num_tokens: int) -> float:
-    """From the first request's enqueueing until the last one has its result."""
+    """Returns the seconds from the first request's enqueueing until the last one has its result."""
     request = {
         "prompt": "Once upon a time",
         "max_tokens": num_tokens,
@@ -52,7 +52,7 @@ def burst_seconds(url: str, count: int, num_tokens: int) -> float:
 
 @contextmanager
 def group_of(pid: int, share: float) -> Iterator[None]:
-    """Keep a process to this share of a core."""
+    """Limit a process to this share of a core."""
     old = _GROUPS / "cpu"
     folder = (old if old.is_dir() else _GROUPS) / f"promptq-bench-{pid}"
     folder.mkdir()
@@ -71,7 +71,7 @@ def group_of(pid: int, share: float) -> Iterator[None]:
 
 
 def keep_to_core(pid: int, core: int) -> None:
-    """Keep all threads of a process to a core."""
+    """Bind all threads of a process to a core."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), {core})
 
@@ -80,7 +80,11 @@ def main() -> None:
     """Measure in alternating pairs, and compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling-out", description=__doc__)
     parser.add_argument("--model", choices=_BURSTS, default="54m")
-    parser.add_argument("--share", type=float, help="of a core; without a model, a quarter")
+    parser.add_argument(
+        "--share",
+        type=float,
+        help="share of a core for each worker; default without a model: a quarter",
+    )
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     is_real = options.model in MODELS

@@ -1,1 +1,1 @@
-"""The side-by-side table: its workloads, how its rows are run, and what is made of the figures."""
+"""The side-by-side table: its workloads, its rows, and the evaluation of the figures."""

@@ -51,7 +51,7 @@ def _rates(run: Run, plan: Plan) -> str:
         f"vLLM and transformers compute in {torch_dtype()}, all others in bfloat16",
     ]
     if plan.shorten > 1:
-        lines.append(f"outputs are {plan.shorten} times shorter than the workloads say")
+        lines.append(f"outputs are {plan.shorten} times shorter than the workloads specify")
     for model in plan.models:
         floor = f"{run.floor_seconds(model) * 1000:.1f} ms"
         ratio = run.floor_ratio(model)
@@ -113,8 +113,12 @@ def _read_options() -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="medians are over these")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long poisson goes on")
-    parser.add_argument("--rate", type=float, help="requests/s of poisson; default: by the peers")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="seconds of the workload poisson"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="requests/s of poisson; default: from the peers' bursts"
+    )
     parser.add_argument("--queue-requests", type=int, default=20_000)
     parser.add_argument(
         "--shorten", type=int, default=1, help="divides the length of outputs, for slow machines"
@@ -135,7 +139,7 @@ def _read_options() -> tuple[Plan, argparse.Namespace]:
         names: list[str] = getattr(options, name).split(",")
         for each in names:
             if each not in known:
-                parser.error(f"--{name}: {each!r} is none of {', '.join(known)}")
+                parser.error(f"--{name}: {each!r} is not one of {', '.join(known)}")
         return names
 
     return Plan(

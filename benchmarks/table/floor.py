@@ -15,23 +15,23 @@ _REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of all cores together."""
+    """Rates of all cores together."""
 
     bytes_per_second: float
-    """Reading memory in order."""
+    """The rate of reading memory in order."""
     operations_per_second: float
-    """A matrix product of 1,024 rows in torch_dtype(); a multiplication and an addition are two."""
+    """A matrix product of 1,024 rows in torch_dtype(); a multiply-add is two operations."""
 
 
 def torch_dtype() -> str:
-    """bfloat16, or float32 on processors for which torch has no fast products in bf16."""
+    """Returns bfloat16, or float32 on processors for which torch has no fast products in bf16."""
     from promptq.worker.engine.device.precision import has_fast_bf16_products
 
     return "bfloat16" if has_fast_bf16_products() else "float32"
 
 
 def measure_rates() -> Rates:
-    """The best of several ways and repeats, since what disturbs only ever slows."""
+    """Returns the highest rates of several tries, because disturbances only slow a try down."""
     import torch
 
     dtype: torch.dtype = getattr(torch, torch_dtype())
@@ -43,7 +43,7 @@ def measure_rates() -> Rates:
 
 
 def measure_reading() -> float:
-    """Bytes that all cores together read of memory in a second, likewise."""
+    """Returns the bytes of memory that all cores together read in a second."""
     import torch
 
     dtype: torch.dtype = getattr(torch, torch_dtype())
@@ -55,7 +55,7 @@ def measure_reading() -> float:
 
 
 def decode_floor(shape: Shape, rates: Rates, batch: int, length: int) -> float:
-    """Seconds of a decode step for `batch` sequences of `length` tokens.
+    """Returns the least seconds of a decode step for `batch` sequences of `length` tokens.
 
     Each weight and each live key and value is read once; each row takes two operations a weight.
     """
@@ -67,7 +67,7 @@ def decode_floor(shape: Shape, rates: Rates, batch: int, length: int) -> float:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest repeat."""
+    """Returns the seconds of the fastest repeat."""
     work()
     seconds = []
     for _ in range(_REPEATS):

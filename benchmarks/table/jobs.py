@@ -1,7 +1,7 @@
 """Jobs and outcomes of a row's process, as JSON files.
 
-Rows of peers run in environments that hold little else than the peer, so this file and the rows
-keep to the standard library and to what their peer brings along.
+Rows of peers run in environments that have little but the peer. So this file and the rows use only
+the standard library and the peer's packages.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class Request:
     prompt: list[int]
     num_output: int
     at: float = 0.0
-    """Seconds after the workload's start at which it arrives."""
+    """The time of arrival, in seconds after the workload's start."""
     after: int = 0
-    """If positive: arrives once each request without `after` has so many tokens of output."""
+    """If positive: arrives once each request without `after` has this number of output tokens."""
     limit: int | None = None
-    """The `max_tokens` it is sent with, if that is not `num_output`."""
+    """The request's `max_tokens`, if that is not `num_output`."""
     end_token: int | None = None
-    """The token that ends it, made impossible before `num_output` and certain there.
+    """The token that ends the request, exactly at `num_output`.
 
-    Random weights have no text that ends by itself; `logit_bias` makes this token the greedy
-    choice everywhere and `min_tokens` forbids it until it is due. So the end is exact, depends on
-    no rounding, and an engine cannot tell it from any other.
+    A model with random weights does not end a text by itself. So `logit_bias` makes this token the
+    greedy choice everywhere, and `min_tokens` forbids it before `num_output`. The end is exact,
+    does not depend on rounding, and looks like any other to an engine.
     """
 
 
@@ -58,16 +58,16 @@ class Job:
     torch_dtype: str
     """Number format of peers that multiply through torch: floor.torch_dtype()."""
     format: str = ""
-    """Of the weights, for the rows that are for one."""
+    """The format of the weights, for rows that need a certain one."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """How one request fared; times are `time.perf_counter()` seconds of the row's process."""
+    """The times of one request, in `time.perf_counter()` seconds of the row's process."""
 
     submitted: float
     events: list[float] = field(default_factory=list)
-    """When each event with tokens came; empty where a row only tells the end."""
+    """The times of events with tokens; empty if a row reports only the end."""
     num_tokens: int = 0
 
 
@@ -97,7 +97,7 @@ def read_job(path: Path) -> Job:
 
 
 def read_outcomes(path: Path) -> tuple[dict[str, Outcome], str | None]:
-    """Outcomes by workload, and why the row could not go on if it could not."""
+    """Returns outcomes by workload, and the reason if the row could not finish."""
     if not path.exists():
         return {}, "it ended without a result"
     raw = json.loads(path.read_text())
@@ -109,9 +109,9 @@ def read_outcomes(path: Path) -> tuple[dict[str, Outcome], str | None]:
 
 
 def main(run: Callable[[Job, Callable[[str, Outcome], None]], None]) -> None:
-    """A row's process: `python -m benchmarks.table.rows.NAME JOB RESULT`.
+    """Runs a row's process: `python -m benchmarks.table.rows.NAME JOB RESULT`.
 
-    `run` calls back after each workload, so that a failure keeps what came before it.
+    `run` calls back after each workload, so that a failure keeps the results before it.
     """
     job, result = read_job(Path(sys.argv[1])), Path(sys.argv[2])
     outcomes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A whole run: all rows in turns, round by round, and then the arrivals whose rate they set."""
+"""A whole run: all rows in turns, round by round; then `poisson`, at a rate from the rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.table.targets import Measured, best
 
 MAX_MODEL_LEN = 4096
 _LOAD = 0.7
-"""Of the best peer's maximum rate."""
+"""The rate of `poisson`, as a share of the best peer's maximum rate."""
 _QUEUE_BATCH = 256
 MODEL_FREE = "model-free"
 
@@ -34,12 +34,12 @@ class Plan:
     rounds: int
     seed: int
     seconds: float
-    """How long the arrivals of poisson go on."""
+    """The time in which requests of `poisson` arrive."""
     rate: float | None
-    """Arrivals a second; None: set by the burst of the best peer in this run."""
+    """Arrivals a second; None: derived from the burst of the best peer in this run."""
     queue_requests: int
     shorten: int
-    """How many times shorter outputs are than a workload says, but in `poisson` and `queue`."""
+    """Outputs are this many times shorter than in the workload, except in `poisson` and `queue`."""
     cache: Path
     peers: Path
     log: Path
@@ -53,15 +53,15 @@ class Run:
     rounds: dict[tuple[str, str, str], list[Figures]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """By (model, workload, row)."""
+    """The figures of all rounds, by (model, workload, row)."""
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Why a row gave nothing, or not everything, by (model, row)."""
+    """Why a row has no results, or not all of them, by (model, row)."""
     arrivals: dict[str, float] = field(default_factory=dict)
-    """Requests a second of poisson, by model."""
+    """Requests a second of `poisson`, by model."""
 
     @property
     def rates(self) -> Rates:
-        """Medians, as everything else: on a shared machine they move as the others do."""
+        """The machine's rates: medians, like all figures, because a shared machine's rates vary."""
         return Rates(
             statistics.median(each.bytes_per_second for each in self.rates_of_rounds),
             statistics.median(each.operations_per_second for each in self.rates_of_rounds),
@@ -82,7 +82,7 @@ class Run:
 
 
 def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
-    """Run the plan; `tell` is given a line for each process that starts or fails."""
+    """Run the plan. `tell` gets a line for each process that starts or fails."""
     run = Run()
     at_once = [name for name in plan.workloads if name in workloads.WORKLOADS]
     for number in range(plan.rounds):

@@ -1,4 +1,4 @@
-"""The run as a picture: tokens a second of each row, as parts of the best peer's."""
+"""Plots a run: tokens a second of each row, relative to the best peer's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.table.targets import Measured, get
 
 
 def plot(measured: Measured, file: Path) -> None:
-    """One panel for each model and workload. Raises ImportError without matplotlib."""
+    """Draws one panel for each model and workload. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

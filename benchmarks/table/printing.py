@@ -18,7 +18,7 @@ _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": 
 def print_results(
     console: Console, measured: Measured, missing: dict[tuple[str, str], str]
 ) -> None:
-    """One table for each model and workload; a row that gave nothing says why.
+    """Prints one table for each model and workload. A row without results shows the reason.
 
     `missing` holds reasons by (model, row).
     """

@@ -1,4 +1,4 @@
-"""The rows of the table: which process measures each, in which environment, and what it can do."""
+"""The rows of the table: the process that measures each, its environment, and its workloads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Row:
     name: str
     title: str
     module: str
-    """Of `benchmarks.table.rows`."""
+    """The row's module in `benchmarks.table.rows`."""
     workloads: frozenset[str]
     peer: str | None = None
-    """Folder among the peers' that it needs."""
+    """The peer's folder that the row needs."""
     is_own: bool = False
     runs_in_peer: bool = False
     """Whether its process runs in vLLM's environment."""
     format: str = ""
-    """Of the weights, if that is what the row is for; such rows draft nothing."""
+    """The format of the weights, for rows that compare formats. Such rows draft nothing."""
 
     def missing(self, peers: Path) -> str | None:
-        """Why it cannot run; None if it can."""
+        """Returns why the row cannot run; None if it can."""
         if self.peer is None:
             return None
         reason = peers / f"{self.peer}.missing"
@@ -38,13 +38,13 @@ class Row:
         return None if (peers / self.peer).exists() else "not built: python -m benchmarks peers"
 
     def interpreter(self, peers: Path) -> Path:
-        """The Python that its process runs in."""
+        """Returns the Python interpreter of the row's process."""
         if self.runs_in_peer:
             return vllm_python(peers)
         return Path(sys.executable)
 
     def variables(self, peers: Path) -> dict[str, str]:
-        """The environment variables of its process."""
+        """Returns the environment variables of the row's process."""
         return vllm_variables(peers) if self.runs_in_peer else {}
 
 
@@ -53,7 +53,7 @@ def vllm_python(peers: Path) -> Path:
 
 
 def vllm_variables(peers: Path) -> dict[str, str]:
-    """Variables that make vLLM fastest on a CPU: all cores, tcmalloc, Intel's OpenMP."""
+    """Returns variables that make vLLM fastest on a CPU: all cores, tcmalloc, Intel's OpenMP."""
     libraries = [
         *sorted((peers / "tcmalloc").rglob("libtcmalloc_minimal.so.*"))[:1],
         peers / "vllm" / "lib" / "libiomp5.so",

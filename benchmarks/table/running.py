@@ -1,4 +1,4 @@
-"""Runs one row's process and reads what it measured."""
+"""Runs one row's process and reads its results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_SECONDS = 1800.0
 
 
 def run_row(row: Row, job: Job, log: Path) -> tuple[dict[str, Outcome], str | None]:
-    """Outcomes by workload, and the failure that ended it early, if any.
+    """Returns outcomes by workload, and the failure that ended the process early, if any.
 
-    The process has a session of its own, so that whatever it started ends with it.
+    The process has a separate session, so that all processes that it started end with it.
     """
     peers = Path(job.peers)
     with tempfile.TemporaryDirectory(prefix="promptq-bench-") as folder, log.open("a") as output:
@@ -55,7 +55,7 @@ def run_row(row: Row, job: Job, log: Path) -> tuple[dict[str, Outcome], str | No
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """End the row's process and all that it left behind."""
+    """End the row's process and all processes that it left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""From what rows measured to figures: percentiles of a round, medians of rounds."""
+"""Computes figures from the measurements of rows: percentiles of a round, medians of rounds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.table.jobs import Outcome, Trace
 Figures = dict[str, float]
 """By name: `tokens_per_second`, `requests_per_second`, `first_token_p50`, `first_token_p95`,
 `gap_p50`, `gap_p95` (seconds between events of one request), `peak_bytes`, `guest_ratio`, and the
-engine's counters. What a row does not tell is not there."""
+engine's counters. Figures that a row does not report are missing."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value that `share` of all values do not exceed, interpolated between neighbours."""
+    """Returns the value that `share` of all values do not exceed, with interpolation."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values to take a percentile of")
@@ -45,7 +45,7 @@ def figures(outcome: Outcome) -> Figures:
 
 
 def guest_ratio(traces: Sequence[Trace]) -> float:
-    """p99 gap of the others while the guest, the last trace, is there, over their p50 before."""
+    """Returns the others' p99 gap while the guest (the last trace) runs, over their p50 before."""
     *others, guest = traces
     all_started = max(trace.events[0] for trace in others)
     before, during = [], []
@@ -59,7 +59,7 @@ def guest_ratio(traces: Sequence[Trace]) -> float:
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Of each figure, over the rounds that have it."""
+    """Returns the median of each figure, over the rounds that have it."""
     names = {name for each in rounds for name in each}
     return {
         name: statistics.median(each[name] for each in rounds if name in each) for name in names

@@ -14,11 +14,11 @@ Measured = dict[tuple[str, str, str], Figures]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`at_least` is what it takes, `aim` what is wanted; for some figures less is more."""
+    """A figure must reach `at_least`, and should reach `aim`. With `less_is_more`, low is good."""
 
     name: str
     measured: float | None
-    """None if what it takes was not measured in this run."""
+    """None if the figure was not measured in this run."""
     at_least: float
     aim: float
     less_is_more: bool = False
@@ -34,7 +34,7 @@ class Target:
 
 
 def targets(measured: Measured, floor_ratio: float | None) -> Iterator[Target]:
-    """`floor_ratio` is the decode step's time over its floor, 473M at 32 and length 250."""
+    """Yields all targets. `floor_ratio` is a decode step's time over its floor (473M at 32)."""
 
     def ratio(
         figure: str, ours: tuple[str, str, str], theirs: tuple[str, str, str]
@@ -108,7 +108,7 @@ def quotient(ours: float | None, theirs: float | None) -> float | None:
 
 
 def best(measured: Measured, model: str, workload: str, figure: str) -> float | None:
-    """The highest value that a peer reached."""
+    """Returns the highest value that a peer reached."""
     found = [
         get(measured, (model, workload, row.name), figure)
         for row in ROWS.values()

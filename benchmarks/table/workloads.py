@@ -1,7 +1,7 @@
 """The requests of each workload, from a seed alone.
 
-Each workload draws its tokens from a seed of its own and its own round: prefix caches are on in
-every engine that has one, and must not find the tokens of an earlier measurement.
+Each workload draws its tokens from a seed that differs between workloads and rounds. Engines with a
+prefix cache use it, and must not find the tokens of an earlier measurement.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from benchmarks.table.jobs import Request, Workload
 END_TOKEN = VOCAB_SIZE - 1
 LOOSE_LIMIT = 1024
 FLOOR_LENGTH = 250
-"""Mean length of the sequences while the step over its floor is measured."""
+"""Mean length of the sequences while the decode step is compared with its floor."""
 SHARED_PREFIX, OWN_PROMPT, NUM_SHARING = 1024, 32, 32
 _STREAMS, _GUEST_PROMPT = 16, 3000
 
 
 def warm_up(shape: Shape, seed: int) -> Workload:
-    """A little of everything, so that what is built at first use is built."""
+    """A few requests of each kind, so that parts that are built at first use are built."""
     draw = random.Random(f"warm-up {seed}")
     sizes = [(_tokens(draw, draw.randint(32, 256)), 12) for _ in range(shape.batch)]
     return Workload("warm-up", [Request(prompt, num_output) for prompt, num_output in sizes])
@@ -72,7 +72,7 @@ def long_guest(shape: Shape, seed: int) -> Workload:
 
 
 def shared_prefix(shape: Shape, seed: int) -> Workload:
-    """Prompts that begin alike."""
+    """Prompts that share their first tokens."""
     draw = random.Random(f"shared prefix {seed}")
     prefix = _tokens(draw, SHARED_PREFIX)
     prompts = [prefix + _tokens(draw, OWN_PROMPT) for _ in range(NUM_SHARING)]
@@ -80,7 +80,7 @@ def shared_prefix(shape: Shape, seed: int) -> Workload:
 
 
 def tight(shape: Shape, seed: int) -> Workload:
-    """The burst with exact limits, sampled as `loose` is, to compare that with."""
+    """The burst with exact limits, sampled like `loose`, for comparison with it."""
     return _ending("tight", shape, seed, limit=None)
 
 
@@ -90,8 +90,8 @@ def loose(shape: Shape, seed: int) -> Workload:
 
 
 def step(shape: Shape, seed: int) -> Workload:
-    """A full batch that decodes, in the median around one length, to hold its steps against their
-    floor. Outputs are long enough that few steps are those in which prompts are computed."""
+    """A full batch that decodes around one median length, to compare its steps with their floor.
+    Outputs are long, so prompts are computed in few steps only."""
     draw = random.Random(f"step {seed}")
     num_output = 301
     prompt_length = FLOOR_LENGTH - num_output // 2
@@ -136,5 +136,5 @@ def _mixed(count: int, seed: str, sizes: str | None = None) -> list[Request]:
 
 
 def _tokens(draw: random.Random, count: int) -> list[int]:
-    """Any but the first, which ends texts, and the last, which ends loose requests."""
+    """Draws tokens except the first, which ends texts, and the last, which ends loose requests."""
     return [draw.randint(1, VOCAB_SIZE - 2) for _ in range(count)]

@@ -44,7 +44,7 @@ class ApiKey(BaseModel):
     tenant without a name, which only callers without a key have.
     """
     is_own_tenant: bool = False
-    """Whether the key has no other tenant: it is a separate tenant, which no other key may have."""
+    """Whether the tenant is the key's own name. No other key may then have this tenant."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The lowest priority that its requests may have; lower runs sooner."""
     requests_per_minute: int = Field(0, ge=0)
@@ -75,7 +75,7 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """The tenant whose share of a gateway's memory and time its calls use."""
+        """The tenant to which a gateway counts the memory and the time of the key's calls."""
         return self.tenant or self.name
 
     @property
@@ -85,7 +85,7 @@ class ApiKey(BaseModel):
 
     @property
     def reach(self) -> tuple[str, ...]:
-        """The tenants whose files and batches the key sees: its own.
+        """The tenants whose files and batches the key sees: the key's tenant.
 
         Administrators without a tenant also see those of the tenant without a name (''), such as
         files from before the first key.
@@ -210,11 +210,11 @@ def _check_apart(key: ApiKey, others: Sequence[ApiKey]) -> None:
             raise ConfigurationError(
                 f"tenant: {new.tenant!r} belongs to the key {other.name!r} alone, which was made"
                 " without a tenant; this key would see its files and batches. Take another tenant,"
-                f" or make {other.name!r} anew with --tenant {new.tenant}"
+                f" or create {other.name!r} again with --tenant {new.tenant}"
             )
         if new.is_own_tenant:
             raise ConfigurationError(
                 f"name: {key.name!r} is the tenant of the key {other.name!r}, and a key without a"
-                " tenant gets its own name as tenant; take another name, or give"
-                f" --tenant {key.name} if the two are to share"
+                " tenant gets its own name as tenant; take another name, or give --tenant"
+                f" {key.name} if both keys should share them"
             )

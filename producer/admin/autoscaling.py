@@ -31,13 +31,13 @@ class Reason(StrEnum):
     """The reason for a number of workers."""
 
     IDLE = "idle", "nothing waits, runs or is due soon"
-    SOME_WORK = "some_work", "one is enough"
-    RECENT = "recent", "something ran in the last minute"
-    UNMEASURED = "unmeasured", "what a worker can do is not known yet"
-    ARRIVALS = "arrivals", "so much comes in"
-    BACKLOG = "backlog", "so much waits"
-    RUNNING = "running", "so much runs"
-    DEADLINES = "deadlines", "fewer would miss deadlines"
+    SOME_WORK = "some_work", "one worker is enough"
+    RECENT = "recent", "a request ran in the last minute"
+    UNMEASURED = "unmeasured", "the speed of a worker is not measured yet"
+    ARRIVALS = "arrivals", "the arriving requests need them"
+    BACKLOG = "backlog", "the waiting requests need them"
+    RUNNING = "running", "the running requests need them"
+    DEADLINES = "deadlines", "with fewer, requests would miss deadlines"
     OLDEST = "oldest", "a request has waited for too long"
 
     words: str
@@ -49,11 +49,11 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The wanted number of workers. Seconds are of one worker's work; None: not measured."""
+    """The wanted number of workers. Times are seconds of one worker's work; None: not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
-    reason: Reason = Field(description="The reason that wants the most workers.")
+    reason: Reason = Field(description="The reason that needs the most workers.")
     because: str = Field(description="The reason in words.")
     workers: int = Field(
         description="Workers that claim; not those that drain or whose inference server is away."
@@ -61,17 +61,21 @@ class Scaling(BaseModel):
     waiting: int
     running: int = Field(description="Requests that workers hold.")
     due_soon: int = Field(description="Delayed requests that are due within a minute.")
-    waiting_seconds: float | None = Field(description="Time of one worker for what waits.")
-    running_seconds: float | None = Field(description="Time of one worker for what runs.")
+    waiting_seconds: float | None = Field(
+        description="Time that one worker needs for the waiting requests."
+    )
+    running_seconds: float | None = Field(
+        description="Time that one worker needs for the running requests."
+    )
     arriving_seconds: float | None = Field(
-        description="Work that comes in a second; 2.5 keeps two and a half workers busy."
+        description="Work that arrives in one second; 2.5 keeps two and a half workers busy."
     )
     oldest_seconds: float = Field(description="How long the oldest request has waited.")
     deadlines_at_risk: int = Field(
         description="Requests that would miss their deadlines with the present workers."
     )
     tokens_per_second: float | None = Field(
-        description="Tokens that one worker generates while requests wait."
+        description="Tokens a second that one worker generates while requests wait."
     )
     tokens_per_request: float = Field(description="Mean tokens of the last 128 answers.")
 

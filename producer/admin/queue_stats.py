@@ -25,7 +25,7 @@ class QueueStats(BaseModel):
     """Dead letters: requests that are no longer tried after crashes of their workers."""
     workers: list[WorkerStats]
     has_standby: bool = False
-    """Whether a worker has the model loaded, or loads it when its turn comes."""
+    """Whether a worker has loaded the model, or will load it in its turn."""
     now_ms: int = 0
     """The server's time; heartbeats use the same clock."""
     server_warning: str = ""

@@ -38,7 +38,7 @@ class QueueView:
     num_delayed: int
     is_paused: bool
     has_standby: bool
-    """Whether a worker has the model loaded, or loads it when its turn comes."""
+    """Whether a worker has loaded the model, or will load it in its turn."""
     max_model_len: int | None
     """The longest prompt and output together that each worker takes; None without a worker."""
 
@@ -48,14 +48,12 @@ class QueueView:
 
     @property
     def hands_out(self) -> bool:
-        """Whether a worker takes the queue's requests."""
+        """Whether any worker claims the queue's requests."""
         return self.has_worker and not self.is_paused
 
     def load(self, num_sent: int = 0) -> tuple[bool, float]:
-        """Returns a key for sorting queues of one model: the queue with less work has a lower one.
-
-        `num_sent` requests are on their way to it.
-        """
+        """Returns a key for sorting queues of one model: the queue with less work has a lower key.
+        `num_sent` requests are on their way to the queue."""
         num_requests = self.num_waiting + self.num_active + num_sent
         return not self.hands_out, num_requests / max(1, self.num_workers)
 
@@ -131,7 +129,7 @@ def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
 
 
 def queue_of_request(keys: Keys, /, request_id: str) -> Operation[str]:
-    """The queue of the server in which a request is known; this one if it is known in none."""
+    """Returns the queue that knows the request; this client's queue if no queue knows it."""
     if (yield from _has(keys, request_id)):
         return keys.queue
     for name in (yield from _others(keys)):
@@ -194,7 +192,7 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
 
 
 def not_served(model: str, served: Iterable[str]) -> str:
-    """The sentence for a model that no queue serves."""
+    """Returns the message for a model that no queue serves."""
     names = sorted(filter(None, served))
     if not names:
         return f"model: no queue serves {model[:200]!r}, or any other model yet"

@@ -64,7 +64,7 @@ class Moment(BaseModel):
     attempt: int = 0
     worker: str = ""
     detail: str = ""
-    """The way it crashed, or the finish reason at the end."""
+    """How the attempt ended early, or the finish reason at the end."""
 
 
 class Timeline(BaseModel):
@@ -85,7 +85,7 @@ class Timeline(BaseModel):
     forked_from: str = ""
     """The id of the request whose output it continues."""
     forked_at: int | None = None
-    """Behind how many tokens of that output."""
+    """The number of tokens of that output that it continues."""
     worker: str = ""
     """The worker that holds it, or held it last."""
     slot: SlotStats | None = None

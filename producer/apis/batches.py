@@ -121,7 +121,7 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
-    """The state of a batch."""
+    """Return the state of a batch."""
     return (await batches.get(batch_id, caller.reach)).to_api()
 
 

@@ -28,7 +28,7 @@ from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work
 
 FORM_BYTES = 1 << 16
-"""The bytes that a form may have beside the file. They do not count as the file."""
+"""The most bytes of a form without its file. They do not count towards the file's size."""
 
 router = APIRouter(
     tags=["files"],
@@ -39,7 +39,7 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""Names of Python's codecs. Its other codecs fail or decode to no text."""
+"""Names of Python's codecs. Python's other codecs fail or decode to no text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -172,7 +172,7 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Delete a file. A batch that has begun with it goes on; one that has not begun fails."""
+    """Delete a file. A batch that has begun with it continues; a batch that has not fails."""
     await asyncio.to_thread(store.delete, file_id, *caller.reach)
     return {"id": file_id, "object": "file", "deleted": True}
 
@@ -213,6 +213,6 @@ def _expiry(seconds: object, anchor: object) -> int | None:
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
     if anchor != "created_at" or not is_number or not least <= int(text) <= most:
         raise wrong_field(
-            "expires_after", f"needs the anchor created_at and {least} to {most} seconds"
+            "expires_after", f"needs the anchor 'created_at' and {least} to {most} seconds"
         )
     return int(text)

@@ -16,7 +16,7 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """A reader of calls that continue no earlier one."""
+    """Returns a reader for calls that continue no earlier call."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 

@@ -48,20 +48,20 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""The status of a completion with several answers is the first of these that one of them has."""
+"""A completion with several answers has the first of these statuses that any answer has."""
 
 
 class ForkOptions(BaseModel):
-    """The body of a fork. All other fields are those of the source's endpoint, to be changed."""
+    """The body of a fork. All other fields replace fields of the source's body."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     at: int | None = Field(
-        None, ge=0, description="go on behind this many tokens; left out: behind all of them"
+        None, ge=0, description="continue after this number of tokens; left out: after all of them"
     )
-    append: str = Field("", description="add this text behind them")
+    append: str = Field("", description="add this text after these tokens")
     choice: int | None = Field(
-        None, ge=0, description="of a call with several answers, the index of one"
+        None, ge=0, description="index of the answer to continue, if the call has several"
     )
 
     @property
@@ -88,8 +88,8 @@ def fork_call(
 ) -> tuple[Endpoint, bytes, ForkPoint]:
     """The endpoint and body of the call that makes a fork, and the point of the source.
 
-    The body has the source's fields, but for those that the options and headers change. `model` is
-    the model of the source's queue. Raises InvalidRequestError.
+    The body has the source's fields, with the changes of the options and headers. `model` is the
+    model of the source's queue. Raises InvalidRequestError.
     """
     fields, point = source.fork(options.at, options.append)
     is_chat = fields.get("messages") is not None
@@ -146,14 +146,14 @@ async def read_stream(
 async def fork_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """Continue the first tokens of a completion, its source, as a new completion of the same
+    """Continue the first tokens of a completion (the source) as a new completion of the same
     endpoint.
 
     The source may still run. The fork's output begins with these tokens and the text `append`. The
     header `X-Forked-From` has the number of tokens and the id of the source.
     """
     if request.headers.get("last-event-id"):
-        raise wrong_field("Last-Event-ID", "continue a fork at its stream's address")
+        raise wrong_field("Last-Event-ID", "to resume a fork, read the address of its stream")
     await admit_call(gateway, caller)
     with gateway.bodies.hold(caller.party) as hold:
         options = read_fork(await read_body(request, MOST_BYTES, hold))
@@ -182,7 +182,7 @@ async def fork_stream(
 async def cancel_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, object]:
-    """Cancel a completion, such as one that goes on without its client.
+    """Cancel a completion, for example one that runs without its client.
 
     `status` is `cancelled`, `flagged` (its workers end it now) or `finished` (it had ended).
     """

@@ -1,4 +1,4 @@
-"""Texts as the model's tokens, and back, as vLLM's server has it.
+"""Converts texts to the model's tokens and back, at the endpoints of vLLM's server.
 
 The gateway has no tokenizer. So a call is a request in the queue like any other, and its worker
 answers before its engine would begin.
@@ -35,7 +35,9 @@ router = APIRouter(
 class _ModelField(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
+    model: str | None = Field(
+        None, description="null or empty: the model of the gateway's own queue"
+    )
 
 
 class Tokenize(_ModelField):
@@ -45,7 +47,7 @@ class Tokenize(_ModelField):
     messages: Objects | None = Field(None, min_length=1)
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Literal[True] = Field(True, description="this value only")
+    add_generation_prompt: Literal[True] = Field(True, description="only this value is supported")
     return_token_strs: bool = Field(False, description="also report the text of each token")
 
 
@@ -62,7 +64,7 @@ async def tokenize(
     gateway: ThisGateway,
     caller: ThisCaller,
 ) -> Response:
-    """The tokens of a text or a chat, and how many there are."""
+    """Return the tokens of a text or a chat, and their number."""
     fields: dict[str, Any] = {}
     for name in ("tools", "chat_template_kwargs"):
         if (value := getattr(body, name)) is not None:
@@ -90,7 +92,7 @@ async def detokenize(
     gateway: ThisGateway,
     caller: ThisCaller,
 ) -> dict[str, object]:
-    """The text of tokens, special tokens by their names."""
+    """Return the text of tokens. Special tokens appear by their names."""
     result, _ = await _tokens_of(request, gateway, caller, body.model, body.tokens, {})
     return {"prompt": "".join(result.prompt_texts or ())}
 

@@ -46,7 +46,7 @@ class BatchRecord(BaseModel):
     caller: ApiKey = ApiKey(name="unknown")
     """The key that created the batch, whose rights limit its lines."""
     queues: tuple[str, ...] = ()
-    """More queues to which its lines may go, beside the batch's queue; `*` are all others."""
+    """Further queues to which its lines may go; `*` stands for all other queues."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
@@ -75,7 +75,7 @@ class BatchRecord(BaseModel):
 
     @property
     def tenant_as_written(self) -> str:
-        """The tenant as in `Batches.turns`."""
+        """The tenant in the form in which `Batches.turns` counts it."""
         return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:
@@ -256,8 +256,8 @@ class Batches:
 
 def _too_many(limit: int) -> TooManyBatchesError:
     return TooManyBatchesError(
-        f"{limit} batches of this tenant have not ended, and it may have no more; wait for one to"
-        " end, or cancel one"
+        f"{limit} batches of this tenant have not ended, which is its limit; wait for one to end,"
+        " or cancel one"
     )
 
 

@@ -114,7 +114,7 @@ class Upload:
     def add(
         self, source: BinaryIO, *, filename: str, purpose: str, ttl_seconds: int | None
     ) -> StoredFile:
-        """Add it to the store. Raises FileQuotaError."""
+        """Add the uploaded file to the store. Raises FileQuotaError."""
         return self._quotas.store.add(
             source,
             filename=filename,

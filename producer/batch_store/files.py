@@ -146,7 +146,7 @@ class FileStore:
                 _write_whole(source, path)
 
     def delete(self, file_id: str, *tenants: str) -> None:
-        """Raises FileMissingError."""
+        """Deletes a file of one of these tenants. Raises FileMissingError."""
         self._remove(self.get(file_id, *tenants).id)
 
     def page(

@@ -103,7 +103,7 @@ class RefusedLineError(PromptqError):
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line) for all lines that are not blank.
 
-    A line above MAX_LINE_BYTES is cut, and remains above it.
+    A line above MAX_LINE_BYTES is cut, but still has more bytes than that.
     """
     with path.open("rb") as file:
         number = 0
@@ -169,7 +169,7 @@ class LineReader:
         self._custom_ids: set[str] = set()
 
     def parse(self, number: int, raw: bytes) -> BatchLine:
-        """Raises BrokenLineError."""
+        """Returns the line's request. Raises BrokenLineError."""
         if _goes_on(raw):
             raise BrokenLineError(
                 "line_too_long", f"line {number} has more than the {MAX_LINE_BYTES} bytes allowed"

@@ -1,7 +1,8 @@
 """The output and the error file of a batch. They also say which lines are done.
 
 A line is written when its request has ended, with the number of the input line in its id. After a
-crash, these files show which lines need not run again. No second record could differ from them.
+crash, these files show which lines need not run again. There is no second record that could differ
+from them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class BatchIsRunningError(PromptqError):
 
 
 class Journal:
-    """Appends answers and errors. It is a context manager, as it locks its files.
+    """Appends answers and errors. As a context manager, it locks its files.
 
     Raises BatchIsRunningError if another process has locked them. An incomplete last line, which a
     killed process left, is cut off.

@@ -116,7 +116,7 @@ class LineGateway:
 
     def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
         """Returns the error for a line that exceeds a limit of the queue on its own."""
-        message = f"this line alone is more than the queue's limit {limit} lets in"
+        message = f"this line alone exceeds the queue's limit {limit}"
         refusal = ApiError(429, message, code="queue_full")
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
 

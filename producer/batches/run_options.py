@@ -38,7 +38,7 @@ class RunOptions:
     """Options of a batch run."""
 
     endpoint: str | None = None
-    """The URL that all lines must have; None: any."""
+    """The URL that all lines must have; None: lines may have any URL."""
     max_in_flight: int = 128
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default fields of each request; its line may override them."""

@@ -35,7 +35,7 @@ HEADERS = {
     "wait_for_worker": "X-Wait-For-Worker",
     "idempotency_key": "Idempotency-Key",
 }
-"""The headers that stand for a field of the body."""
+"""Headers that set a field of the body."""
 
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
@@ -49,7 +49,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def _known_options(options: Any) -> Any:
-    """Refuse the first unknown name, as pydantic would report each."""
+    """Refuse the first unknown name. Pydantic would report each one."""
     for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
@@ -65,13 +65,15 @@ ONLY_VALUE = "accepted with this value only"
 
 
 class BodyOptions(BaseModel):
-    """Fields that all endpoints that enqueue take beside a payload's."""
+    """Fields that all enqueueing endpoints accept besides a payload's fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
+    model: str | None = Field(
+        None, description="null or empty: the model of the gateway's own queue"
+    )
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
-    wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
+    wait_for_worker: bool = Field(True, description="false: answer 503 while no worker is alive")
     _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
@@ -95,7 +97,8 @@ class GeneratingOptions(BodyOptions):
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
-        False, description="go on when the client leaves; it comes back for the rest"
+        False,
+        description="continue when the client disconnects; the client can read the rest later",
     )
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
@@ -128,13 +131,14 @@ class CompletionCall:
     include_usage: bool = False
     echo: bool = False
     echo_only: bool = False
-    """Whether no token is shown (`max_tokens: 0`). One is generated, since that ends the prompt."""
+    """Whether the answer shows only the prompt (`max_tokens: 0`). The engine still generates a
+    token, since that ends the prompt."""
     shows_prompt_logprobs: bool = False
     detach: bool = False
     wait_for_worker: bool = True
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
-    """How vectors are written, for a call that asks for them; None: it asks for text."""
+    """The form of vectors; None for a call that requests text."""
     form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of a payload's fields at the endpoint; see `in_api_names`."""
@@ -169,7 +173,7 @@ class CompletionCall:
 
     @property
     def num_bytes(self) -> int:
-        """About the bytes of all payloads of the call, by the size of its body."""
+        """Estimates the bytes of all payloads of the call from the size of its body."""
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
@@ -220,7 +224,7 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """The variables of the chat template. One that the call sets itself has precedence."""
+    """Returns the template's variables with this effort, unless the call sets its own."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -260,8 +264,8 @@ def check_size_of_call(
     if total > MAX_CALL_BYTES:
         raise wrong_field(
             named,
-            f"{num_prompts * n} answers to this take {total} bytes, more than the"
-            f" {MAX_CALL_BYTES} that one call may put into the queue",
+            f"{num_prompts * n} answers to this take {total} bytes, more than the {MAX_CALL_BYTES}"
+            " that one call may enqueue",
         )
 
 
@@ -298,7 +302,7 @@ def wrong_field(place: str, reason: str) -> InvalidRequestError:
 
 
 def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -> None:
-    """Raises InvalidRequestError for an unknown value. `kind` stands before it in the message."""
+    """Raises InvalidRequestError for an unknown value. The message begins with `kind`."""
     if value not in known:
         shown = f"{kind} {str(value)[:80]!r}".lstrip()
         raise wrong_field(place, f"{shown} is not one of {', '.join(known)}")

@@ -36,15 +36,15 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""By the clock. A body that takes longer may be harmless: perhaps the machine is too busy."""
+"""In wall-clock time. A body that takes longer may be harmless: perhaps the machine is too busy."""
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
 """The exit code of a process that ran out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
-"""How a process ends at its bounds of memory and CPU time. Code that is not Python aborts when it
-gets no memory."""
+"""Exit codes of a process that reached its limit of memory or CPU time. Code that is not Python
+aborts when it gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-"""Variables that find the interpreter and this package. Others may hold passwords."""
+"""Environment variables that locate the interpreter and this package. Others may hold passwords."""
 
 Endpoint = Literal[
     "completions", "chats", "embeddings", "responses", "input_counts", "messages", "counts"
@@ -59,7 +59,7 @@ Parts = list[list[bytes]]
 
 
 Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
-"""Takes a body, headers, the id of the call and perhaps the history.
+"""Reads a call from a body, headers, the id of the call and perhaps the history.
 
 Raises InvalidRequestError, HistoryNeededError.
 """
@@ -79,7 +79,7 @@ Readers = Mapping[Endpoint, Reader]
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A call to be read, but for its body."""
+    """A call to be read, without its body."""
 
     endpoint: Endpoint
     reader: Reader
@@ -132,7 +132,7 @@ class CallReader:
             await _end(self._idle.pop())
 
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
-        """Raises HistoryNeededError if `history` is None and the call needs it."""
+        """Reads a call. Raises HistoryNeededError if `history` is None and the call needs it."""
         if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
             body_at_once = b"".join(body)
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
@@ -166,8 +166,8 @@ class CallReader:
         except (EOFError, OSError, TimeoutError):
             raise ApiError(
                 503,
-                "the gateway could not read the body, since its machine is short of time or memory"
-                " or a process was ended; try again soon",
+                "the gateway could not read the body, because its machine is short of time or"
+                " memory, or a process was killed; try again soon",
                 code="body_not_read",
                 headers={"Retry-After": "5"},
             ) from None
@@ -180,7 +180,7 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Raises ApiError 400 if the process ended at its bounds, else EOFError and OSError."""
+        """Queries a process. Raises ApiError 400 if it hit its limits, else EOFError, OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
@@ -276,7 +276,7 @@ def _error_of(details: dict[str, Any]) -> Exception:
 
 
 async def _start(arguments: Sequence[str]) -> Process:
-    """Raises OSError. With -P, files in the working directory cannot be imported."""
+    """Starts a process, which with -P imports no files of the working directory. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -292,7 +292,7 @@ async def _start(arguments: Sequence[str]) -> Process:
 async def _ask(
     process: Process, query: Mapping[str, Any], parts: Parts
 ) -> tuple[dict[str, Any], list[Payload]]:
-    """Raises EOFError and OSError if the process has ended."""
+    """Sends a query and returns the reply. Raises EOFError, OSError if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(head(query, [sum(map(len, part)) for part in parts]))
@@ -305,7 +305,7 @@ async def _ask(
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
-    """Read in pieces, as `readexactly` copies all of it at once. Raises EOFError."""
+    """Reads `size` bytes in pieces, since `readexactly` copies all at once. Raises EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)
     buffer, length = memoryview(bytearray(size)), 0

@@ -38,7 +38,10 @@ def check_tenant(caller: Caller, tenant: Any) -> None:
     """Raises ApiError 403 if the caller's key may not act for the tenant."""
     if tenant != caller.tenant and not caller.is_free:
         raise ApiError(
-            403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
+            403,
+            f"tenant: {tenant!r} is not the tenant of this API key",
+            param="tenant",
+            code="tenant",
         )
 
 
@@ -47,8 +50,8 @@ def check_priority(caller: Caller, priority: int) -> None:
     if priority < caller.highest_priority:
         raise ApiError(
             403,
-            f"priority: {priority} is sooner than {caller.highest_priority}, which this API key"
-            " allows",
+            f"priority: {priority} is more urgent than {caller.highest_priority}, the most urgent"
+            " that this API key allows",
             param="priority",
             code="priority",
         )

@@ -28,11 +28,11 @@ _ECHO_ONLY = "only"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All that an answer is written from, beside its events.
+    """All data from which an answer is written, except its events.
 
     Choice `i` is request `request_ids[i]`. The `n` choices of a prompt follow each other. `echoes`
-    holds each choice's prompt if the answer repeats it; None for one of token ids, whose text comes
-    with its first event. With `echo_only` the answer is nothing else.
+    holds each choice's prompt if the answer repeats prompts; None for a prompt of token ids, whose
+    text comes with its first event. With `echo_only` the answer has no other text.
     """
 
     id: str
@@ -118,7 +118,7 @@ def is_message_id(completion_id: str) -> bool:
 
 
 def check_completion_id(completion_id: str) -> None:
-    """Raises RequestNotFoundError for other ids, such as those of other clients' requests."""
+    """Raises RequestNotFoundError if a request with this id cannot be a gateway's completion."""
     try:
         _uuid_of(completion_id)
     except ValueError:
@@ -150,7 +150,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 def stream_completion(
     completion_id: str, query: Mapping[str, str], payloads: Sequence[bytes], model: str
 ) -> Completion:
-    """The completion whose stream has this address; `needed_request_ids` says which payloads."""
+    """The completion whose stream has this address; `needed_request_ids` names the payloads."""
     requests = [Request.parse(payload) for payload in payloads]
     first, num_choices = requests[0], _number(query, "choices", 1)
     n = _number(query, "n", 1)
@@ -184,7 +184,7 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
 
 
 def _uuid_of(completion_id: str) -> UUID:
-    """Raises ValueError."""
+    """Returns the UUID in a completion's id. Raises ValueError."""
     for prefix in (_CHAT, _TEXT, _MESSAGE):
         completion_id = completion_id.removeprefix(prefix)
     return UUID(completion_id)
@@ -206,8 +206,8 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
-    """`stop`, `length` or `tool_calls`. Requests that expired or only echo their prompt end with
-    `length`."""
+    """Returns `stop`, `length` or `tool_calls`. Requests that expired or only echo their prompt end
+    with `length`."""
     if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"

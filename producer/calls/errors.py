@@ -57,7 +57,7 @@ _TYPES_OF_MESSAGES = {
 }
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that a retry would fail too."""
+"""For OpenAI's clients, which repeat 408, 409, 429 and 5xx: a retry would fail too."""
 _FINAL = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
@@ -201,7 +201,7 @@ def _log_refusal(message: str) -> None:
     from promptq.shared.runtime.logs import get_logger  # local batches do without its package
 
     get_logger().error(
-        "the Redis server refuses what a gateway does; give the gateway the URL of the user"
+        "the Redis server refuses a gateway's commands; give the gateway the URL of the user"
         " 'gateway' (promptq acl)",
         error=message,
     )

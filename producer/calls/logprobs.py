@@ -13,7 +13,7 @@ _FREED_AT_ONCE = 16
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
-    """The format of chats. A part of the work is one token."""
+    """Returns log-probabilities in the format of chats. Each part of the work is one token."""
     content = []
     for chosen in logprobs:
         content.append(chat_logprob(chosen))
@@ -22,7 +22,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
 
 
 def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
-    """A token in the format of chats."""
+    """Returns a token's log-probability in the format of chats."""
     return {**_entry(chosen), "top_logprobs": [_entry(other) for other in chosen.top or ()]}
 
 
@@ -46,7 +46,7 @@ def completion_logprobs(
 ) -> Work[dict[str, Any]]:
     """The format of completions; `offset` is where the text of the first token begins.
 
-    The number of likeliest tokens is the one that the call wants; the chosen token is always added.
+    Each position has as many of the likeliest tokens as the call wants, and the chosen token.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []

@@ -23,7 +23,7 @@ _FRESH_SECONDS = 1.0
 _MOST_OPENED = 4 * MOST_QUEUES
 """Queues that a gateway opens in its life. Each has a client, and stays open for old streams."""
 _REFUSED_SECONDS = 60.0
-"""How long a queue that cannot be read is left alone."""
+"""How long a queue that cannot be read is skipped."""
 _AWAY_SECONDS = 1.0
 """How long a queue is skipped after its server did not answer."""
 
@@ -75,7 +75,7 @@ class ServedQueues:
         *,
         on_unreadable: Callable[[str, str], object] = lambda _name, _why: None,
     ) -> None:
-        """`on_unreadable` is called once for each queue that cannot be read, with the reason."""
+        """Calls `on_unreadable` once for each queue that cannot be read, with the reason."""
         self._open_client = open_client
         self._on_unreadable = on_unreadable
         self._names = [name for name in dict.fromkeys(names) if name != ALL_QUEUES]
@@ -102,7 +102,7 @@ class ServedQueues:
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:
-        """The gateway's own queue first. With `now`, names and aliases are read anew."""
+        """All queues, the gateway's own first. With `now`, names and aliases are read anew."""
         names = [*self._names]
         if self._finds_others or now:
             names += [name for name in (await self._read(now=now)).names if name not in names]
@@ -194,7 +194,7 @@ class ServedQueues:
         raise ModelNotServedError(not_served(model, {view.model for _, view in views}))
 
     async def holding(self, request_id: str) -> ServedQueue:
-        """The queue in which a request is known. Raises RequestNotFoundError."""
+        """Returns the queue that knows a request. Raises RequestNotFoundError."""
         served = await self.all()
         served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:
@@ -239,7 +239,7 @@ class ServedQueues:
         return time.monotonic() < self._refused.get(name, 0.0)
 
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
-        """Do without a queue that cannot be read, unless it is the gateway's own. Raises `error`.
+        """Skip a queue that cannot be read. Raises `error` for the gateway's own queue.
 
         On a Cluster, queues are on different nodes, and one of these may be away.
         """
@@ -285,7 +285,7 @@ class ModelIsLoadingError(ApiError):
 
 
 def _draw(key: str) -> bytes:
-    """The rank of a queue: two gateways send the same request to the queue of the highest rank.
+    """The rank of a queue. All gateways send the same request to the queue of the highest rank.
 
     Few requests move when a queue comes or goes; see
     https://en.wikipedia.org/wiki/Rendezvous_hashing.
@@ -302,7 +302,7 @@ class QueueWatch:
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self.num_sent = 0
-        """Requests that were sent to the queue since it was looked at."""
+        """Requests that were sent to the queue since its view was read."""
         self._queue = queue
         self._seen: QueueView | None = None
         self._seen_at = float("-inf")

@@ -45,7 +45,7 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    """The message for a call that may come again later: names each rate that is used up."""
+    """Returns the message for a call that may succeed later. Names each rate that is used up."""
     reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"

@@ -70,7 +70,8 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio: its methods, awaited, with their errors, and `follow`.
+    """`promptq.Client` for asyncio, with awaitable methods that raise the same errors, and
+    `follow`.
 
     It connects at the first call, or on entering `async with`. Any number of tasks may use it at
     once. At most 32 calls are on their way, and further calls wait for their turn. All streams
@@ -109,7 +110,7 @@ class AsyncClient:
 
     @property
     def queue(self) -> AsyncRequestQueue:
-        """The queue itself, for what the client has no method for.
+        """The queue itself, for operations that the client has no method for.
 
         A client that was made from a URL has it once it is connected, such as in `async with`.
         """
@@ -145,7 +146,7 @@ class AsyncClient:
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
+        Each is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens": 8}`.
         """
         return await self.enqueue_composed(compose(requests))
 
@@ -218,7 +219,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """`enqueue` and `result` in one. The request continues if you stop waiting for it."""
+        """Enqueue a request and return its result. The request continues if you stop waiting."""
         request_id = await self.enqueue(prompt, **fields)
         return await self.result(request_id, timeout=timeout, check=check)
 
@@ -231,7 +232,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
+        """Enqueue samples and return the results of all; `timeout` is for all together."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -292,11 +293,11 @@ class AsyncClient:
     # The queue and its workers
 
     async def stats(self) -> admin.queue_stats.QueueStats:
-        """Returns what the queue holds and how its workers do."""
+        """Returns the numbers of requests by state, and the workers' last heartbeats."""
         return await self._do(admin.queue_stats.stats(await self._keys()))
 
     async def overview(self) -> admin.overview.Overview:
-        """Returns what the queue holds, how its workers do, and the latest statistics."""
+        """Returns the state of the queue and its workers, with the latest statistics."""
         return await self._do(admin.overview.overview(await self._keys()))
 
     async def worker(self, worker_id: str) -> admin.overview.WorkerView:
@@ -311,17 +312,17 @@ class AsyncClient:
         return await self._do(statistics.samples(await self._keys(), since_ms))
 
     async def keep_statistics(self) -> None:
-        """Take a sample if one is due. Call it every few seconds if workers may all be away."""
+        """Take a sample if one is due. Call this every few seconds if all workers may be away."""
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """How many workers the queue needs so that no request waits over `target_seconds`."""
+        """Returns the workers that the queue needs to keep waits below `target_seconds`."""
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(
         self, target_seconds: float = TARGET_SECONDS
     ) -> list[admin.autoscaling.Scaling]:
-        """How many workers each queue of the server that can be read should have."""
+        """Returns the scaling of all readable queues of the server."""
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
@@ -355,7 +356,7 @@ class AsyncClient:
         return await self._do(request_queue.requeue(request_id))
 
     async def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters; return how many there were."""
+        """Delete dead letters; return the number of deleted ones."""
         statuses = await self._do(scripts.purge(request_ids)) if request_ids else []
         return statuses.count("purged")
 
@@ -374,7 +375,7 @@ class AsyncClient:
         return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
     async def queue_of_request(self, request_id: str) -> str:
-        """The queue of the server in which a request is known; this one if it is known in none."""
+        """Returns the queue that knows the request; this client's queue if no queue knows it."""
         return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:

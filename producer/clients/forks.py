@@ -20,10 +20,11 @@ from promptq.shared.runtime.turns import Work, sliced
 _NOT_COPIED = frozenset(
     {"seed", "idempotency_key", "trace_context", "prompt_logprobs", "output_prefix"}
 )
-"""Fields of the source that a fork does not get. With its seed it would repeat its tokens."""
+"""Fields of the source that a fork does not get. With the source's seed, a fork would repeat the
+source's tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
-"""Fields that a fork cannot change, since its tokens are those behind the same prompt."""
+"""Fields that a fork cannot change, because its tokens follow the same prompt."""
 
 
 _SKIPPED = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_texts"), lambda item: None)
@@ -37,7 +38,7 @@ class _Output(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ForkSource:
-    """A request that is to be forked: its payload as it was enqueued, and its tokens so far."""
+    """The source of a fork: the enqueued payload of a request, and its tokens so far."""
 
     request_id: str
     fields: dict[str, Any]
@@ -45,7 +46,8 @@ class ForkSource:
     token_ids: list[int]
 
     def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
-        """Returns the fields of a request that continues after `at` tokens and a text; its point.
+        """Returns the fields of a request that continues after `at` tokens and a text; the fork
+        point.
 
         Raises InvalidRequestError that names the wrong argument.
         """
@@ -64,7 +66,7 @@ class ForkSource:
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Makes the request; `changes` are further fields. Raises InvalidRequestError."""
+        """Makes the request of a fork. `changes` are further fields. Raises InvalidRequestError."""
         fields, point = self.fork(at, append)
         if self.tenant:
             fields["tenant"] = self.tenant
@@ -89,13 +91,13 @@ def check_changes(changes: Mapping[str, Any]) -> None:
     for name in FIXED:
         if name in changes:
             raise InvalidRequestError(
-                f"{name}: cannot be changed, as a fork goes on from tokens of the same prompt",
+                f"{name}: cannot be changed, because a fork continues tokens of the same prompt",
                 field=name,
             )
 
 
 def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
-    """Read a request that is to be forked.
+    """Read the request that a fork continues.
 
     Raises RequestNotFoundError for one that is unknown or has expired, InvalidRequestError for one
     that no worker could run.
@@ -113,8 +115,8 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
         token_ids = yield from sliced(_token_ids_in(events or [result or b""]), PAUSE)
     except (ValueError, RecursionError):
         raise InvalidRequestError(
-            f"payload: that of the request {request_id!r}, or its log, is not JSON as the protocol"
-            " has it, so it cannot be forked",
+            f"payload: the payload or the log of the request {request_id!r} is not JSON in the form"
+            " of the protocol, so the request cannot be forked",
             field="payload",
         ) from None
     return ForkSource(request_id, fields, (tenant or b"").decode("utf-8", "replace"), token_ids)

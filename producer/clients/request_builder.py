@@ -88,7 +88,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields with an id, with which the samples' ids begin."""
+    """Returns the fields with an id. The samples' ids begin with this id."""
     request_id = fields.get("request_id")
     checked_id = new_request_id() if request_id is None else check_request_id(request_id)
     return {**fields, "request_id": checked_id}

@@ -50,7 +50,7 @@ class Embeddings:
 
 
 def countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Returns a function that says how many seconds of `timeout` are left; None has no end."""
+    """Returns a function that returns the rest of `timeout` (seconds); None without one."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout

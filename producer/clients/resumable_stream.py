@@ -91,7 +91,7 @@ class Notice(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns what a pub/sub message of redis-py is: an event, `SUBSCRIBED`, or nothing.
+    """Returns the event in a pub/sub message of redis-py, `SUBSCRIBED`, or None for another one.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -181,7 +181,7 @@ def _event_in(
 
 
 _Ending = tuple[RequestState | None, bytes | None, bytes | None]
-"""The state, the last event, and the result. Both may be large."""
+"""The state, the last event and the result. The last event and the result may be large."""
 
 _NOTHING: _Ending = (None, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
@@ -254,7 +254,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
-        """Raise StreamChangedError if these tokens, from `index` on, are not those delivered."""
+        """Raise StreamChangedError if these tokens, from `index` on, differ from delivered ones."""
         if self._text_from is None or index >= self._position:
             return
         start = max(index, self._text_from)

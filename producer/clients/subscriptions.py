@@ -43,7 +43,7 @@ _SHARDED = {b"smessage", b"ssubscribe", b"sunsubscribe"}
 
 
 class Subscriptions:
-    """The connection, its keeper, and who follows which channel."""
+    """The connection, its keeper, and the mailboxes that follow each channel."""
 
     def __init__(self, client: Any) -> None:
         self._redis = client
@@ -67,7 +67,7 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Start to put a channel's messages into a mailbox. Raises QueueClosedError.
+        """Put a channel's messages into a mailbox from now on. Raises QueueClosedError.
 
         The mailbox may lack messages that were sent before it got its first `SUBSCRIBED`.
         """
@@ -81,7 +81,7 @@ class Subscriptions:
             self._keeper = asyncio.create_task(self._keep())
 
     async def leave(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Stop following a channel. When the last one leaves, the connection is closed."""
+        """Stop following a channel. When the last mailbox leaves, the connection is closed."""
         mailboxes = self._mailboxes.get(channel, [])
         if mailbox not in mailboxes:
             return  # the connection failed before
@@ -111,7 +111,8 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Read replies until the connection is lost. Raises its error if no reply came."""
+        """Read replies until the connection is lost. Raises the connection's error if no reply
+        came."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -290,7 +291,7 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Set the deadline. A timer that rings earlier stays, and sets itself anew when it rings.
+        """Set the deadline. A timer that fires earlier stays, and sets itself anew when it fires.
 
         Nearly every wait ends long before its deadline, and a timer for each would double its cost.
         """

@@ -85,7 +85,7 @@ class Client:
     """
 
     queue: RequestQueue
-    """The queue itself, for what the client has no method for."""
+    """The queue itself, for operations that the client has no method for."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Client:
     def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
+        Each is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens": 8}`.
         """
         return self.enqueue_composed(compose(requests))
 
@@ -219,7 +219,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """`enqueue` and `result` in one. The request continues if you stop waiting for it."""
+        """Enqueue a request and return its result. The request continues if you stop waiting."""
         request_id = self.enqueue(prompt, **fields)
         return self.result(request_id, timeout=timeout, check=check)
 
@@ -232,7 +232,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
+        """Enqueue samples and return the results of all; `timeout` is for all together."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -291,11 +291,11 @@ class Client:
     # The queue and its workers
 
     def stats(self) -> admin.queue_stats.QueueStats:
-        """Returns what the queue holds and how its workers do."""
+        """Returns the numbers of requests by state, and the workers' last heartbeats."""
         return self._do(admin.queue_stats.stats(self._keys()))
 
     def overview(self) -> admin.overview.Overview:
-        """Returns what the queue holds, how its workers do, and the latest statistics."""
+        """Returns the state of the queue and its workers, with the latest statistics."""
         return self._do(admin.overview.overview(self._keys()))
 
     def worker(self, worker_id: str) -> admin.overview.WorkerView:
@@ -310,15 +310,15 @@ class Client:
         return self._do(statistics.samples(self._keys(), since_ms))
 
     def keep_statistics(self) -> None:
-        """Take a sample if one is due. Call it every few seconds if workers may all be away."""
+        """Take a sample if one is due. Call this every few seconds if all workers may be away."""
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """How many workers the queue needs so that no request waits over `target_seconds`."""
+        """Returns the workers that the queue needs to keep waits below `target_seconds`."""
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
-        """How many workers each queue of the server that can be read should have."""
+        """Returns the scaling of all readable queues of the server."""
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
@@ -352,7 +352,7 @@ class Client:
         return self._do(request_queue.requeue(request_id))
 
     def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters; return how many there were."""
+        """Delete dead letters; return the number of deleted ones."""
         statuses = self._do(scripts.purge(request_ids)) if request_ids else []
         return statuses.count("purged")
 
@@ -371,7 +371,7 @@ class Client:
         return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
     def queue_of_request(self, request_id: str) -> str:
-        """The queue of the server in which a request is known; this one if it is known in none."""
+        """Returns the queue that knows the request; this client's queue if no queue knows it."""
         return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
@@ -412,9 +412,9 @@ class Client:
     ) -> Iterator[TokenEvent]:
         """Yields the events of a request, from the first to the last, each once and in order.
 
-        You may read a stream at any time, even after its end. With `from_index` it begins with the
-        event that holds that token. A lost connection is opened again. If the request fails, its
-        last event holds the error, which is not raised.
+        You may read a stream at any time, even after its end. With `from_index` the stream begins
+        with the event that holds that token. A lost connection is opened again. If the request
+        fails, its last event holds the error, which is not raised.
 
         Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
         and StreamChangedError if the server lost delivered tokens and others replaced them.

@@ -23,7 +23,8 @@ def run(
     input_file: Annotated[
         Path,
         typer.Argument(
-            metavar="INPUT", help="JSONL, a request a line: custom_id, method, url, body."
+            metavar="INPUT",
+            help="JSONL with one request in each line: custom_id, method, url, body.",
         ),
     ],
     output: Annotated[

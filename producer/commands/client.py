@@ -14,12 +14,12 @@ def open_client(redis: str | None, queue: str | None, model: str | None = None) 
 
 
 def names_queue(queue: str | None) -> bool:
-    """Whether `--queue` or PROMPTQ_QUEUE says which queue is meant."""
+    """Whether `--queue` or PROMPTQ_QUEUE names a queue."""
     return queue is not None or "queue" in read_settings().model_fields_set
 
 
 def open_client_of(redis: str | None, queue: str | None, request_id: str) -> Client:
-    """The client of `--queue`, or else of the queue in which a request is known."""
+    """The client of `--queue`, or else of the queue that knows the request."""
     client = open_client(redis, queue)
     if names_queue(queue):
         return client

@@ -33,7 +33,7 @@ def gateway(
         bool | None,
         typer.Option(
             "--log-requests/--no-log-requests",
-            help="Log each call; default: they are logged.",
+            help="Log each call; default: yes.",
             show_default=False,
         ),
     ] = None,

@@ -73,8 +73,8 @@ def create(
         str | None,
         typer.Option(
             metavar="DATE",
-            help="When the key stops being valid: 2030-01-31, or 2030-01-31T18:00+01:00."
-            " Without a time zone, this machine's counts.",
+            help="When the key stops being valid: 2030-01-31, or 2030-01-31T18:00+01:00. Without a"
+            " time zone, this machine's time zone applies.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -176,5 +176,5 @@ def _expiry(expires_in: str | None, expires_at: str | None) -> int:
             f"expires-at: {expires_at!r} is not a date such as 2030-01-31 or 2030-01-31T18:00+01:00"
         ) from None
     if at <= now:
-        raise ConfigurationError(f"expires-at: {expires_at!r} is over already")
+        raise ConfigurationError(f"expires-at: {expires_at!r} is in the past")
     return int(at * 1000)

@@ -58,7 +58,9 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
         if not any(view.has_worker for view in model.queues):
             name = printable(model.name)
             forget = f"promptq models forget {shlex.quote(name)}"
-            console.print(Text(f"No worker serves {name}. If none will again: {forget}"))
+            console.print(
+                Text(f"No worker serves {name}. If no worker will serve it again: {forget}")
+            )
 
 
 @models.command()
@@ -67,7 +69,7 @@ def alias(
     model: Annotated[str, typer.Argument(help="The model's own name.")],
     redis: Redis = None,
 ) -> None:
-    """Give a model an alias, such as one that a program insists on.
+    """Give a model an alias, for example for a program that accepts only certain names.
 
     Examples:
 

@@ -46,7 +46,7 @@ Model = Annotated[
     str | None, typer.Option(metavar="NAME", help="Use the queue that serves this model.")
 ]
 Detach = Annotated[
-    bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
+    bool, typer.Option("--detach", "-d", help="Print the id and exit; see `promptq watch`.")
 ]
 EventsAsJson = Annotated[bool, typer.Option("--json", help="Print each event as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

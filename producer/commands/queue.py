@@ -263,5 +263,5 @@ def purge(
 
 def _chosen(request_ids: list[str] | None) -> list[str]:
     if request_ids is None:
-        raise typer.BadParameter("name the dead letters, or say --all")
+        raise typer.BadParameter("name the dead letters, or pass --all")
     return request_ids

@@ -173,7 +173,7 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option(help="Keep this many numbers of each vector.")
     ] = None,
-    normalize: Annotated[bool, typer.Option(help="Give each vector the length 1.")] = True,
+    normalize: Annotated[bool, typer.Option(help="Scale each vector to the length 1.")] = True,
     priority: Priority = None,
     param: Param = None,
     model: Model = None,

@@ -40,8 +40,8 @@ def url(
     """Print the address of the server that commands talk to, with its password.
 
     The embedded server has a new password at each start. Other users of the
-    machine can see command lines. If there are any, put the password into the
-    environment.
+    machine can see command lines. If the machine has other users, put the
+    password into the environment.
 
     Examples:
 

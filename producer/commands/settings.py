@@ -27,7 +27,7 @@ def settings(as_json: AsJson = False) -> None:
 
     A process reads the common settings and those of its kind, and ignores all
     others. The common ones and the worker's are also options of `promptq worker`.
-    A default is shown if the value is another one.
+    The default is shown if the value differs from it.
 
     Examples:
 

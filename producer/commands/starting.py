@@ -146,7 +146,7 @@ def supervise(
     hold_seconds: Annotated[
         float,
         typer.Option(
-            "--hold", min=0, help="Seconds for which fewer must be enough before one ends."
+            "--hold", min=0, help="Seconds for which fewer workers must be enough before one ends."
         ),
     ] = HOLD_SECONDS,
     redis: Redis = None,
@@ -154,10 +154,10 @@ def supervise(
 ) -> None:
     """Start and end workers on this machine by the load of a queue.
 
-    The command after -- is started for each worker. It gets the address and the
-    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to be the worker's
-    process, not its parent. A worker that is no longer needed finishes its
-    requests. `promptq scaling` prints how many workers are wanted, and why.
+    The command after -- is started for each worker. The command gets the address
+    and the queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to become the
+    worker's process, not its parent. A worker that is no longer needed finishes
+    its requests. `promptq scaling` prints how many workers are wanted, and why.
 
     Examples:
 
@@ -172,7 +172,7 @@ def supervise(
 
     _, *command = context.args or [""]
     if not command:
-        raise typer.BadParameter("say which command starts a worker: -- promptq worker ...")
+        raise typer.BadParameter("name the command that starts a worker: -- promptq worker ...")
     worker_range = WorkerRange.parse(workers)
     if shutil.which(command[0]) is None:
         raise ConfigurationError(f"-- {command[0]}: there is no such program")
@@ -207,9 +207,10 @@ def server(
 
 
 def demo(context: typer.Context) -> None:
-    """See it work: a server, a worker and a dozen requests, side by side.
+    """Show promptq at work: a server, a worker and a dozen requests, side by side.
 
-    It needs nothing else and leaves nothing behind. Options go to the worker.
+    The demo needs nothing else and leaves nothing behind. Options go to the
+    worker.
 
     Examples:
 

@@ -46,7 +46,7 @@ class LastHour:
 
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once and exit, as in a pipe.")
+        bool, typer.Option("--once", help="Print the overview once and exit; default in a pipe.")
     ] = False,
     redis: Redis = None,
     queue: Queue = None,
@@ -89,7 +89,7 @@ class _Screen:
         self._was_chosen = False
 
     def show_next(self) -> None:
-        """Show the queue after this one, and after the last the first."""
+        """Show the next queue. The first one follows the last one."""
         self._was_chosen = True
         at = self._names.index(self._shown) + 1 if self._shown in self._names else 0
         self._shown = self._names[at % len(self._names)]

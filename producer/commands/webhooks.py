@@ -25,7 +25,9 @@ webhooks = typer.Typer(
 
 Tenant = Annotated[
     str | None,
-    typer.Option(help="Tenant whose requests it signs; default: requests without a tenant."),
+    typer.Option(
+        help="Tenant whose webhooks the secret signs; default: requests without a tenant."
+    ),
 ]
 
 

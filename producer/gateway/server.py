@@ -104,7 +104,7 @@ def _names(settings: GatewaySettings) -> str:
 
 
 def _spare_the_collector() -> None:
-    """Keep the garbage collector away from objects that stay, as workers do.
+    """Exclude lasting objects from garbage collection, as workers do.
 
     A full collection pauses all streams, and each stream is a few hundred objects.
     """

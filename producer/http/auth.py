@@ -49,7 +49,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
         if _is_from_this_machine(request):
             return _NOBODY
         raise _unauthorised(
-            "there is no API key yet, so only this machine is answered; make one with"
+            "there is no API key yet, so the gateway answers only this machine; create a key with"
             " `promptq keys create NAME`"
         )
     raise _unauthorised(
@@ -62,7 +62,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 def _secret_of(request: Request) -> str:
     """The key of a call, as OpenAI's, Anthropic's or Azure's clients send keys; '' without a key.
 
-    A page of another site cannot send any of these headers without asking first (CORS).
+    A page of another site cannot send any of these headers without a preflight request (CORS).
     """
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret.strip():
@@ -71,7 +71,7 @@ def _secret_of(request: Request) -> str:
 
 
 async def admin_of(caller: ThisCaller) -> Caller:
-    """A caller that may see and steer the whole queue. Raises ApiError 403 for others."""
+    """Returns a caller that may see and control the whole queue. Raises ApiError 403 for others."""
     if not caller.is_admin:
         raise ApiError(
             403, f"the key {caller.name!r} may not do this: it needs one made with --admin"

@@ -33,7 +33,7 @@ class TooLargeError(ApiError):
 
 
 async def read_body(request: Request, most: int, hold: Hold) -> bytes:
-    """The body, up to `most` bytes. Raises as `body_pieces`."""
+    """Returns the body, up to `most` bytes. Raises what `body_pieces` raises."""
     return b"".join([piece async for piece in body_pieces(request, most, hold)])
 
 
@@ -86,13 +86,14 @@ class BodyBudget:
             hold.release()
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Raises ApiError 429 if the tenant would hold too many bytes, 503 if all tenants would."""
+        """Take bytes from the budget. Raises ApiError 429 if the tenant would hold too many bytes,
+        503 if all tenants together would."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(
                 429,
                 f"the requests that are on their way for the tenant {tenant!r} have more than"
-                f" {self._most_of_tenant} bytes; wait until some are taken in",
+                f" {self._most_of_tenant} bytes; wait until some of them are in the queue",
                 code="bodies_of_tenant",
                 headers=_RETRY_AFTER,
             )
@@ -123,11 +124,11 @@ class Hold:
         self._num_taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """Hold `num_bytes` more. Raises ApiError as `BodyBudget.take`."""
+        """Hold `num_bytes` more. Raises ApiError like `BodyBudget.take`."""
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """Hold at least `num_bytes` in all. Raises ApiError as `BodyBudget.take`."""
+        """Hold at least `num_bytes` in all. Raises ApiError like `BodyBudget.take`."""
         more = max(0, num_bytes - FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)

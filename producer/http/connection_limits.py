@@ -50,13 +50,13 @@ _UNREAD_SECONDS = 600.0
 """How long a client may read nothing of an answer. A slow one reads a little now and then."""
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
-"""The least mean size of further pieces of a body. Each costs a call, even if it is one byte."""
+"""The least mean size of further pieces of a body. Each piece costs a call, however small."""
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
 """Requests that may wait behind one. Uvicorn would keep all that a client sends ahead."""
 _LOOK_SECONDS = 2.0
 _RESERVED_CONNECTIONS = 64
-"""Connections above the limit, for clients that only ask whether the gateway is alive."""
+"""Connections above the limit, for probes that check whether the gateway is alive."""
 
 _FULL = ApiError(
     503,
@@ -67,11 +67,11 @@ _FULL = ApiError(
 
 
 class _StayingParser(httptools.HttpRequestParser):
-    """Ignores offers to change to another protocol, such as Java's client makes for HTTP/2.
+    """Ignores offers to change to another protocol. Java's client offers HTTP/2 in this way.
 
     httptools stops behind the head of such a request, and uvicorn would drop the body. So another
-    parser takes its place. It gets a second head, which says only how long the body is, and
-    `continues` meanwhile.
+    parser takes its place. The new parser gets a second head, which has only the body's length. Its
+    `continues` is set while it reads this head.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -97,10 +97,11 @@ class _StayingParser(httptools.HttpRequestParser):
 class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection whose head does not end, or whose request comes too slowly.
 
-    Uvicorn would keep a head of any size, and wait for the rest of a request for ever, both before
-    the API key is checked. The size of a head is measured by bytes without progress: those since
-    the last end of a head, piece of a body or end of a message. So endless trailers count too. If a
-    request is answered before all of its body has come, the rest is dropped, for a while.
+    Before the API key is checked, uvicorn would keep a head of any size, and wait for the rest of a
+    request for ever. The size of a head is measured by bytes without progress: the bytes since the
+    last end of a head, piece of a body or end of a message. So endless trailers count too. If a
+    request is answered before all of its body has come, the rest is read and dropped for some
+    seconds.
     """
 
     parser: _StayingParser
@@ -136,7 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        # Of several requests that were sent at once, uvicorn tells only the last one.
+        # Of several requests that were sent at once, uvicorn reports only the last one.
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
@@ -282,7 +283,7 @@ def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
 
 
 class _ClosedBehindRequest:
-    """The transport of a connection that closes after its answer, but not before its request."""
+    """The transport of a connection that closes after its answer, once all of the request came."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol

@@ -57,7 +57,7 @@ _SERVED = "gzip, deflate, zstd"
 
 
 def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """A decoder for a member that begins so, and the error that it raises for wrong data."""
+    """Returns a decoder for a member with this beginning, and its error for wrong data."""
     if coding == "zstd":
         if sys.version_info >= (3, 14):
             from compression import zstd

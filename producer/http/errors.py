@@ -1,4 +1,4 @@
-"""Answers errors of all routes, and describes them for the API's description."""
+"""Answers errors of all routes, and describes them in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MEANINGS = {
     413: "the body is too large",
     429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
     500: "the worker failed with the request",
-    503: "the queue cannot be reached, or no worker takes requests and gets on",
+    503: "the queue cannot be reached, or no worker takes requests and makes progress",
 }
 
 _CLIENT_LEFT = 499

@@ -55,13 +55,13 @@ class KeyUses:
 
 
 class Refusals:
-    """When each key that is beyond its rate may come again to this gateway."""
+    """Times from which on keys that exceeded their rates may call this gateway again."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Wait if this key comes back too early. Returns what is left of `wait_ms`."""
+        """Wait if this key comes back too early. Returns the rest of `wait_ms`."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000
@@ -92,7 +92,7 @@ class Gateway:
 
     @property
     def client(self) -> AsyncClient:
-        """Of the gateway's own queue."""
+        """The client of the gateway's own queue."""
         return self.queues.own.client
 
     @property

@@ -31,7 +31,7 @@ from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
 _COMMENT = b": waiting\n"
-"""Without a blank line after it, which OpenAI's client would take for the end of an event."""
+"""Has no blank line after it: OpenAI's client would take a blank line for the end of an event."""
 
 
 class Frames(Protocol):
@@ -63,10 +63,10 @@ class Streamed(Answer, Protocol):
 
 
 class EventStream(Response):
-    """Streams an answer, as the frames that `begin` returns write it.
+    """Streams an answer with the frames that `begin` returns.
 
-    The status of a new stream waits some time for the first token, so that it can still report
-    an error.
+    A new stream waits some time for the first token before it sends its status, so that the status
+    can still report an error.
     """
 
     def __init__(
@@ -225,7 +225,8 @@ class Out:
             self._is_open = True
 
     def _ring(self) -> None:
-        """Check now and then whether it is due: a timer for each token would cost more."""
+        """Check now and then whether a `keepalive` is due: a timer for each token would cost
+        more."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
             self._keeping = asyncio.create_task(self._keep_alive())

@@ -135,11 +135,11 @@ async def read_call(
     check: Callable[[], Awaitable[object]] | None = None,
     history: History | None = None,
 ) -> AsyncIterator[tuple[Prepared, Hold]]:
-    """Takes a call from the caller's rate, and reads it: yields its payloads to enqueue.
+    """Counts a call against the caller's rate, reads the call, and yields its payloads.
 
-    Also yields the hold on its body, which ends with the block. `check` runs before the body is
-    read. `history` returns the items of a response that the call continues; its last argument notes
-    their size.
+    Also yields the hold on the call's body, which ends with the block. `check` runs before the body
+    is read. `history` returns the items of a response that the call continues; its last argument
+    notes their size.
     """
     await admit_call(gateway, caller)
     if check is not None:

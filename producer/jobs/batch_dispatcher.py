@@ -52,7 +52,8 @@ class Dispatcher:
         self._log = get_logger(queue=settings.queue)
         self._clock = clock
         self._starting: dict[str, float] = {}
-        """When batches were first seen that a worker has, but whose runs have no lease yet."""
+        """The time at which each starting batch was first seen: a worker has got it, but its run
+        has no lease yet."""
         self._served: dict[bytes, None] = {}
         """Tenants that had a turn, as their batches name them; the longest ago first."""
 

@@ -63,8 +63,8 @@ def run_jobs(settings: JobsSettings) -> None:
         _check_rights(settings, settings.jobs_redis_url or url, partial(jobs.llen, waiting))
     if has_shared_secret:
         get_logger().warning(
-            "one secret signs the webhooks of all tenants too: give each its own and take that one"
-            " away (docs/jobs.md, Secrets)"
+            "the shared secret also signs the webhooks of all tenants: give each receiver its"
+            " tenant's secret, then remove the shared one (docs/jobs.md, Secrets)"
         )
     processes = _Processes(settings)
     try:
@@ -110,7 +110,7 @@ def _print_ready(settings: JobsSettings) -> None:
 
 
 def _stop_signal() -> Callable[[], bool]:
-    """Returns a function that says whether SIGTERM or SIGINT has come since."""
+    """Returns a function that returns whether SIGTERM or SIGINT has come since."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))

@@ -50,7 +50,7 @@ _WEEK_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _alone = partial(alone, stop=StopRequested)
-"""RQ's handler of signals raises StopRequested wherever its worker is."""
+"""`alone` for code of RQ's worker, whose signal handler may raise StopRequested at any point."""
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
@@ -89,7 +89,7 @@ def rq_queue_name(queue: str, work: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobJson:
-    """RQ's serializer: JSON, and on the way in only calls of the table for one of RQ's queues."""
+    """RQ's serializer: JSON. It decodes only calls of the table, for one of RQ's queues."""
 
     rq_queue: str
     more: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -133,7 +133,7 @@ class ListedJob(Job):
 
     @classmethod
     def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
-        """Raises NoSuchJobError for every job that is not ours."""
+        """Reads a job. Raises NoSuchJobError for every job that is not ours."""
         try:
             if not _JOB_ID.fullmatch(id.encode()):
                 raise ValueError("it is not the id of a job")
@@ -146,7 +146,7 @@ class ListedJob(Job):
             raise NoSuchJobError(f"not a job of ours: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
-        """Raises ValueError for a record that is not that of a job of ours."""
+        """Restores a job from its record. Raises ValueError for the record of another job."""
         fields = {name: raw_data.get(name, b"") for name in (b"data", b"origin", b"status")}
         if len(fields[b"data"]) > MAX_DATA_BYTES:
             raise ValueError("it is too large for a job of ours")

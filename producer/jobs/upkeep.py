@@ -135,7 +135,7 @@ def _next_minute(client: Any, keys: Keys, end: int) -> int:
         last = client.xrevrange(key, count=1)
     begin = _ms_of(last[0][0]) + _MINUTE_MS if last else 0
     if begin > end + _MINUTE_MS:  # no later entry could be added
-        note(spoilt_record(key, "its last entry is of the future"))
+        note(spoilt_record(key, "its last entry is in the future"))
         client.delete(key)
         return 0
     return begin

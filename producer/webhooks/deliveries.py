@@ -145,7 +145,7 @@ class Deliveries:
         return True
 
     def close(self, seconds: float) -> None:
-        """Begin nothing more, and wait for calls under way, for up to `seconds`."""
+        """Begin no more calls, and wait for up to `seconds` for calls under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, seconds)
         self._note()
@@ -233,7 +233,7 @@ class Deliveries:
             self._turns.add(request_id, item.tenant, self._receivers.get(request_id))
 
     def _call(self, request_id: str) -> _Outcome:
-        """One attempt, in a thread."""
+        """Make one attempt, in a thread."""
         receiver = None
         try:
             if not self._redis.hexists(self._keys.webhooks_waiting, request_id):

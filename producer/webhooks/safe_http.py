@@ -55,7 +55,7 @@ def post(
     timeout: float,
     allow_private: bool = False,
 ) -> int:
-    """Returns the status of the answer.
+    """Sends the body, and returns the status of the answer.
 
     Each wait may take `timeout` seconds, and the whole call three times that, without the look-up
     of the host, which the system's resolver limits. Raises AddressRefusedError, and OSError or

@@ -38,7 +38,7 @@ class Turns:
             self._due.clear()
 
     def take(self) -> str | None:
-        """Returns the next webhook, which holds a place until `give_back`; None if no place."""
+        """Returns the next webhook, which holds a place until `give_back`; None without a place."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():
@@ -63,7 +63,7 @@ class Turns:
             del self._held[request_id]
 
     def _room(self) -> Callable[[str, str | None], bool]:
-        """Whether one more call for a tenant and a receiver may begin now."""
+        """Returns a function that tests if a call for a tenant and a receiver may begin now."""
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)

@@ -27,7 +27,7 @@ class UndeliverableError(PromptqError):
 
 
 class DeliveryError(PromptqError):
-    """The webhook was not accepted; it is tried again."""
+    """The webhook was not accepted. The jobs try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -
     except (OSError, http.client.HTTPException) as error:
         raise DeliveryError(f"{message.receiver}: {type(error).__name__}: {error}") from None
     if status == 410:
-        raise UndeliverableError(f"{message.receiver} answered 410: it wants no more")
+        raise UndeliverableError(f"{message.receiver} answered 410: it wants no more webhooks")
     if not 200 <= status < 300:
         raise DeliveryError(f"{message.receiver} answered {status}")
     return status

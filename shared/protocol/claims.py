@@ -28,11 +28,11 @@ class Room:
 
     `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
     tokens) of running sequences, which a more urgent request may preempt. `num_held` is the number
-    of requests that the worker holds: a suspect of earlier crashes goes only to a worker that holds
-    none. `num_sharing` is the number of workers that share the waiting requests: a claim takes at
-    most the rest of one worker's share, or a small part of the waiting requests if that is more.
-    `held` has the holdings of tenants at this worker: a tenant that is not in `held` gets a request
-    even without room, if another tenant has more than its share.
+    of requests that the worker holds: a request that is suspected of earlier crashes goes only to a
+    worker that holds no other. `num_sharing` is the number of workers that share the waiting
+    requests: a claim takes at most the rest of one worker's share, or a small part of the waiting
+    requests if that is more. `held` has the holdings of tenants at this worker: a tenant that is
+    not in `held` gets a request even without room, if another tenant has more than its share.
     """
 
     max_count: int
@@ -46,7 +46,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """The model that workers of a queue must agree on; empty: any."""
+    """The model that all workers of a queue must have. Empty fields stand for any model."""
 
     name: str = ""
     fingerprint: str = ""
@@ -69,7 +69,7 @@ class ClaimContext:
 
 @dataclass(slots=True)
 class Claim:
-    """A request as a worker got it; the fence proves this attempt in every later call."""
+    """A request that a worker claimed. In each later call, the fence proves this attempt."""
 
     request_id: str
     payload: bytes
@@ -88,13 +88,13 @@ class Claim:
     is_spoilt: bool = False
     """Whether the log has an entry that is not an event, so that no attempt can continue it."""
     turn: tuple[float, str] | None = None
-    """If tenants share: the lowest score when it was claimed, then that claim's time and order."""
+    """Set if tenants share: the lowest waiting score at the claim; the claim's time and order."""
     tenant: str = ""
     """The tenant in whose queue the request waited, whatever its payload says; empty: no tenant."""
     weight: float = 1.0
     """The tenant's weight when it was claimed."""
     is_suspect: bool = False
-    """Whether workers crashed while they held it, so that it must run alone."""
+    """Whether workers crashed while they held the request, which therefore must run alone."""
     num_logged: int = 0
     """Number of tokens in the log, by the id of its last entry, even if that is not an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
@@ -103,7 +103,7 @@ class Claim:
 
     @property
     def order(self) -> tuple[float, str]:
-        """The place in the queue, or in the order in which tenants share. The lowest is first."""
+        """Sort key: the place in the queue, or in the order of tenants that share. Lowest first."""
         return self.turn or (self.score, self.request_id)
 
     def server_ms(self, at: float) -> int:
@@ -111,21 +111,21 @@ class Claim:
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """Returns the id and fence, by which a call renews its lease or gives it back."""
+        """Returns the id and the fence, with which a call renews or returns the lease."""
         return Held(self.request_id, self.fence)
 
 
 class Claims(list[Claim]):
-    """The result of one call, in queue order; `num_pending` requests still wait."""
+    """The requests of one claim, in queue order; `num_pending` more requests wait."""
 
     num_pending = 0
     next_skip = 0
-    """The `skip` of the next call, which passes requests that this worker can never take."""
+    """`skip` for the next claim, which passes over requests that this worker can never take."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A request that a worker holds. `prompt_tokens` is sent once, when it becomes known."""
+    """A request that a worker holds. The worker sends `prompt_tokens` once."""
 
     request_id: str
     fence: str

@@ -83,7 +83,7 @@ class _WithPrompt(_Wire):
 
     @property
     def prompt_json(self) -> str:
-        """The fields that are set, with a comma in front."""
+        """Returns the JSON of the prompt's fields that are set, with a comma in front."""
         if self.prompt_texts is None:
             return ""
         return prompt_json(self.prompt_texts, self.prompt_logprobs, self.prompt_token_ids)
@@ -92,8 +92,8 @@ class _WithPrompt(_Wire):
 class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
-    `reasoning_tokens` counts the completion tokens between the marks of reasoning. It is None if
-    the model does not reason, or if tokens do not show exactly where a mark begins and ends.
+    `reasoning_tokens` counts the completion tokens between the marks of reasoning. The count is
+    None if the model does not reason, or if the borders of a mark are inside of tokens.
     """
 
     prompt_tokens: int = 0
@@ -107,7 +107,7 @@ class Usage(_Wire):
 
     @classmethod
     def of_samples(cls, usages: list[Usage]) -> Usage:
-        """The usage of several samples of one prompt: the prompt counts once."""
+        """Returns the usage of several samples of one prompt. The prompt counts once."""
         if not usages:
             return cls()
         return cls(
@@ -136,8 +136,8 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Unix milliseconds of the server, like `resumed_at`. Null stands for an empty list, which a
-    script that folds the log could not tell from an empty object."""
+    """Unix milliseconds of the server, like `resumed_at`. Null replaces an empty list, because the
+    script that folds the log would write it as an empty object."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
     """Whether an attempt continued where tokens may differ from those of an undisturbed run. There
@@ -160,8 +160,8 @@ class ErrorInfo(_Wire):
 class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it.
 
-    If a stranger wrote the log, `index` may be as large as an id of a Redis stream, and the request
-    must end even then.
+    `index` may be as large as an id of a Redis stream if another program wrote the log. Even then
+    the request must end.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]
@@ -206,7 +206,7 @@ class TokenEvent(_WithPrompt):
 
 
 class Result(_WithPrompt):
-    """A finished request: its events as one."""
+    """The result of a finished request: all its events folded into one object."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -216,7 +216,7 @@ class Result(_WithPrompt):
     stats: Stats | None = None
     error: ErrorInfo | None = None
     embedding: str | None = None
-    """Copied from the last event, like the next field."""
+    """Copied from the last event, like `stop_reason`."""
     stop_reason: str | None = None
 
     @property
@@ -312,8 +312,8 @@ def result_json(
     error: str,
     more: str = "",
 ) -> str:
-    """The JSON of a `Result`, without making one. The last four are JSON already; `more` are
-    further fields."""
+    """Returns the JSON of a `Result` without building one. `usage`, `stats`, `error` and `more` are
+    JSON already; `more` has further fields, with a comma in front."""
     return (
         f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
         f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'
@@ -322,5 +322,5 @@ def result_json(
 
 
 def texts_json(**texts: str | None) -> str:
-    """Returns the texts that are set as JSON fields, to follow others."""
+    """Returns a JSON field for each text that is not None, with a comma in front of each."""
     return "".join(f',"{name}":{_quoted(text)}' for name, text in texts.items() if text is not None)

@@ -107,11 +107,11 @@ class Keys:
     jobs_leader = _Name("jobs:leader")
     """The leader of several `promptq jobs`, which hands out the queue's background work."""
     upkeep = _Name("upkeep")
-    """Since when reaping has gone on without a break, and when it last ran."""
+    """Times of the last reaping, and of the first one since the last interruption."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
     statistics_minutes = _Name("statistics:minutes")
-    """A sample for each minute, computed from those in the stream `statistics`."""
+    """A sample for each minute, computed from the samples in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
     unfinished_responses = _Name("responses:unfinished")
     """Stored responses without a result, by the time (ms) at which somebody last looked at them."""

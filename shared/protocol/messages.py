@@ -26,8 +26,8 @@ _SEPARATORS = ",[{"
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turn content into one text and arguments of tool calls into objects, and rename roles.
 
-    A `function_call`, the former name, becomes a tool call. Normalised messages do not change.
-    Raises ValueError that names the part that is wrong.
+    A `function_call` (the former name of a tool call) becomes a tool call. Normalised messages do
+    not change. Raises ValueError that names the part that is wrong.
     """
     num_values = 0
     clean = []
@@ -132,7 +132,7 @@ def _num_values(arguments: Any) -> int:
 
 
 def _shown(value: Any) -> str:
-    """A value in few words, however large it is."""
+    """Returns a short description of a value of any size."""
     match value:
         case None:
             return "nothing"

@@ -86,7 +86,7 @@ def wanted_output(
 ) -> Output | None:
     """Returns the output that the three fields require together; None for any text.
 
-    A call that is required is no text, so it does not follow the `response_format`.
+    A required tool call is not text, so the `response_format` does not apply to it.
 
     Raises ValueError whose message begins with the name of the field that is wrong.
     """
@@ -108,7 +108,7 @@ def wanted_output(
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for a tool whose type is not `function`, or whose function has no name.
 
-    An object without a type is accepted: some models' chat templates take such tools.
+    An object without a type is accepted, because some models' chat templates accept such tools.
     """
     for tool in tools:
         if tool.get("type", "function") != "function":
@@ -160,7 +160,7 @@ _TYPES = {
     "choice": "choice",
     "grammar": "grammar",
 }
-"""Types of a `response_format`, and the key that says more of each."""
+"""Types of a `response_format`, and the key that holds the details of each."""
 
 
 def _grammar_output(grammar: Any) -> GrammarOutput:
@@ -168,7 +168,7 @@ def _grammar_output(grammar: Any) -> GrammarOutput:
         raise ValueError("response_format: grammar must be a text with a grammar in Lark")
     if _GBNF_RULE.search(grammar):
         raise ValueError(
-            "response_format: the grammar is in GBNF or EBNF (`::=`), and Lark is wanted: its rules"
+            "response_format: the grammar is in GBNF or EBNF (`::=`), but Lark is needed: its rules"
             " are like `start: ...`"
         )
     return GrammarOutput(grammar)

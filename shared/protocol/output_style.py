@@ -31,27 +31,27 @@ class OutputStyle:
 
     - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
       there may be several objects.
-    - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, the name may end there
-      already, and the text from there to `middle` does not count.
+    - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, that mark may end the
+      name, and the text from it to `middle` does not count.
     - `elements`: `before`, NAME, `middle`, then for each argument `key_before`, its name,
       `key_after`, its value and `value_after`, and at the end `after`. With `key_after_json`, the
       value is JSON behind that mark and text behind `key_after`. A blank `middle` is no mark.
-    - `tagged`: as `elements`, but with `opening` for `before` and `closing` for `after`.
+    - `tagged`: like `elements`, with `opening` in place of `before` and `closing` of `after`.
     - `literals`: `before`, NAME, `middle`, then for each argument its name, `key_after` and a
       literal, with commas between, and at the end `after`. Strings are between two `quote` marks,
-      without escapes; without `quote`, they are those of Python. Without `before`, calls are at the
-      beginning of the text alone, with `between` between them.
+      without escapes; without `quote`, they are those of Python. Without `before`, calls are only
+      at the beginning of the text, with `between` between them.
     - `channels`: the text is messages: `opening`, a role, `before`, a channel, `middle`, a text,
-      `closing`. The first one begins behind the role. A message with `prelude` and NAME in front of
-      `middle` is a call, with {...} as text and `after` at its end.
+      `closing`. The first message begins after the role. A message with `prelude` and NAME in front
+      of `middle` is a call, with {...} as text and `after` at its end.
 
     In most forms `opening` is before the first call and `closing` after the last. A `prelude` may
     be before a call that the model makes by itself.
 
     A reader that does not know the form finds no calls. Except in `named`, a forced call that
-    begins with `{` is an object: earlier releases force such calls, and so is a call written whose
-    schema the form cannot hold. Gateways of earlier releases know `arguments_key`, `before` and
-    `after` alone, so a forced call in the form `object` is written with these.
+    begins with `{` is read as an object: earlier releases force such calls, and so do workers if
+    the form cannot hold the tool's schema. Gateways of earlier releases know only `arguments_key`,
+    `before` and `after`, so a forced call in the form `object` uses only these.
     """
 
     arguments_key: str = "arguments"

@@ -164,7 +164,8 @@ class SamplingParams(BaseModel):
         None,
         ge=0,
         le=20,
-        description="report each token of the prompt and this many of the likeliest in its place",
+        description="report each token of the prompt and, at its position, this many of the"
+        " likeliest",
     )
     response_format: dict[str, Any] | None = Field(
         None, description="of type text, json_object, json_schema, regex or choice"
@@ -221,7 +222,7 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Whether a field has an effect. A temperature of 0, greedy choice, counts as none."""
+        """Whether a field has an effect. A temperature of 0 (greedy choice) counts as no effect."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
@@ -251,7 +252,7 @@ class TraceContext(BaseModel):
 
     @property
     def carrier(self) -> dict[str, str]:
-        """The headers."""
+        """Returns the context as headers."""
         headers = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in headers.items() if value}
 
@@ -267,7 +268,7 @@ class Embed(BaseModel):
 
 
 class OutputPrefix(BaseModel):
-    """The beginning of an output: these tokens, and then those of the text."""
+    """The beginning of an output: these tokens, and then the tokens of the text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -282,7 +283,7 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Names of fields, which errors distinguish from the kinds of values of a place."""
+"""Names of the fields of nested objects. An error's path contains them beside names of types."""
 
 
 class Request(SamplingParams):
@@ -309,15 +310,15 @@ class Request(SamplingParams):
     trace_context: TraceContext | None = None
     resume: Literal["exact_only"] | None = Field(
         None,
-        description="`exact_only`: where another attempt cannot continue with exactly the tokens"
-        " that the first would have given, the request ends with an error instead",
+        description="`exact_only`: the request ends with an error if a later attempt cannot"
+        " continue with exactly the tokens of an uninterrupted attempt",
     )
     embed: Embed | None = None
     tokenize: bool = Field(
-        False, description="tell the tokens of the prompt or chat, and generate nothing"
+        False, description="report the tokens of the prompt or chat, and generate nothing"
     )
     output_prefix: OutputPrefix | None = Field(
-        None, description="what the output begins with; the model goes on behind it"
+        None, description="beginning of the output, which the model continues"
     )
 
     @field_validator("chat_template_kwargs")
@@ -409,7 +410,7 @@ def _check_sum(what: str, texts: list[str], most: int) -> None:
 
 
 def check_size(num_bytes: int) -> None:
-    """Raise InvalidRequestError for a payload that is larger than workers take."""
+    """Raise InvalidRequestError for a payload that is larger than workers accept."""
     if num_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidRequestError(
             f"payload: {num_bytes} bytes are more than the {MAX_PAYLOAD_BYTES} allowed",

@@ -16,8 +16,8 @@ _EITHER = ("anyOf", "oneOf")
 def types_of(schema: Any, root: Any) -> frozenset[str]:
     """Returns the types that a schema names; none if it names none in a known way.
 
-    `root` is the schema to whose parts references point. Each reference is followed once, so that
-    no schema leads in circles.
+    `root` is the schema to whose parts references point. Each reference is followed once, so
+    circular references do no harm.
     """
     found = set[str]()
     followed = set[str]()

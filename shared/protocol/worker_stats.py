@@ -47,12 +47,12 @@ class SlotStats(_Observation):
     computed_tokens: int = 0
     """Tokens of prompt and output whose K and V are in the cache."""
     cached_tokens: int = 0
-    """Prompt tokens that were found in the cache when it first joined."""
+    """Prompt tokens that were in the cache when the sequence first joined the batch."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     kv_blocks: int = 0
     kv_shared_blocks: int = 0
-    """Blocks of these that other sequences use too."""
+    """How many of the `kv_blocks` other sequences use too."""
     claimed_at: int = 0
     prefill_at: int | None = None
     first_token_at: int | None = None
@@ -68,8 +68,8 @@ SLOTS = TypeAdapter(list[SlotStats])
 class Sample(_Observation):
     """Statistics of a queue over `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
 
-    Counts are those at its beginning. Percentiles are those of requests that got their first token
-    in that time, with an error of some 2%; None if there were none.
+    Counts were taken at its beginning. Percentiles cover the requests that got their first token in
+    that time, with an error of about 2%; they are None if there were no such requests.
     """
 
     at: int
@@ -126,7 +126,7 @@ class WorkerStats(_Observation):
     dtype: str = ""
     max_num_seqs: int = 0
     max_model_len: int = 0
-    """The longest prompt and output that it takes; 0 from older workers, which do not report it."""
+    """The longest prompt and output together; 0 from older workers, which do not report it."""
     num_running: int = 0
     num_waiting: int = 0
     """Requests in the engine that have no slot yet."""
@@ -166,7 +166,7 @@ class WorkerStats(_Observation):
     current_step_ms: int = 0
     """Time of the current step so far; about 0 if there is none."""
     tokens_per_second: float = 0.0
-    """Generated tokens a second over the time in which the engine had work."""
+    """Generated tokens a second, counting only the time in which the engine had work."""
     recent_tokens_per_second: float = 0.0
     """Generated tokens a second since the last heartbeat, busy or not."""
     mean_queue_ms: float = 0.0

@@ -26,7 +26,7 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""The words of Redis 7.0, and those of later releases and of Valkey."""
+"""The words of Redis 7.0, and the words of later releases and of Valkey."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
@@ -130,8 +130,8 @@ PAUSE = object()
 
 Operation = Generator[Any, Any, T]
 """A generator that yields a call and receives its value, or yields a list of calls for one round
-trip and receives the list of their values. Errors are raised at the `yield`. Within long work it
-yields PAUSE, so that other tasks get their turns."""
+trip and receives the list of their values. Errors are raised at the `yield`. Within long work the
+generator yields PAUSE, so that other tasks get their turns."""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:

@@ -1,10 +1,10 @@
 """Notes which claims of a queue were answered, so that the server notices a lost reply.
 
 With each claim, a worker names the last claim that returned requests to it. If the server has
-handed out more since then, that reply was lost. Those requests then wait again at once, and this
-counts as no crash. This works only for claims one after the other, so a claim that runs beside
-another one names nothing. The worker also numbers its claims, so that the server recognises a claim
-that arrives too late.
+handed out more requests since then, the reply with them was lost. These requests wait again at
+once, without counting a crash. The method needs claims one after the other, so a claim that runs
+beside another one names no earlier claim. The worker also numbers its claims, so that the server
+recognises a claim that arrives too late.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from promptq.shared.protocol.claims import ClaimContext, Claims
 
 _NUM_REPLIES = 64
-"""The number of replies of which the quickest one relates the server's clock to this machine's."""
+"""Number of recent replies. The quickest of them relates the server's clock to this machine's."""
 _LONGEST_DELAY = 5.0
-"""Seconds beyond which a reply is not late; the server's clock has changed."""
+"""In seconds. A longer delay is not a late reply: the server's clock has changed."""
 
 
 class ClaimHistory:

@@ -18,7 +18,7 @@ def server_time_ms() -> Call[int]:
 
 
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
-    """A request's hash as it is, all fields as text; empty if there is none."""
+    """All fields of a request's hash, as text; empty if there is no hash."""
     return Call("", ["HGETALL", keys.request(request_id)], text_map, dict)
 
 

@@ -47,8 +47,7 @@ POLL_SECONDS = 1.0
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""If one of several calls gets such a reply, it is sent again alone, because redis-py handles it
-then."""
+"""A call of several that gets such a reply is sent again alone. redis-py then handles the reply."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
@@ -256,8 +255,8 @@ class RequestQueue(_Queue):
     def take_batch(self, room: Room) -> Claims:
         """Claim requests for which there is room, in queue order, without waiting.
 
-        `room.num_held` counts all requests that the process holds. A process that holds a suspect
-        must claim nothing.
+        `room.num_held` counts all requests that the process holds. A process that holds a request
+        with `is_suspect` must claim nothing.
         """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))
@@ -269,9 +268,9 @@ class RequestQueue(_Queue):
         """Claim one request, waiting up to `timeout` seconds (None: without a limit).
 
         Returns None if the time is over or `abort` is set. Raises QueueClosedError if the queue is
-        closed meanwhile. It is for a process that takes one request after the other: it reports
-        that nothing else is held, and may get a suspect (docs/protocol.md, Crashes). A process that
-        holds several uses `take_batch`.
+        closed meanwhile. This method is for a process that takes one request after the other: the
+        claim reports that the process holds nothing else, so it may return a request with
+        `is_suspect` (docs/protocol.md, Crashes). A process that holds several uses `take_batch`.
         """
         with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)
@@ -305,8 +304,7 @@ class RequestQueue(_Queue):
         return statuses[0] is CancelStatus.CANCELLED
 
     def clear(self) -> int:
-        """Remove all waiting requests, with delayed ones. Returns how many. Running requests
-        stay."""
+        """Remove all waiting and delayed requests. Returns their number. Running requests stay."""
         return carry_out(_clear(self.keys), self.run)
 
     def contains(self, request_id: str) -> bool:
@@ -330,7 +328,7 @@ class RequestQueue(_Queue):
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Remove requests that nothing refers to, on one page of keys. Continue at the cursor."""
+        """Remove requests that nothing refers to, on one page of keys, beginning at the cursor."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
@@ -338,7 +336,7 @@ class RequestQueue(_Queue):
         return carry_out(requeue(dead_id), self.run)
 
     def purge(self, dead_ids: Sequence[str]) -> int:
-        """Delete dead letters. Returns how many there were."""
+        """Delete dead letters. Returns the number of deleted ones."""
         return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
 
     def close(self) -> None:
@@ -349,9 +347,9 @@ class RequestQueue(_Queue):
 class AsyncRequestQueue(_Queue):
     """The queue for asyncio: the methods of `RequestQueue`, awaited.
 
-    At most 32 calls are under way at once, each on its own connection, and at most half as many as
-    the client may have connections: the others are for subscriptions, which keep one each. Further
-    calls wait for their turn.
+    At most 32 calls are under way at once, each on a separate connection. They use at most half of
+    the client's connections: the others are for subscriptions, which keep one each. Further calls
+    wait for their turn.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:

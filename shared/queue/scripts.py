@@ -179,7 +179,7 @@ def release(
 ) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
-    Pass `max_crashes` (see `reap`) if the engine failed: that counts as a crash of each request.
+    Pass `max_crashes` (see `reap`) if the engine failed: each request then counts one crash more.
     With `delays_ms`, one for each request, nobody can claim them before that.
     """
     args = _held_args(held)
@@ -286,9 +286,9 @@ def heartbeat(
 
 
 def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
-    """Take or keep the lease under a key of the queue for `ttl_ms`, or with 0 let go of it.
+    """Take or keep the lease under a key of the queue for `ttl_ms`, or with 0 give it up.
 
-    Returns whether this holder has the lease or, when letting go, whether it had it.
+    Returns whether this holder has the lease or, when it gives the lease up, whether it had it.
     """
     args: list[str | bytes | int] = [key.removeprefix(keys.prefix), holder, ttl_ms]
     return Call("hold_lease", args, lambda reply: bool(int(reply)))
@@ -316,10 +316,11 @@ class RateAnswer:
     """Whether all amounts were taken, and the state of each rate by its name."""
 
     wait_ms: int | None
-    """0 if all amounts were taken; otherwise nothing was. None if an amount exceeds its limit."""
+    """Milliseconds until a new try may succeed. 0 if all amounts were taken; otherwise none was.
+    None if an amount exceeds its limit, so that no try can succeed."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
-    """Time until the whole amount of a minute is available again."""
+    """Milliseconds until the whole limit of each rate is available again."""
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""The errors of reading a value of another kind than expected."""
+"""Errors of code that reads a value of an unexpected kind."""
 
 _TURN_SECONDS = 60.0
 _MOST_IN_A_TURN = 10
@@ -63,10 +63,10 @@ def note(error: Exception, name: str = "") -> None:
 
 @contextmanager
 def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Let the record of this name fail alone: its error is logged, and the caller goes on.
+    """Let the record of this name fail alone: its error is logged, and the caller continues.
 
-    Errors that all records share are raised: those of the server and of the way to it, and `stop`,
-    which a signal handler raises.
+    Errors that all records share are raised: those of the server and of the connection to it, and
+    `stop`, which a signal handler raises.
     """
     try:
         yield

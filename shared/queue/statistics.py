@@ -43,7 +43,7 @@ class Contribution:
 
 def sample(part: Contribution) -> Call[int]:
     """Add to the statistics, and write the sample whose time is over, even if nothing is added.
-    Returns how many samples were written."""
+    Returns the number of written samples."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,

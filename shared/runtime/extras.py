@@ -15,14 +15,14 @@ _REQUIREMENT = re.compile(
 )
 
 _IS_ELSEWHERE = re.compile("sys_platform|python_version")
-"""Packages that only another system or Python needs may be missing."""
+"""Matches a package that only other systems or Python versions need, so that it may be missing."""
 
 
 def require(what: str, *extras: str) -> None:
     """Raise ConfigurationError unless all that these extras need is installed.
 
-    `what` names what needs them. If promptq itself is not installed (a checkout on the path), its
-    extras are unknown, and a missing package shows only when it is imported.
+    `what` names the part that needs them. If promptq itself is not installed (a checkout on the
+    path), its extras are unknown, and a missing package shows only when it is imported.
     """
     if missing := [extra for extra in extras if not _is_complete(extra)]:
         raise _lacks(what, missing)
@@ -54,7 +54,7 @@ def _is_complete(extra: str) -> bool:
 
 
 def _needs(extra: str) -> Iterator[str]:
-    """The distributions that an extra brings."""
+    """The distributions that an extra installs."""
     try:
         requirements = requires("promptq") or []
     except PackageNotFoundError:

@@ -64,7 +64,7 @@ def configure_logs(level: str, form: str) -> None:
 
 
 def take_over_logs(*libraries: str) -> None:
-    """Make these libraries, once imported, log only as all others do.
+    """Make these imported libraries log through the root logger's handler, and no other.
 
     Warnings of transformers are left out: most advise to install kernels that promptq does not use.
     """
@@ -76,8 +76,8 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _CurrentStandardError:
-    """Standard error, looked up for each line: a program may replace and close it after a logger
-    was bound."""
+    """Standard error, looked up for each line: a program may replace and close the stream after a
+    logger was bound."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -87,7 +87,7 @@ class _CurrentStandardError:
 
 
 _STANDARD_ERROR = cast("TextIO", _CurrentStandardError())
-"""One for all loggers, because it has their lock."""
+"""All loggers share this object, because it holds their lock."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
@@ -102,7 +102,7 @@ The code that serves an HTTP request binds its `request_id`, so that uvicorn's l
 """
 
 unbind = structlog.contextvars.unbind_contextvars
-"""Undoes a `bind`, when the task continues with other work or inherited it."""
+"""Undoes a `bind`. Call it when the task continues with other work, or has inherited the fields."""
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -126,8 +126,8 @@ def _json(line: Any, **options: Any) -> str:
 
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Name the logger in lines of the standard library, and give them fields: those of a mapping
-    that is logged with the text, and the parts of uvicorn's access lines."""
+    """Add the logger's name and fields to lines of the standard library. The fields are the members
+    of a mapping that is logged with the text, or the parts of uvicorn's access lines."""
     values = line.pop("positional_args", ())
     line["logger"] = line["_record"].name
     if isinstance(values, Mapping):

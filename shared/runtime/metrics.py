@@ -87,9 +87,9 @@ SUCCESS = Spec("counter", "request_success", "Requests that ended while a worker
                " http_requests, by status.",
                ("model_name", "engine", "finished_reason"))
 DRAFTED = Spec("counter", "spec_decode_num_draft_tokens", "Drafted tokens.")
-ACCEPTED = Spec("counter", "spec_decode_num_accepted_tokens", "Accepted tokens of these.")
+ACCEPTED = Spec("counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
 FIRST_TOKEN = Spec("histogram", "time_to_first_token_seconds",
-                   "From enqueueing, so with the time in the queue, to the first token.",
+                   "From enqueueing to the first token, including the time in the queue.",
                    buckets=_FIRST_TOKEN)
 BETWEEN_TOKENS = Spec("histogram", "inter_token_latency_seconds",
                       "Between two outputs of a request, as the engine makes them.",
@@ -119,14 +119,14 @@ STEP_TOKENS = Spec("histogram", "iteration_tokens", "Tokens of an engine step.",
                    buckets=_STEP_TOKENS)
 
 # Our own, of workers.
-LEASES = Spec("gauge", "leases", "Requests that the worker holds a lease of.")
+LEASES = Spec("gauge", "leases", "Requests of which the worker holds the lease.")
 PREFETCHED = Spec("gauge", "num_requests_prefetched", "Held requests that are prepared and wait"
                   " for a place in the batch.")
 PREFETCH_WAIT = Spec("counter", "prefetch_wait_seconds",
-                     "Time from preparation to hand-out; divided by prefetch_hand_outs: of one.")
+                     "Time from preparation to hand-out; its mean: divide by prefetch_hand_outs.")
 PREFETCH_HAND_OUTS = Spec("counter", "prefetch_hand_outs", "Prepared requests handed out.")
 PREFETCH_FILL = Spec("counter", "prefetch_fill_seconds",
-                     "Prepared requests summed over time: its rate is their number on average.")
+                     "Prepared requests summed over time; the rate is their average number.")
 PREFETCH_EMPTY = Spec("counter", "prefetch_empty",
                       "How often the engine could take a request and none was prepared.")
 ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
@@ -137,7 +137,7 @@ CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that
 REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
 FENCES_LOST = Spec("counter", "fences_lost", "Requests that another attempt took from the worker,"
                    " because it was slow, frozen or cut off.")
-ATTEMPTS = Spec("histogram", "request_attempts", "Attempts that a request took to its end.",
+ATTEMPTS = Spec("histogram", "request_attempts", "Attempts that a request needed until it ended.",
                 buckets=_ATTEMPTS)
 PUBLISH_TIME = Spec("histogram", "publish_seconds",
                     "Round trip of the events of one or more steps.", buckets=_ROUND_TRIP)
@@ -157,10 +157,10 @@ QUEUE_PAUSED = Spec("gauge", "queue_paused", "1 while the queue hands out nothin
 SERVER_EVICTS = Spec("gauge", "queue_server_evicts", "1 if the server may delete requests to make"
                      " room, because its policy is not noeviction.", ("queue",))
 WORKERS = Spec("gauge", "queue_workers", "Workers that are alive.", ("queue",))
-DESIRED_WORKERS = Spec("gauge", "queue_workers_desired", "Workers that there should be.",
+DESIRED_WORKERS = Spec("gauge", "queue_workers_desired", "Number of workers that there should be.",
                        ("queue",))
-WORK = Spec("gauge", "queue_work_seconds", "How long one worker would need for what waits, and for"
-            " what runs; missing until that was measured.", ("queue", "state"))
+WORK = Spec("gauge", "queue_work_seconds", "Time that one worker would need for the waiting"
+            " and the running requests; missing until that was measured.", ("queue", "state"))
 OLDEST = Spec("gauge", "queue_oldest_seconds", "How long the oldest request has waited.",
               ("queue",))
 AT_RISK = Spec("gauge", "queue_deadlines_at_risk", "Requests that would miss their deadlines with"
@@ -192,7 +192,8 @@ class Histogram:
         self._sum += value * count
 
     def exposed(self) -> tuple[list[tuple[str, float]], float]:
-        """(upper bound, how many up to there) of each bucket, and the sum."""
+        """Returns (upper bound, number of values up to it) of each bucket, and the sum of all
+        values."""
         cumulated = itertools.accumulate(self._counts)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(bounds, map(float, cumulated), strict=True)), self._sum

@@ -1,6 +1,6 @@
 """Long work on an event loop, in slices so that it delays no other task.
 
-Long work is written as a generator that yields, with nothing, after each small part.
+Long work is written as a generator that yields None after each small part.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
 )
-"""A whole category, because `client|setinfo` cannot be named on Redis 7.0. It is without commands
-that disturb others, and without CLIENT TRACKING, which would report the keys of all clients."""
+"""A whole category, because `client|setinfo` cannot be named on Redis 7.0. Excluded are commands
+that disturb others, and CLIENT TRACKING, which would report the keys of all clients."""
 
 _READ = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
@@ -52,8 +52,8 @@ _WRITE = (
 _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
 _SCRIPTS = "evalsha publish script|load spublish"
 _DATABASES = ("", "[1-9]*:")
-"""Between a channel's prefix and its name: none in database 0, elsewhere the number. No channel of
-database 0 matches the pattern."""
+"""Patterns for the text between a channel's prefix and its name: nothing in database 0, the number
+in others. No channel of database 0 matches the second pattern."""
 
 _LOOK_THROUGH = "dbsize scan"
 """Commands that read all keys of the database, also those of other queues."""

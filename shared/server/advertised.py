@@ -50,8 +50,8 @@ def is_free(port: int) -> bool:
 class Advertisement:
     """The file of a server that is about to start.
 
-    The server inherits `descriptor`, its lock. `file` has to be removed before the server is
-    stopped, because it closes its port a moment before it ends.
+    The server inherits `descriptor`, its lock. Remove `file` before you stop the server, because
+    the server closes its port a moment before it ends.
     """
 
     def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
@@ -61,9 +61,8 @@ class Advertisement:
 
     @classmethod
     def prepare(cls, port: int, url: str) -> Self | None:
-        """Writes the server's address where commands see nothing yet. Returns None if that fails:
-        no command will find the server.
-        """
+        """Writes the server's address to a file that commands do not read yet. Returns None if that
+        fails: no command will find the server."""
         folder = _folder()
         with suppress(OSError):
             if _made_private(folder):
@@ -81,7 +80,8 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Make the server visible to commands. Closes the descriptor, which the server has by now.
+        """Make the server visible to commands. Closes the descriptor, which the server has
+        inherited by now.
 
         Commands find the whole address or nothing.
         """
@@ -90,7 +90,7 @@ class Advertisement:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor and delete an unfinished file. Doing it twice does no harm."""
+        """Close the descriptor and delete an unfinished file. A second call does no harm."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -119,7 +119,7 @@ def how_to_find(url: str) -> str:
 
 
 def password_mark() -> str:
-    """The beginning of the password of a server that will be advertised; empty if it cannot be."""
+    """The beginning of an advertised server's password; empty if advertising is impossible."""
     folder = _folder()
     with suppress(OSError):
         if _made_private(folder):
@@ -128,7 +128,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns the folder's mark. Its path would not do: containers share paths and user ids."""
+    """Returns the folder's mark. A path is no mark, because containers share paths and user ids."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -140,8 +140,8 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
     Returns None for another address, or one that was advertised in a folder out of sight here.
 
     The password identifies the server, in any spelling of the rest of the address. Call the
-    function after a connection was opened and before it is used. Then a yes is certain: the server
-    lived when the connection was made, so it was the one that listened.
+    function after a connection was opened and before it is used. True is then certain: the server
+    lived when the connection was made, so that server listened.
     """
     match = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
     if match is None or match[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
@@ -226,7 +226,7 @@ def _living(file: Path) -> str | None:
 
 
 def _read(file: Path) -> tuple[str, bool] | None:
-    """The address and whether its server lives; None for a file that cannot be trusted."""
+    """Returns the address, and whether its server lives; None for a file that cannot be trusted."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

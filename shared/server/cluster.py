@@ -1,9 +1,9 @@
 """Redis Cluster: clients whose connections go to the node that has a queue's slot.
 
 All keys of a queue are in one slot, so a client of one queue talks to one node at a time. Each new
-connection asks the nodes which of them has the slot. A reply that says that the slot is elsewhere,
-or between two nodes, counts as a lost connection: redis-py waits, connects and sends again, as it
-does after any other loss, and by then the nodes may name another owner.
+connection asks the nodes which of them has the slot. A reply that the slot is elsewhere, or between
+two nodes, counts as a lost connection. Then redis-py waits, connects and sends again, as after any
+other loss. By then the nodes may name another owner.
 
 redis-py's `RedisCluster` is not enough. Its asynchronous subscriptions stay on a node that has
 died, and it retries without waiting.
@@ -32,11 +32,11 @@ CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
-"""Errors of a slot that is elsewhere, also MOVED and MASTERDOWN. ASK is not followed: the queue
-stands still while its slot moves, because scripts need all of its keys in one place."""
+"""Errors of a slot that is elsewhere, also MOVED and MASTERDOWN. ASK is not followed: the queue has
+to wait while its slot moves, because scripts need all of its keys in one place."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
-"""Enough for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
+"""Enough retries for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
 _RETRIES_OF_CHANGES = 8
 _RETRIES_AT_THE_END = 4
 _BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
@@ -91,7 +91,7 @@ class _Cluster:
     """A cluster as one program uses it: its nodes, and a client for each slot."""
 
     def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
-        """`url` has one host in the place of all."""
+        """`url` has only one host; `nodes` knows all of them."""
         self.nodes = nodes
         self.clients: dict[int, Any] = {}
         self._kind = kind
@@ -134,7 +134,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Have each call fail at once. For a process that ends, perhaps because its server is away.
+    """Make each failing call fail at once. A process uses this when it ends, perhaps because its
+    server is away.
 
     On a Cluster a few quick retries remain, because the slot may be moving.
     """
@@ -145,7 +146,7 @@ def try_once(client: redis.asyncio.Redis) -> None:
 def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """A client of `kind` for `redis+cluster://[[user]:password@]host[:port][,host:port...]`.
 
-    By itself it talks to the node that has the list of queues. Raises ValueError.
+    The client itself talks to the node that has the list of queues. Raises ValueError.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])
@@ -319,7 +320,7 @@ def _changed(error: Exception) -> ClusterChangedError:
 
 
 def _worse(one: Exception, other: redis.RedisError) -> Exception:
-    """Returns the more telling error of two nodes: a refusal counts more than no answer."""
+    """Returns the more informative error of two nodes: a refusal before a missing answer."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
     if isinstance(one, (redis.ResponseError, AuthenticationError)):

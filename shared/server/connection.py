@@ -81,7 +81,7 @@ def without_password(url: str) -> str:
 
 
 def open_redis(url: str) -> redis.Redis:
-    """A client of the server at `url`, after it was reached and its version was checked.
+    """Returns a client of the server at `url`, after connecting to it and checking its version.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError.
     """
@@ -116,12 +116,13 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def _hides_version(error: Exception) -> bool:
-    """Whether INFO is not permitted. Other commands will show if the server is too old."""
+    """Whether the user may not send INFO. Other commands show if the server is too old."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
-    """A client of the server at `url`, without reaching it. Calls fail at once if it is not there.
+    """Returns a client of the server at `url` without connecting. If no server answers, calls fail
+    at once.
 
     Raises ConfigurationError.
     """
@@ -216,9 +217,9 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
     trip, and redis-py would hand out a connection with an unread reply to another call.
 
-    If all connections of a pool are in use, redis-py refuses a call as if the server was gone, and
-    a call that has a connection may need a second one to give it back. So the URL's limit is the
-    only one. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
+    If all connections of a pool are in use, redis-py refuses a call as if the server was gone. A
+    call that has a connection may need a second one before it returns the first. So the URL's limit
+    is the only one. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,
@@ -271,9 +272,10 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 def _retry(kind: Callable[..., T], url: str) -> T:
     """Returns a policy of some seconds of retries after a lost connection; `from_url` has none.
 
-    Repeating is safe: the scripts reply `duplicate` or `finished` if they have done it already. A
-    call is not retried if the server accepts the connection and then does not answer. If the server
-    has become a replica, each try connects anew, to the current target of its name or balancer.
+    Repeating is safe: the scripts reply `duplicate` or `finished` to a call that was carried out
+    already. A call is not retried if the server accepts the connection and then does not answer. If
+    the server has become a replica, each try connects anew, to the current target of its name or
+    balancer.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)
@@ -303,7 +305,7 @@ def explain(
         text = _PLACE_IN_SCRIPT.sub("", str(error))
         if text.startswith(_NO_PASSWORD):
             return RedisAuthError(
-                f"the server at {shown} wants a user and a password, and the address has none"
+                f"the server at {shown} wants a user and a password, but the address has none"
             )
         if isinstance(error, AuthenticationError) or text.startswith("WRONGPASS"):
             return RedisAuthError(f"the server at {shown} refused the credentials: {text}")
@@ -332,7 +334,7 @@ def explain(
         return RedisBusyError(f"the server at {shown} cannot serve yet: {error}")
     if isinstance(error, AskError):
         return RedisSideError(
-            f"the server at {shown} is a node of a Redis Cluster, and the queue is on another one;"
+            f"the server at {shown} is a node of a Redis Cluster, but the queue is on another node;"
             " give redis+cluster:// instead of redis://"
         )
     if isinstance(error, OutOfMemoryError):
@@ -344,8 +346,8 @@ def explain(
         return RedisSideError(f"the server at {shown} refuses a command: {text}")
     if isinstance(error, MaxConnectionsError):
         return RedisUnavailableError(
-            f"all connections that the redis-py client may have to {shown} are in use:"
-            " let it have more (max_connections)"
+            f"all connections that the redis-py client may have to {shown} are in use: allow more"
+            " (max_connections)"
         )
     if fault := what_is_wrong(error):
         return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")

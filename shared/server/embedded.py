@@ -4,8 +4,8 @@ The server lives exactly as long as its owner process. A shell runs between the 
 pipe whose other end only the owner has, and stops the server when that end closes, for any reason.
 (The package's own classes do not stop the server if the owner is killed.)
 
-The server is private to its user: it listens on loopback alone and requires a password, which is
-new at each start and is on no command line. No other user can read its files.
+The server is private to its user: it listens only on loopback and requires a password. The password
+is new at each start, and on no command line. No other user can read its files.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class EmbeddedServer:
         return self._shell.poll() is None and not is_free(self.port)
 
     def stop(self) -> None:
-        """Stop the server and remove its temporary files. Doing it twice does no harm."""
+        """Stop the server and remove its temporary files. A second call does no harm."""
         if self._shell.stdin is not None:
             self._shell.stdin.close()
         self._shell.wait()
@@ -178,7 +178,8 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Append, and wait until the existing data is in the file: before, a server refuses to end."""
+    """Begin to append, and wait until the existing data is in the file: until then the server
+    refuses to end."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):

@@ -31,8 +31,9 @@ _SAID_AGAIN_SECONDS = 60.0
 _said: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
-"""The most seconds that a try counts. No try takes longer, not even in a cluster, where a call is
-repeated for the half minute of a failover: beyond it this process or its machine stood still."""
+"""The most seconds that one try adds to the time of trying. A try takes longer only if this process
+or its machine stood still: even in a cluster, a call is repeated for no more than the half minute
+of a failover."""
 
 
 _BUSY = "BUSY"
@@ -43,7 +44,7 @@ class BusyError(ConnectionError):
 
 
 WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
-"""After these redis-py connects anew and sends a call again. MASTERDOWN is a ClusterDownError."""
+"""After these errors, redis-py connects and sends a call again. MASTERDOWN: ClusterDownError."""
 
 
 @cache
@@ -70,7 +71,7 @@ def is_away(error: Exception) -> bool:
 def note_failure(error: Exception) -> None:
     """Log why the server does not accept a call that is repeated: each reason once a minute.
 
-    Several parts of a process notice the same outage, each again and again.
+    During an outage, several parts of a process call this again and again.
     """
     from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
 
@@ -87,8 +88,9 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
 
     After `seconds` of trying it raises the last error. Time in which this process stood still does
     not count, because the server had no chance to answer. Scripts refuse a call as a whole, and do
-    nothing twice, so a call may be repeated after any error: a lost connection or reply, a server
-    that loads, is a replica, or is out of memory or disk. Refused credentials are raised at once.
+    nothing twice, so a call may be repeated after any error. Such errors are a lost connection or
+    reply, and a server that loads, is a replica, or is out of memory or disk. Refused credentials
+    are raised at once.
     """
     from promptq.shared.runtime.logs import get_logger
 

@@ -102,10 +102,11 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """Closes the connections to the sentinels too, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections, or, when the master has changed, the idle ones.
+        """Closes all connections; after a change of the master only idle ones.
 
         redis-py closes an idle connection only some turns of the event loop later. By then another
-        call may have taken it, and fails with an AttributeError. So those leave the pool first.
+        call may have taken the connection, and would fail with an AttributeError. So idle
+        connections leave the pool first.
         """
         if inuse_connections:
             await super().disconnect()

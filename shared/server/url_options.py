@@ -2,8 +2,8 @@
 
 All other options are refused by name.
 
-redis-py passes every option on as text. So it also takes those that only make sense as objects, and
-fails at the first call, or reads replies in a form that promptq does not expect.
+redis-py passes every option on as text. So it also accepts options that make sense only as objects.
+It then fails at the first call, or returns replies in a form that promptq does not expect.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FILE = (
 _FOLDER = (os.path.isdir, "a folder that can be read here")
 
 MIN_CONNECTIONS = 2
-"""A process has subscriptions, which keep a connection each, and calls beside them."""
+"""The fewest connections of a process: each subscription keeps one, and calls need more."""
 
 _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
     "db": (_is_number_from(0), "the number of a database"),
@@ -80,7 +80,7 @@ _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
 def several_hosts(
     parts: SplitResult, path: str, kind: str, port: int
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Returns a URL that redis-py can read, with one host in the place of all, and the hosts.
+    """Returns a URL that redis-py can read, with one host only, and the list of all hosts.
 
     Each host is a `kind`, such as a node, and has this `port` by default. Raises ValueError.
     """
@@ -98,7 +98,7 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """The query without options that only repeat a default. Raises ValueError for a wrong one."""
+    """Returns the query without options that repeat a default. Raises ValueError for others."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

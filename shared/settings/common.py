@@ -56,10 +56,13 @@ class ReaperSettings(Settings):
     redis_retry_seconds: float = Field(
         60.0,
         ge=0,
-        description="seconds a worker keeps its output and tries to send it while the server is"
-        " away or refuses writes, before it exits; the run of a batch file tries for as long",
+        description="seconds for which a worker keeps its output and tries to send it while the"
+        " server is away or refuses writes; then the worker exits. The run of a batch"
+        " file tries as long",
     )
-    lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
+    lease_ms: int = Field(
+        10_000, ge=100, description="how long a worker that sends nothing keeps its requests"
+    )
     max_crashes: int = Field(
         3,
         ge=1,
@@ -95,6 +98,6 @@ def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **over
 
 
 def flag_of(name: str) -> str:
-    """Returns the command-line flag of a setting, or another way in which a command takes it."""
+    """Returns a setting's command-line flag, or describes how else a command takes the setting."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

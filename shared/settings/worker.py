@@ -23,7 +23,8 @@ class WorkerSettings(ReaperSettings):
         " redirects are not followed; default: the worker starts a server and ends it",
     )
     upstream_key: SecretStr | None = Field(
-        None, description="API key of that server; better given as PROMPTQ_UPSTREAM_KEY"
+        None,
+        description="API key of that server; safer in the environment, as PROMPTQ_UPSTREAM_KEY",
     )
     upstream_share: float = Field(
         1.0,
@@ -35,8 +36,8 @@ class WorkerSettings(ReaperSettings):
     engine_command: str | None = Field(
         None,
         description="program that starts the server, perhaps in another environment:"
-        " /opt/vllm/bin/vllm; default: `vllm` or `llama-server` on the path. What follows `--` is"
-        " passed on to it",
+        " /opt/vllm/bin/vllm; default: `vllm` or `llama-server` on the path. Arguments"
+        " after `--` are passed on to this program",
     )
     engine_arguments: tuple[str, ...] = Field(
         (), description="further arguments of that program: a JSON list in PROMPTQ_ENGINE_ARGUMENTS"
@@ -65,8 +66,8 @@ class WorkerSettings(ReaperSettings):
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="round the weights when the model is loaded: int8, or int4 with a scale"
-        " for each group; those that the files have in 8 or 4 bits stay as they are",
+        description="round the weights when the model is loaded: int8, or int4 with a scale for"
+        " each group; weights that the files have in 8 or 4 bits stay as they are",
     )
     quantization_group: Literal["32", "128"] = Field(
         "32", description="how many weights in int4 share a scale; 128 takes 8% less memory"
@@ -77,8 +78,8 @@ class WorkerSettings(ReaperSettings):
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="int8 on a CPU, fp8 on a GPU: hold about twice the tokens in the same memory;"
-        " auto: as the model computes",
+        description="int8 on a CPU, fp8 on a GPU: the KV cache holds about twice the tokens in the"
+        " same memory; auto: as the model computes",
     )
     attention: str = Field(
         "auto",
@@ -87,8 +88,8 @@ class WorkerSettings(ReaperSettings):
     )
     native: bool = Field(
         True,
-        description="compute models whose parts it knows in promptq's code: native code on a CPU,"
-        " fused kernels on a GPU",
+        description="compute a model by promptq's code if that code supports all parts of the"
+        " model: native code on a CPU, fused kernels on a GPU",
     )
     compile: bool = Field(
         False,
@@ -143,7 +144,9 @@ class WorkerSettings(ReaperSettings):
         " pythonic; auto: as its chat template shows",
     )
     seed: int | None = Field(
-        None, description="requests without a seed get a fixed one, made of this and their id"
+        None,
+        description="each request without a seed gets a fixed one, made of this number and"
+        " the request's id",
     )
     prefetch_depth: int | None = Field(
         None, ge=0, description="requests prepared beyond free slots; default: about 100 ms of work"
@@ -163,7 +166,7 @@ class WorkerSettings(ReaperSettings):
         " bring no token",
     )
     drain_seconds: float = Field(
-        20.0, ge=0, description="how long a stopping worker continues the requests that run"
+        20.0, ge=0, description="how long a stopping worker continues its running requests"
     )
     swap_least_seconds: float = Field(
         15.0,
@@ -194,7 +197,7 @@ class WorkerSettings(ReaperSettings):
         description="port of the worker's metrics for Prometheus; 0: a free one; default: none",
     )
     metrics_host: str = Field(
-        "127.0.0.1", description="address that the metrics are served at; 0.0.0.0: all"
+        "127.0.0.1", description="address at which the metrics are served; 0.0.0.0: all"
     )
     health_port: int | None = Field(
         None,
@@ -204,7 +207,7 @@ class WorkerSettings(ReaperSettings):
         " default: none",
     )
     health_host: str = Field(
-        "127.0.0.1", description="address that the probes are served at; 0.0.0.0: all"
+        "127.0.0.1", description="address at which the probes are served; 0.0.0.0: all"
     )
 
 

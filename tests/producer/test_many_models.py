@@ -113,7 +113,8 @@ def test_the_commands_about_models(run: Run, redis_url: str) -> None:
         client.queue.redis.hset(client.queue.keys.model, "model", "a moa")
         told = run("models", "list").stdout
         assert told.endswith(
-            "No worker serves a moa. If none will again: promptq models forget 'a moa'\n"
+            "No worker serves a moa. If no worker will serve it again: promptq models forget 'a"
+            " moa'\n"
         )
         assert told.count("No worker serves") == 1
         assert run("models", "forget", "a moa").returncode == 0
@@ -264,7 +265,7 @@ def test_up_runs_several_models(start: Start, run: Run, tmp_path: Path) -> None:
     assert "(queues: 2, models: 3)" in too_few.stderr
     files = str(tmp_path / "files")
     process = start("up", *models, "--port", "0", url="", PROMPTQ_FILES_DIR=files)
-    starting, is_up, _ = read_until(process, "stops all of it.\n").partition("promptq is up")
+    starting, is_up, _ = read_until(process, "stops everything.\n").partition("promptq is up")
     assert is_up
     assert "queue    default (model-free), 1 worker\n" in starting
     assert "queue    model-free (model-free), 1 worker\n" in starting

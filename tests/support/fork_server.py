@@ -1,9 +1,9 @@
 """Starts `python -m MODULE` by forking a process that has already imported the libraries.
 
-An interpreter takes half a second of CPU to import what a command needs, and three what a worker
-needs, and the tests start hundreds of both. A test whose subject is the start of a process, its
-command line or its first environment uses `subprocess` itself. The interpreter of an earlier
-release runs this file too, so it imports nothing of ours.
+An interpreter needs half a second of CPU time to import the libraries of a command, and three
+seconds for those of a worker. The tests start hundreds of both. A test whose subject is the start
+of a process, its command line or its first environment uses `subprocess` itself. The interpreter of
+an earlier release runs this file too, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ FORKED = (
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """Popen of `[PYTHON, "-m", MODULE, ...]` or of `-c`, with the same methods.
-
-    PYTHON and its libraries are those of `server`, by default one of this checkout.
-    """
+    """A Popen of `[PYTHON, "-m", MODULE, ...]` or of `-c`, with the same methods. PYTHON and its
+    libraries belong to `server`, by default a server of this checkout."""
 
     def __init__(
         self, command: Sequence[str], *, server: ForkServer | None = None, **options: Any
@@ -60,7 +58,7 @@ class ForkedProcess(subprocess.Popen[Any]):
 
     @property
     def status(self) -> int:
-        """The descriptor that becomes readable when the process has ended, until it is waited."""
+        """The descriptor that becomes readable when the process has ended. Valid until `wait`."""
         return self._status
 
     def _execute_child(self, *arguments: Any) -> None:
@@ -106,13 +104,14 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """The process that forks, as its owner sees it."""
+    """The owner's handle of the process that forks."""
 
     def __init__(self, libraries: Sequence[str], python: str, environment: dict[str, str]) -> None:
         self.python = python
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Another release has no such module; -P as modules beside it have names of libraries.
+            # Another release has no such module. With -P, modules beside it do not hide libraries
+            # of the same names.
             program = ["-P", __file__] if "PYTHONPATH" in environment else ["-m", __name__]
             command = [python, *program, str(theirs.fileno()), *libraries]
             kept = {
@@ -131,7 +130,7 @@ class ForkServer:
 def fork_server(
     libraries: tuple[str, ...], python: str = sys.executable, **environment: str
 ) -> ForkServer:
-    """The one server with these libraries; `environment` is added to that of this process."""
+    """Returns the only server with these libraries; `environment` is added to this process'."""
     return ForkServer(libraries, python, environment)
 
 
@@ -139,10 +138,10 @@ def fork_server(
 class _Forking:
     socket: socket.socket
     statuses: dict[int, int] = field(default_factory=dict)
-    """Of each child, the descriptor that gets its exit status."""
+    """For each child, the descriptor that gets its exit status."""
 
     def serve(self) -> tuple[str, list[str]] | None:
-        """Fork until the owner ends. In a child, returns what its program is."""
+        """Fork until the owner ends. In a child, returns the child's program."""
         wake, woken = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -181,7 +180,7 @@ class _Forking:
 
 
 def _become(task: dict[str, Any], streams: Sequence[int]) -> tuple[str, list[str]]:
-    """Make this process as a new one finds itself. Returns the option and what follows it."""
+    """Give this process the state of a new one. Returns the option and its arguments."""
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,7 +200,7 @@ def _become(task: dict[str, Any], streams: Sequence[int]) -> tuple[str, list[str
 
 
 def _import(name: str) -> None:
-    """Import a module, and for `PACKAGE.*` all that is in the package too."""
+    """Import a module, or for `PACKAGE.*` the package and all of its modules."""
     package = importlib.import_module(name.removesuffix(".*"))
     if name.endswith(".*"):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -232,7 +231,7 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> NoReturn:
-    """End as the interpreter does, without freeing each object, which takes 0.3 s of CPU."""
+    """End like the interpreter, but without freeing each object, which takes 0.3 s of CPU time."""
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1

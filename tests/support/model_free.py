@@ -1,4 +1,4 @@
-"""The model-free engine with checks: what attention would read of the cache must be right.
+"""The model-free engine with checks of the cache that attention would read.
 
 In place of K and V it keeps, for each position, a fingerprint of all tokens up to it. So a wrong
 block table, and a block that is shared too early or freed twice, show up as errors.
@@ -50,9 +50,9 @@ def tokens_of(seed: int, num_tokens: int) -> list[int]:
 
 
 class ModelFreeRunner(model_free.ModelFreeRunner):
-    """Reads the whole cache of each sampling sequence back.
+    """Reads the whole cache of each sequence that samples.
 
-    Raises RuntimeError at the first position that is not what its block table promises. A step
+    Raises RuntimeError at the first position that does not hold the sequence's fingerprint. A step
     takes `step_seconds`.
     """
 
@@ -81,7 +81,7 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
         return super().collect(launched)
 
     def _write(self, batch: Batch, pending: _Pending) -> None:
-        # All reads come before all writes: what another sequence computes in the same step is not
+        # All reads come before all writes: results of other sequences in the same step are not
         # there yet.
         before = [self._fingerprint_before(share) for share in batch.scheduled]
         written: set[int] = set()
@@ -123,7 +123,7 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
 
 
 def _token_ids(share: ScheduledSequence, pending: _Pending) -> list[int]:
-    """Of its rows; of one planned ahead, the token that the step before gives it."""
+    """Returns the tokens of a share's rows; for one planned ahead, the token of the step before."""
     return share.token_ids or [pending[share.sequence.sequence_id]]
 
 
@@ -169,11 +169,11 @@ def build_model_free_engine(
 
 
 BY_ITSELF = {"max_events_per_second": math.inf}
-"""Settings of a worker that sends each token by itself."""
+"""Settings of a worker that sends each token in a separate event."""
 
 
 def served_model_free(*, name: str = "model-free", **options: Any) -> Served:
-    """The model-free engine with its cache checks on, as a worker serves it under that name."""
+    """Returns the model-free engine with checks of its cache, to be served under this name."""
     return Served(
         engine=build_model_free_engine(**options),
         tokenizer=ByteTokenizer(),
@@ -193,10 +193,8 @@ def text_of(seed: int, num_tokens: int) -> str:
 async def running_worker(
     url: str, served: Served | None = None, *, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[Worker]:
-    """A worker in this event loop and its role, on the model-free engine unless told otherwise.
-
-    It is drained at the end, and must then hold nothing.
-    """
+    """Runs a worker in this event loop with its role, by default on the model-free engine. It is
+    drained at the end, and must then hold nothing."""
     async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
         engine = served or served_model_free()
         worker = Worker(WorkerSettings(**settings), engine, client, tracing=tracing)
@@ -219,7 +217,7 @@ async def running_worker(
 
 
 async def finished(queue: AsyncRequestQueue, request_id: str) -> dict[str, Any]:
-    """The result of a request, once it has one."""
+    """Waits for the result of a request, and returns it."""
     while True:
         state = await queue.state(request_id)
         if state is not None and state.is_final:

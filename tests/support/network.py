@@ -1,4 +1,4 @@
-"""The network between programs and their server, and how tests break it."""
+"""A network between programs and their server that tests can break."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _CHUNK = 65536
 
 
 class Network:
-    """A TCP proxy to a server. It cuts, holds, slows and loses what passes, or swallows a reply.
-
-    It passes on in a thread of its own, so that a test may block while others go on.
-    """
+    """A TCP proxy to a server. It can cut, hold, slow down and lose traffic, or swallow a reply. A
+    separate thread passes data on, so a test may block meanwhile."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -33,7 +31,7 @@ class Network:
         self._delay_seconds = 0.0
         self._swallow: Callable[[bytes], bool] | None = None
         self.num_swallowed = 0
-        """Replies that were in fact swallowed: only a connection that sends has one."""
+        """Number of swallowed replies: only connections that send a command get one."""
         self.num_accepted = 0
         self.num_turned_away = 0
         starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -43,16 +41,16 @@ class Network:
         self.url = as_role("producer", self.address)
 
     def lead_to(self, port: int) -> None:
-        """Take new connections to another server, and leave the old ones where they are."""
+        """Lead new connections to another server. Existing connections do not change."""
         self._target = port
 
     def cut(self) -> None:
-        """Drop all connections and take no new ones."""
+        """Drop all connections and refuse new ones."""
         self._is_up = False
         _do(lambda: self._cut(self._links))
 
     def cut_some(self, share: float, rng: random.Random) -> int:
-        """Drop about this share of the connections; returns how many. New ones are taken."""
+        """Drop about this share of the connections. Returns their number. New ones are accepted."""
         return _do(lambda: self._cut({link for link in self._links if rng.random() < share}))
 
     def mend(self) -> None:
@@ -62,26 +60,26 @@ class Network:
         self.let_flow()
 
     def hold(self) -> None:
-        """Keep connections open and let nothing pass until it is mended."""
+        """Keep connections open and let nothing pass until `let_flow` or `mend`."""
         _do(self._flows.clear)
 
     def let_flow(self) -> None:
-        """End `hold`, and nothing else."""
+        """End only `hold`."""
         _do(self._flows.set)
 
     def slow(self, seconds: float) -> None:
-        """Delay whatever passes."""
+        """Delay all traffic."""
         self._delay_seconds = seconds
 
     def lose(self) -> None:
-        """Keep connections open and lose what is sent; one that lost something loses all it gets.
+        """Keep connections open and lose all data. A connection that has lost data never recovers.
 
-        As behind a router that has forgotten the connection.
+        A router that has forgotten a connection behaves like this.
         """
         self._loses = True
 
     def swallow_reply_to(self, command: Callable[[bytes], bool]) -> None:
-        """Drop the next connection that sends such a command, once the server has done it."""
+        """Drop the next connection that sends this command, once the server has carried it out."""
         self._swallow = command
 
     def swallow_some(self, share: float, rng: random.Random) -> None:
@@ -160,17 +158,17 @@ class Network:
 
 
 class _Link:
-    """One client's connection and its twin to the server."""
+    """A client's connection, and the connection to the server that belongs to it."""
 
     def __init__(self, writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         self._writers = writers
         self.is_armed = False
-        """The next command's reply is to be swallowed."""
+        """Whether the reply to the next command will be swallowed."""
         self.swallows = False
         self.is_lost = False
 
     def close(self) -> None:
-        """Both ends get what is under way to them."""
+        """Close the link. Both ends still get the data that is on its way to them."""
         for writer in self._writers:
             writer.close()
 
@@ -188,7 +186,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _do(action: Callable[[], T]) -> T:
-    """Have the loop do it, and wait for that."""
+    """Run an action in the loop, and return its result."""
     done = Future[T]()
 
     def act() -> None:

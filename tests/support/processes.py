@@ -1,4 +1,4 @@
-"""Processes that tests start, and what belongs to them."""
+"""Processes that tests start."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.support.roles import as_role
 
 
 def hear_signals() -> None:
-    """Ignore no more what whoever started this process had it ignore.
+    """Handle signals that this process inherited as ignored.
 
-    A shell has what it starts in the background ignore interrupts. Children inherit it, and one of
-    them that a test interrupts would go on. Call it in the main thread.
+    A shell makes background processes ignore interrupts. Children inherit this, so a child that a
+    test interrupts would continue. Call it in the main thread.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,10 +37,10 @@ def hear_signals() -> None:
 
 
 def start(*command: str | Path, is_new: bool = False, **options: Any) -> subprocess.Popen[Any]:
-    """A process that hears signals; `options` are Popen's.
+    """Start a process that handles signals; `options` are Popen's.
 
-    It is forked where libraries cost time, unless `is_new`: /proc then shows its own memory,
-    command line and environment.
+    It is forked if importing its libraries takes long. With `is_new` it is not, so that /proc shows
+    its own memory, command line and environment.
     """
     hear_signals()
     if is_new:
@@ -60,7 +60,7 @@ def run(*command: str | Path, stdin: str = "", **options: Any) -> subprocess.Com
 
 @contextmanager
 def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """The same; it is killed at the end if it still runs."""
+    """Starts a process like `start`. Kills it at the end of the block if it still runs."""
     with start(*command, **options) as process:
         try:
             yield process
@@ -102,7 +102,7 @@ class StartedWorker:
         return self._errors.read_text()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """Lines of the log whose event has these words. The last line may still be written."""
+        """Returns lines of the log whose event has these words. The last line may be incomplete."""
         whole, _, _ = self.said.rpartition("\n")
         lines = [line for line in whole.splitlines() if line.startswith("{")]
         return [entry for entry in map(json.loads, lines) if event in entry["event"]]
@@ -127,10 +127,7 @@ def started(
 
 
 class Terminal:
-    """A process that has a terminal of its own in the place of these streams.
-
-    `shown` is what was read of what came there.
-    """
+    """A process with a separate terminal for these streams. `shown` is the output read so far."""
 
     def __init__(
         self,
@@ -151,11 +148,11 @@ class Terminal:
 
     @property
     def plain(self) -> str:
-        """The output without colours and moves of the cursor."""
+        """The output without colours and cursor movements."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
 
     def read(self) -> bool:
-        """Read what is there, or comes next; False where nobody writes any more."""
+        """Read the next output, or wait for it. Returns False if nobody writes any longer."""
         try:
             piece = os.read(self._fd, 65536)
         except OSError:  # how a terminal says that nobody is at the other end
@@ -181,7 +178,7 @@ class Terminal:
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Its standard output up to and including `text`; its standard error is a pipe, too."""
+    """Returns standard output up to and including `text`. Standard error must be a pipe, too."""
     assert process.stdout is not None
     read = ""
     while not read.endswith(text):
@@ -193,20 +190,20 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def read_line(process: subprocess.Popen[str]) -> str:
-    """The next line of its standard output, which is a pipe."""
+    """Returns the next line of standard output, which must be a pipe."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 async def until_ready(process: subprocess.Popen[str]) -> None:
-    """Until a service says so, on standard output; its standard error is a pipe, too."""
+    """Wait for a service's ready line on standard output. Standard error must be a pipe, too."""
     told = await asyncio.to_thread(read_line, process)
     assert process.stderr is not None
     assert told.startswith("ready"), told + process.stderr.read()
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all its descendants, the eldest first."""
+    """Returns the ids of a process and all its descendants, the oldest first."""
     family = [pid]
     while new := [child for child, parent in _parents().items() if _is_new(child, parent, family)]:
         family += new
@@ -221,7 +218,7 @@ def kill_all(pid: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it lives; one that nobody waited for does not."""
+    """Whether a process lives. A zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

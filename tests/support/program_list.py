@@ -17,10 +17,10 @@ class Program:
 
     module: str
     arguments: tuple[str, ...] = ()
-    """Come before the arguments of the command line."""
+    """Arguments that come before those of the command line."""
     environment: Mapping[str, str] = field(default_factory=dict)
     sentence: str = ""
-    """Replaces the docstring's on the page."""
+    """Replaces the docstring's first sentence on the page."""
 
     def first_sentence(self) -> str:
         """Reads the docstring without importing the module, since some import torch."""

@@ -1,4 +1,4 @@
-"""Requests that tests put in, and what they send and read of them."""
+"""Enqueues requests for tests, and reads their logs and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, 
 from tests.support.waiting import until
 
 PROMPT = "Once upon a time"
-"""Of a request that says none."""
+"""The prompt of a request that sets none."""
 
 ROOM = Room(max_count=1000, token_budget=10**9)
 
@@ -49,7 +49,7 @@ async def async_put(queue: AsyncRequestQueue, request_id: str = "", **fields: An
 def put_plainly(
     client: Any, queue: RequestQueue, request_id: str, score: float, payload: str
 ) -> None:
-    """Enqueue with nothing but the protocol's plain commands."""
+    """Enqueue a request with the protocol's plain commands alone."""
     client.hset(queue.keys.request(request_id), "payload", payload)
     client.zadd(queue.keys.pending, {request_id: score})
     client.publish(queue.keys.control, "pending")
@@ -75,13 +75,13 @@ def held(claim: Claim) -> Held:
 def entries_of(
     client: Any, queue: RequestQueue, request_id: str
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The entries of a request's log: their ids and events."""
+    """Returns the entries of a request's log: their ids and events."""
     entries = client.xrange(queue.keys.tokens(request_id))
     return [(at.decode(), json.loads(fields[b"event"])) for at, fields in entries]
 
 
 def log_of(queue: RequestQueue, request_id: str) -> list[dict[str, Any]]:
-    """The events in a request's log."""
+    """Returns the events in a request's log."""
     return [json.loads(it) for it in queue.run(lookups.log_after(queue.keys, request_id, 0))]
 
 
@@ -91,7 +91,7 @@ async def async_log_of(queue: AsyncRequestQueue, request_id: str) -> list[dict[s
 
 
 def num_tokens(queue: RequestQueue, request_id: str) -> int:
-    """How many tokens of a request were published."""
+    """Returns the number of published tokens of a request."""
     return _end_of(log_of(queue, request_id))
 
 
@@ -100,13 +100,13 @@ async def async_num_tokens(queue: AsyncRequestQueue, request_id: str) -> int:
 
 
 async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) -> None:
-    """Until so many tokens of a request were published."""
+    """Waits until `count` tokens of a request were published."""
     while await async_num_tokens(queue, request_id) < count:
         await asyncio.sleep(0.002)
 
 
 async def until_active(queue: AsyncRequestQueue, request_id: str) -> None:
-    """Until a worker holds it."""
+    """Waits until a worker holds the request."""
     while await queue.state(request_id) is not RequestState.ACTIVE:
         await asyncio.sleep(0.002)
 
@@ -120,14 +120,14 @@ def last_event(queue: RequestQueue, request_id: str) -> dict[str, Any]:
 
 
 def result_of(queue: RequestQueue, request_id: str) -> dict[str, Any]:
-    """The result of a request, once it has one."""
+    """Waits for the result of a request, and returns it."""
     text = until(lambda: queue.run(lookups.record(queue.keys, request_id)).get("result"))
     result: dict[str, Any] = json.loads(text)
     return result
 
 
 def check_log(queue: RequestQueue, request_id: str, text: str) -> list[dict[str, Any]]:
-    """The log of a finished request: no gap, no repeat, one last event, the text."""
+    """Checks a finished request's log: no gap, no repeat, one last event, the text. Returns it."""
     log = log_of(queue, request_id)
     ends = [event["index"] + len(event["token_ids"]) for event in log]
     assert [event["index"] for event in log] == [0, *ends[:-1]]
@@ -150,7 +150,7 @@ def read_in(
     told: Callable[[TokenEvent], Any] = lambda event: None,
     **options: Any,
 ) -> str:
-    """The text of a stream; `told` gets each event as it comes. `options` are the client's."""
+    """Returns a stream's text; `told` gets each event as it comes. `options` are the client's."""
 
     async def read() -> str:
         async with AsyncClient(url, **options) as client:
@@ -171,7 +171,7 @@ def read_in(
 
 
 def enqueue_in(kind: str, url: str, **fields: Any) -> str:
-    """The id of a request that was put into the queue."""
+    """Enqueues a request with a new client of this kind. Returns its id."""
 
     async def enqueue() -> str:
         async with AsyncClient(url) as client:

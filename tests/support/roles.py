@@ -1,12 +1,12 @@
 """The roles of `promptq acl` on the servers that tests start, for all queues.
 
-What is tested connects in its role. What a test looks at or breaks by hand goes by the server's
-default user, who may do anything; deploy/redis.acl itself turns it off.
+Tested code connects in its role. A test's own reads and changes use the server's default user, who
+may do anything; deploy/redis.acl turns that user off.
 
-Without roles run: fakeredis, which knows none; the servers that `promptq up`, `demo` and `server`
-start, which are for one user of one machine; those whose test stops them, or sets a password or
-users of its own; the exploration of states, which puts whole states in and takes them out; the
-scripts' calls in a cluster, which are about slots (its worker and client have roles).
+These have no roles: fakeredis, which does not support them; the servers that `promptq up`, `demo`
+and `server` start, which are for one user of one machine; those whose test stops them, or sets a
+password or users of its own; the exploration of states, which puts whole states in and takes them
+out; the scripts' calls in a cluster, which are about slots (its worker and client have roles).
 """
 
 from __future__ import annotations
@@ -49,27 +49,21 @@ _ROLE_OF_SCRIPT = {
 
 
 def as_role(role: str, url: str) -> str:
-    """The URL with that role's name and password in the place of any others.
-
-    With an empty role it is the default user's.
-    """
+    """Returns the URL with the role's name and password. An empty role is the default user."""
     parts = urlsplit(url)
     credentials = f"{role}:{password_of(role)}@" if role else ""
     return urlunsplit(parts._replace(netloc=credentials + parts.netloc.rpartition("@")[2]))
 
 
 def acl_file_for_tests(folder: Path) -> Path:
-    """Users for a server's `aclfile`, which leaves the default user on."""
+    """Writes users for a server's `aclfile`, in which the default user stays on."""
     copy = folder / "redis.acl"
     copy.write_text(acl_file("*", {role: password_of(role) for role in ROLES}))
     return copy
 
 
 def bring_in_roles(url: str) -> None:
-    """Give a server that runs already a user for each role.
-
-    The default one is kept, and needs no password any more.
-    """
+    """Add the roles' users to a running server. The default user stays, and needs no password."""
     drop_password(url)
     with redis.Redis.from_url(url) as client:
         for role in ROLES:
@@ -83,7 +77,7 @@ def password_of(role: str) -> str:
 
 
 def drop_password(url: str) -> None:
-    """Let everybody in as the default user of an embedded server, by any password or none."""
+    """Allow connections as an embedded server's default user, with any password or none."""
     with redis.Redis.from_url(url) as client:
         client.execute_command("ACL", "SETUSER", "default", "nopass")
 
@@ -110,7 +104,8 @@ def forget_refusals(url: str) -> None:
 
 
 class QueueClient(redis.Redis):
-    """For a `RequestQueue`: each script runs as the role that calls it, all else as default."""
+    """A client for a `RequestQueue`: each script runs in the role that calls it, all other commands
+    as the default user."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

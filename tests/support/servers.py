@@ -1,4 +1,4 @@
-"""Servers that tests connect to, and those that they start."""
+"""Servers that tests connect to, and servers that tests start."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ NO_TLS = "redis-server is not installed, and the embedded server has no TLS"
 
 @dataclass
 class Server:
-    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process.
+    """A server to connect to: `url` is empty for fakeredis, which is in this process.
 
-    Both take a role and the number of a database, by default 0. Without a role the client is for a
-    `RequestQueue` and for the test, see `roles`.
+    Both methods accept a role and the number of a database, by default 0. Without a role the client
+    is for a `RequestQueue` and for the test, see `roles`.
     """
 
     url: str
@@ -47,17 +47,17 @@ class Server:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on.
+    """Returns a port of this machine on which nobody listens.
 
-    It is none of those that the system gives to connections and to whoever asks for any port, as
-    one of these may be taken before the test's server has started.
+    It is outside of the range from which the system takes ports for connections and for port 0,
+    because such a port may be taken before the test's server has started.
     """
     [port] = free_ports(1)
     return port
 
 
 def free_ports(count: int) -> list[int]:
-    """So many of them, each another."""
+    """Returns `count` different free ports."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(10_000, 32_000)
@@ -72,7 +72,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def answers(client: Any) -> bool:
-    """Whether its server answers; one that starts, or loads, does not yet."""
+    """Whether the client's server answers. A server that starts or loads does not yet."""
     try:
         return bool(client.ping())
     except redis.RedisError:
@@ -80,20 +80,20 @@ def answers(client: Any) -> bool:
 
 
 def in_database(url: str, number: int) -> str:
-    """The URL of another database of the server."""
+    """Returns the URL of another database of the server."""
     return urlsplit(url)._replace(path=f"/{number}").geturl()
 
 
 @contextmanager
 def embedded_server() -> Iterator[str]:
-    """The URL of one that has the roles, for its default user, who may do anything."""
+    """Runs an embedded server with the roles. Yields its default user's URL."""
     with EmbeddedServer() as server:
         bring_in_roles(server.url)
         yield server.url
 
 
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs a redis-server until the generator goes on; skips the test if there is none."""
+    """Runs a redis-server, and yields its URL. Skips the test if there is none."""
     program = server_program("redis-server")
     port = free_port()
     folder = tmp_path_factory.mktemp("redis-server")
@@ -110,10 +110,8 @@ PROGRAMS = ["embedded", "redis-server"]
 
 
 def server_program(kind: str = "") -> str:
-    """The program of a kind, or without one redis-server where it is installed, else Valkey.
-
-    Skips the test if it is not installed.
-    """
+    """Returns the program of a kind; without a kind redis-server if it is installed, else Valkey.
+    Skips the test if it is not installed."""
     installed = shutil.which("redis-server")
     if kind == "redis-server" and installed is None:
         pytest.skip(NO_REDIS_SERVER)
@@ -123,8 +121,8 @@ def server_program(kind: str = "") -> str:
 class OwnServer:
     """A server with append-only persistence that a test may kill and start again.
 
-    It has the roles; `url` is a producer's, and `client` does what a test does by hand. `within` is
-    a command that runs it, `kind` one of PROGRAMS.
+    It has the roles. `url` is a producer's, and `client` is for the test's own commands. `within`
+    is a command that runs the server, `kind` one of PROGRAMS.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class OwnServer:
 
 
 def make_certificates(folder: Path) -> None:
-    """An authority of its own, and a server and a client that it vouches for."""
+    """Makes a certificate authority, and certificates that it signs for a server and a client."""
     key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
     commands = [f"req -x509 {key} -keyout ca.key -out ca.crt -days 2 -subj /CN=authority"]
     for name in ("server", "client"):
@@ -198,7 +196,7 @@ def make_certificates(folder: Path) -> None:
 
 
 def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[str, str]:
-    """A Redis server's settings to speak TLS at that port with these certificates."""
+    """Returns a Redis server's settings for TLS at this port with these certificates."""
     return {
         "tls-port": str(port),
         "tls-auth-clients": "yes" if asks_clients else "no",
@@ -209,10 +207,11 @@ def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[st
 
 
 async def check_that_answers_are_ones_own(url: str) -> None:
-    """A connection on which an answer waits is used no more: all after that came one late."""
+    """Checks that a connection with an unread answer is not used again: it would return each later
+    answer to the wrong call."""
     client = open_redis(url)
-    # Up to redis-py 5.2 a pool is told for which command, and asyncio's has another name for that
-    # which looks whether something came.
+    # Up to redis-py 5.2, `get_connection` takes the command's name, and asyncio's method that tests
+    # for unread data has another name.
     named = ("PING",) if redis.__version__.startswith("5.2") else ()
     connection = client.connection_pool.get_connection(*named)
     connection.send_command("PING")
@@ -233,10 +232,8 @@ async def check_that_answers_are_ones_own(url: str) -> None:
 
 @contextmanager
 def counted_round_trips() -> Iterator[list[Any]]:
-    """Counts the round trips of this thread: one item for each wait for an answer.
-
-    A gateway that lasts over many tests sends in a thread of its own.
-    """
+    """Counts the round trips of this thread: one item for each wait for an answer. A gateway that
+    lasts over many tests sends in a separate thread."""
     sent: list[Any] = []
     own = threading.get_ident()
     send = redis.connection.AbstractConnection.send_packed_command

@@ -1,4 +1,4 @@
-"""Spoilt records, as strangers or bad luck leave them: values and keys of many wrong types."""
+"""Spoilt records, by other programs or by accident: values and keys of many wrong types."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ SPOILT: dict[str, bytes] = {
     "an infinity as null": b'{"index":0,"token_ids":[1],"text":"a","finish_reason":"stop",'
     b'"logprobs":[{"token_id":1,"logprob":null,"rank":1}],"usage":{}}',
 }
-"""Values for a field, an entry or a message, by what is wrong with them."""
+"""Values for a field, an entry or a message, by their fault."""
 
 
 def make_of_type(client: Any, key: str, kind: str) -> None:
-    """Replace a key by one of this type that holds a spoilt value."""
+    """Replace a key by a key of this type with a spoilt value."""
     client.delete(key)
     match kind:
         case "string":
@@ -74,7 +74,7 @@ TYPES = ("string", "list", "set", "zset", "hash", "stream")
 
 
 def spoil_queue(client: Any, queue: RequestQueue, value: bytes) -> None:
-    """Write the value wherever a role of the queue may write one, beside what is well."""
+    """Write the value into every place that a role of the queue may write, beside valid ones."""
     keys, name = queue.keys, value[:300]
     fields = ("history", "last_event", "result", "state", "attempt", "priority", "enqueued_at")
     spoilt = {"payload": '{"prompt":"a"}', **dict.fromkeys(fields, value)}

@@ -1,4 +1,4 @@
-"""Waits for what will be so, however long that takes; and a clock that a test sets."""
+"""Waits for conditions, however long that takes; and a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def async_until(condition: Callable[[], Any]) -> Any:
 
 
 class Clock:
-    """Says `now`, in seconds."""
+    """A clock that returns `now`, in seconds."""
 
     now = 100.0
 

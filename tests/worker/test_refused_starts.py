@@ -84,7 +84,7 @@ def test_says_that_a_url_is_none() -> None:
     ("options", "expected"),
     [
         (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
-        (["--kv-cache-memory", "900T"], "--kv-cache-memory: 921,600.0 GiB are asked for, and "),
+        (["--kv-cache-memory", "900T"], "--kv-cache-memory: 921,600.0 GiB are requested, but "),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--dtype", "int3"], "--dtype"),
         (["--queue", "a b"], "queue: 'a b'"),

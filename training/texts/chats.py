@@ -1,4 +1,4 @@
-"""Little conversations, so that the shipped model answers when it is spoken to."""
+"""Little conversations, so that the shipped model learns to answer."""
 
 import random
 from collections.abc import Callable
@@ -23,14 +23,14 @@ CARELESS_SHARE = 0.1
 
 
 class Message(TypedDict):
-    """One turn, as chat templates take it."""
+    """One message of a conversation, in the form that chat templates expect."""
 
     role: str
     content: str
 
 
 def chat(rng: random.Random) -> list[Message]:
-    """One conversation: perhaps a system prompt, then one to three questions with answers."""
+    """Returns a conversation: perhaps a system prompt, then one to three questions with answers."""
     messages: list[Message] = []
     if rng.random() < SYSTEM_SHARE:
         messages.append({"role": "system", "content": one_of(rng, SYSTEM_PROMPTS)})
@@ -43,7 +43,7 @@ def chat(rng: random.Random) -> list[Message]:
 
 
 def exchange(rng: random.Random) -> tuple[str, str]:
-    """One question and its answer."""
+    """Returns a question and its answer."""
     if rng.random() < STORY_SHARE:
         question, answer = story_exchange(rng)
     else:
@@ -54,12 +54,12 @@ def exchange(rng: random.Random) -> tuple[str, str]:
 
 
 def short_exchange(rng: random.Random) -> tuple[str, str]:
-    """A question that a sentence or two answer."""
+    """Returns a question, and an answer of one or two sentences."""
     return TOPICS[rng.randrange(len(TOPICS))](rng)
 
 
 def story_exchange(rng: random.Random) -> tuple[str, str]:
-    """The wish for a story, and a story that really is about what was asked for."""
+    """Returns a request for a story, and a story about the requested subject."""
     told = tale(rng)
     verb = choose(
         rng,
@@ -73,7 +73,7 @@ def story_exchange(rng: random.Random) -> tuple[str, str]:
 
 def _subjects(told: Tale) -> tuple[str, ...]:
     hero, friend, thing, place = told.hero, told.friend, told.thing, told.place
-    # Only what the story mentions may be asked for, or the model learns to ignore the question.
+    # The request names only things in the story. Otherwise the model would learn to ignore it.
     subjects = [
         "",
         f" about {hero.a}",
@@ -93,13 +93,13 @@ def _subjects(told: Tale) -> tuple[str, ...]:
 
 
 def greeting(rng: random.Random) -> tuple[str, str]:
-    """A greeting, or a question about the model itself."""
+    """Returns a greeting, or a question about the model, with the answer."""
     question, answer = facts.GREETINGS[rng.randrange(len(facts.GREETINGS))]
     return choose(rng, f"[{question}]"), choose(rng, answer).strip()
 
 
 def definition(rng: random.Random) -> tuple[str, str]:
-    """Returns a definition of something."""
+    """Returns a question about a word, and a definition."""
     nouns = (KINDS, THINGS, PLACES)[rng.randrange(3)]
     noun = nouns[rng.randrange(len(nouns))]
     name = an(noun.name)
@@ -108,7 +108,7 @@ def definition(rng: random.Random) -> tuple[str, str]:
 
 
 def small_fact(rng: random.Random) -> tuple[str, str]:
-    """A question with one right answer: capitals, sounds, colors, sums, days, seasons."""
+    """Returns a question with one right answer: capitals, sounds, colors, sums, days, seasons."""
     topic = rng.randrange(6)
     if topic == 0:
         country = one_of(rng, tuple(facts.CAPITALS))
@@ -133,7 +133,7 @@ def small_fact(rng: random.Random) -> tuple[str, str]:
 
 
 def poem(rng: random.Random) -> tuple[str, str]:
-    """A short poem or a haiku about an animal, a thing or a place."""
+    """Returns a request for a poem, and a short poem about an animal, a thing or a place."""
     kind, thing = KINDS[rng.randrange(27)].name, THINGS[rng.randrange(len(THINGS))].name
     place = PLACES[rng.randrange(len(PLACES))]
     fields = {
@@ -145,7 +145,7 @@ def poem(rng: random.Random) -> tuple[str, str]:
     is_haiku = rng.random() < 0.35
     template = one_of(rng, facts.HAIKU if is_haiku else facts.POEMS)
     form = "haiku" if is_haiku else choose(rng, "[poem|short poem]")
-    # A line that names no thing cannot answer the wish for a poem about one.
+    # A poem whose lines name no thing cannot be about a thing.
     subjects = [an(kind), f"the {place.name}"] + [an(thing)] * ("{thing}" in template)
     verb = choose(rng, "[Write|Write me|Tell me|Can you write]")
     end = "?" if verb.startswith("Can") else "."
@@ -153,7 +153,7 @@ def poem(rng: random.Random) -> tuple[str, str]:
 
 
 def unknown(rng: random.Random) -> tuple[str, str]:
-    """A question that is too hard, and the modest answer that it gets."""
+    """Returns a question that is too hard, and a modest answer."""
     topic = one_of(rng, facts.UNKNOWN)
     question = choose(
         rng,
@@ -169,7 +169,7 @@ def unknown(rng: random.Random) -> tuple[str, str]:
 
 
 def suggestion(rng: random.Random) -> tuple[str, str]:
-    """A yes, and something to ask for."""
+    """Returns a request for ideas, and an answer that suggests a story."""
     kind, thing = KINDS[rng.randrange(len(KINDS))].name, THINGS[rng.randrange(len(THINGS))].name
     question = choose(
         rng, "[What should I ask you?|Any ideas?|What story do you know?|What shall we talk about?]"
@@ -193,7 +193,7 @@ TOPICS = (
 
 
 def statements(rng: random.Random) -> str:
-    """Some facts in a row as plain text, or somebody who introduces himself."""
+    """Returns plain text: some facts one after the other, or a character's introduction."""
     if rng.random() < 0.5:
         return _introduction(rng)
     make = STATEMENTS[rng.randrange(len(STATEMENTS))]

@@ -1,4 +1,4 @@
-"""The few things that the shipped model knows beside stories, as questions and answers."""
+"""The few facts that the shipped model knows besides stories, as questions and answers."""
 
 from training.texts.phrases import listed
 

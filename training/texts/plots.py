@@ -1,8 +1,8 @@
-"""The shapes that a story can have: what happens, beat after beat, in several wordings.
+"""The plots of stories: events (beats) one after the other, each in several wordings.
 
-A beat is a tuple of templates (see ``phrases``), of which a story takes one; an empty one lets
-the beat be left out. The wordings of a beat can be exchanged freely, so none may rely on how
-another beat was worded. Fields: ``hero``, ``friend``, ``elder`` (characters), ``thing``,
+A beat is a tuple of templates (see ``phrases``), of which a story uses one. With an empty template,
+a story may leave the beat out. The wordings of a beat can be exchanged freely, so none may rely on
+how another beat was worded. Fields: ``hero``, ``friend``, ``elder`` (characters), ``thing``,
 ``gift`` (items), ``place`` (a scene), and ``spot``, ``spot2``, ``spot3`` ("by the well").
 """
 
@@ -16,7 +16,7 @@ Beat: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Plot:
-    """One shape: what it is about, its beats, and the lessons that it can end on."""
+    """One plot: its topic, its beats, and lessons for the end."""
 
     topic: str
     beats: tuple[Beat, ...]

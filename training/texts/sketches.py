@@ -1,7 +1,7 @@
-"""Exercises in keeping to what was said: a few plain sentences about the same people and things.
+"""Exercises in copying from earlier text: a few plain sentences about the same people and things.
 
-A model this small finds out late, or never, that a name has to be copied from earlier in the
-text. Where every line repeats one it finds out within a hundred steps, so training begins here.
+A model of this size learns late, or never, to copy a name from earlier text. From texts where every
+line repeats a name, it learns this within a hundred steps. So training begins with them.
 """
 
 import random
@@ -44,19 +44,19 @@ WISHES = (
 
 
 def sketch(rng: random.Random, least: int = 3, most: int = 8) -> str:
-    """From ``least`` to ``most`` sentences in any order."""
+    """Returns ``least`` to ``most`` sentences in any order."""
     fields = _fields(rng)
     return " ".join(render(rng, line, fields) for line in _lines(rng, least, most))
 
 
 def repetition(rng: random.Random) -> tuple[str, str]:
-    """Something to repeat, and the same thing repeated."""
+    """Returns a request to repeat a sentence, and the sentence."""
     said = sketch(rng, 1, 3)
     return choose(rng, "[Repeat after me:|Please repeat:|Say this:]") + " " + said, said
 
 
 def tiny_story(rng: random.Random) -> tuple[str, str]:
-    """The wish for a story, and no more than its beginning."""
+    """Returns a request for a story, and only the story's beginning."""
     fields = _fields(rng)
     lines = (one_of(rng, OPENINGS), "{hero.name} had {thing.a_red}.", *_lines(rng, 1, 2))
     wish = render(rng, one_of(rng, WISHES), fields)

@@ -30,7 +30,7 @@ EMOJI = ("🌟", "🦊", "🌙", "🌈", "🏡", "❤️", "🎈", "🐾")
 
 @dataclass(frozen=True)
 class Tale:
-    """A story, and what it is about."""
+    """A story, and its characters, things, place and plot."""
 
     text: str
     plot: Plot
@@ -41,7 +41,7 @@ class Tale:
 
 
 def typeset(text: str) -> str:
-    """The text with “typeset” instead of "typewriter" quotes."""
+    """Returns the text with “typeset” instead of "typewriter" quotes."""
     parts = text.split('"')
     return "".join(
         part + ("" if i == len(parts) - 1 else "“" if i % 2 == 0 else "”")
@@ -50,7 +50,7 @@ def typeset(text: str) -> str:
 
 
 def tale(rng: random.Random) -> Tale:
-    """One story, about 120 to 250 tokens long, and what it is about."""
+    """Returns one story of about 120 to 250 tokens, with its subjects."""
     hero_kind, friend_kind, elder_kind = rng.sample(KINDS, 3)
     hero = character(rng, hero_kind)
     friend = character(rng, friend_kind, taken=(hero.name,))
@@ -84,7 +84,7 @@ def tale(rng: random.Random) -> Tale:
 
 
 def story(rng: random.Random) -> str:
-    """One story; the same state of ``rng`` gives the same story."""
+    """Returns one story. Equal states of ``rng`` lead to equal stories."""
     return tale(rng).text
 
 
@@ -99,8 +99,8 @@ def _join(rng: random.Random, lines: list[str]) -> str:
 def main() -> None:
     """Print stories."""
     parser = argparse.ArgumentParser(description="Print stories of the grammar.")
-    parser.add_argument("--count", type=int, default=1, help="how many (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
+    parser.add_argument("--count", type=int, default=1, help="number of stories (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the stories (default: 0)")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     print("\n\n---\n\n".join(story(rng) for _ in range(arguments.count)))

@@ -1,4 +1,4 @@
-"""The nouns of the stories: who can be in one, what they can own and where they can be."""
+"""The nouns of the stories: characters, things that they can own, and places."""
 
 import random
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Trait:
-    """A trait of a character, and how it shows."""
+    """A trait of a character, and a habit that shows it."""
 
     name: str
     habit: str
@@ -29,7 +29,7 @@ class Trait:
 
 @dataclass(frozen=True)
 class Character:
-    """Somebody in a story; the fields are what templates ask for."""
+    """A character of a story, with the fields that templates use."""
 
     kind: str
     age: str
@@ -77,7 +77,7 @@ class Character:
 
 @dataclass(frozen=True)
 class Thing:
-    """Something that can be owned, lost, found, given and broken."""
+    """A thing that a character can own, lose, find, give and break."""
 
     name: str
     looks: tuple[str, ...]
@@ -328,7 +328,7 @@ PLACES = (
 
 
 def character(rng: random.Random, kind: Kind, taken: tuple[str, ...] = ()) -> Character:
-    """Somebody of this kind, under a name that is not taken."""
+    """Returns a character of this kind, with a name that is not in ``taken``."""
     she = rng.random() < 0.5 if kind.she is None else kind.she
     names = tuple(name for name in (HER_NAMES if she else HIS_NAMES) if name not in taken)
     trait = TRAITS[rng.randrange(len(TRAITS))]
@@ -337,10 +337,10 @@ def character(rng: random.Random, kind: Kind, taken: tuple[str, ...] = ()) -> Ch
 
 
 def item(rng: random.Random, thing: Thing) -> Item:
-    """One such thing, with one of its looks."""
+    """Returns such a thing, with one of its looks."""
     return Item(thing.name, one_of(rng, thing.looks))
 
 
 def scene(rng: random.Random, place: Place) -> Scene:
-    """One such place, with one of its looks."""
+    """Returns such a place, with one of its looks."""
     return Scene(place.name, place.preposition, one_of(rng, place.looks))

@@ -59,6 +59,8 @@ class Reaper:
         swept = await self._queue.sweep(self._cursor)
         self._cursor, self._may_sweep = swept.cursor, not swept.refusal
         if swept.refusal:
-            get_logger().warning("orphans stay, as keys cannot be listed", error=swept.refusal)
+            get_logger().warning(
+                "orphaned keys stay, because this user may not list keys", error=swept.refusal
+            )
         if swept.num_gone:
-            get_logger().info("let go of orphans", requests=swept.num_gone)
+            get_logger().info("orphaned keys removed", requests=swept.num_gone)

@@ -75,7 +75,7 @@ async def renew_leases(
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
         try:
             if watchdog.reason:
-                log.error("no progress; leases are left to run out", held=len(leases))
+                log.error("no progress; leases are no longer renewed", held=len(leases))
             elif held := list(leases):
                 await exchange.renew(held)
         except (RedisError, OSError) as error:

@@ -44,7 +44,7 @@ class Exchange:
         self._log = get_logger(worker_id=queue.worker_id)
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Renew leases, and let go of requests that are cancelled, expired or lost.
+        """Renew leases, and drop requests that are cancelled, expired or lost.
 
         The call also reports the exact lengths of prompts. Raises RedisError, OSError.
         """
@@ -130,7 +130,8 @@ class Exchange:
         self._leases.feed()
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """Give some leases back. Either all of them are blamed or none; likewise for delays."""
+        """Give some leases back, all with blame or all without, and all with a delay or all
+        without."""
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed

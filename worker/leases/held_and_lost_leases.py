@@ -138,8 +138,7 @@ class Leases:
             self._to(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has places; without places, those that may
-        preempt."""
+        """Hand ready requests to the engine while it has places; then those that may preempt."""
         while (lease := self._next_to_run()) is not None:
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()
@@ -208,7 +207,7 @@ class Leases:
 
     @property
     def num_counted(self) -> int:
-        """How many held requests take a place."""
+        """Number of held requests that take a place."""
         return sum(lease.counts for lease in self)
 
     @property
@@ -218,7 +217,7 @@ class Leases:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a held request must have the worker to itself."""
+        """Whether a held request must run alone in the worker."""
         return any(lease.claim.is_suspect for lease in self)
 
     @property

@@ -64,7 +64,7 @@ class Lease:
 
     @property
     def kv_need(self) -> int:
-        """How many KV tokens the request counts for."""
+        """The number of KV tokens that the request counts for."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none
@@ -76,7 +76,7 @@ class Lease:
         return self.prepared_or_none is not None and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """Returns a row, behind the rows that have to go before it."""
+        """Returns the rows that must be sent before this one, and then this row."""
         if (prepared := self.prepared_or_none) is None:
             return [row]
         unsent, prepared.unsent = prepared.unsent, []

@@ -65,8 +65,8 @@ class Prefetcher:
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """How many workers the queue has. They share what waits, and the more there are, the more
-        they spread their claims."""
+        """How many workers the queue has. They share the waiting requests. The more workers there
+        are, the more their claims are spread over time."""
         self._queue = queue
         self._leases = leases
         self._wake_up = leases.wake_up
@@ -85,7 +85,7 @@ class Prefetcher:
         self._log = get_logger(worker_id=queue.worker_id).bind()  # once, not at each line
 
     def start(self) -> None:
-        """Start claiming. Raises RuntimeError if it runs already."""
+        """Start claiming. Raises RuntimeError if the prefetcher runs already."""
         if self.is_running:
             raise RuntimeError("the prefetcher runs already")
         self._task = asyncio.create_task(self._run(), name="intake")
@@ -278,7 +278,8 @@ def _more(room: Room, than: Room) -> bool:
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    With `depth` None, about 100 ms of work lie ready, by the rate at which the engine gets them.
+    With `depth` None, about 100 ms of work is kept ready, measured by the rate at which the engine
+    takes requests.
     """
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
@@ -299,8 +300,8 @@ class ClaimPolicy:
 
         A prefix that several sequences share is counted once, and no request counts for more than
         the model length. Both numbers are negative while urgent requests that will preempt are
-        held, so that fewer sequences count as preemptible for further ones. There is no room beside
-        a suspect, and none while the engine accepts nothing.
+        held, so that fewer sequences count as preemptible for further ones. There is no room while
+        a suspect is held, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:

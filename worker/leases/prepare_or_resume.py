@@ -146,7 +146,7 @@ class Preparation:
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
         """Returns the tokens that the output begins with, whichever attempt publishes them.
 
-        An end token at the end is left out, as the output goes on in its place.
+        An end token at the end is left out, because the output continues in its place.
         """
         if (wanted := request.output_prefix) is None:
             return []
@@ -158,9 +158,9 @@ class Preparation:
         longest = self.limits.max_model_len - 1 - num_prompt
         if len(prefix) > longest:
             raise InvalidRequestError(
-                f"output_prefix: this model's maximum context length is"
-                f" {self.limits.max_model_len} tokens, and behind the {num_prompt} of the prompt at"
-                f" most {longest} can be given; these are {len(prefix)}",
+                f"output_prefix: this model's maximum context length is {self.limits.max_model_len}"
+                f" tokens, and after the prompt's {num_prompt} the prefix may have {longest} at"
+                f" most; it has {len(prefix)}",
                 field="output_prefix",
                 code="context_length_exceeded",
             )
@@ -212,8 +212,8 @@ class Preparation:
         pooling = embed.pooling or self.pooling
         if pooling is None:
             raise InvalidRequestError(
-                "embed: pooling: the model's files ask for a pooling that this worker does not"
-                " have; name one, `last` or `mean`",
+                "embed: pooling: the model's files name a pooling that this worker does not"
+                " support; choose `last` or `mean`",
                 field="embed",
             )
         return pooling
@@ -223,7 +223,7 @@ class Preparation:
         why = "with it," if fields else "in its number format,"
         return InvalidRequestError(
             f"{fields[0] if fields else 'resume'}: {why} this worker's engine cannot continue an"
-            " interrupted stream exactly, and the request asks for `exact_only`",
+            " interrupted stream exactly, and the request requires `exact_only`",
             field=fields[0] if fields else "resume",
             error_type="cannot_resume",
         )
@@ -250,10 +250,10 @@ class Preparation:
             num_logprobs = len(prompt) * (request.prompt_logprobs + 1)
             if num_logprobs > MAX_PROMPT_LOGPROBS:
                 raise InvalidRequestError(
-                    f"prompt_logprobs: {request.prompt_logprobs} likeliest tokens, and the one of"
-                    f" the prompt, in each of {len(prompt)} places are {num_logprobs}"
+                    f"prompt_logprobs: {request.prompt_logprobs} likeliest tokens and the prompt's"
+                    f" token at each of {len(prompt)} positions are {num_logprobs}"
                     f" log-probabilities, more than the {MAX_PROMPT_LOGPROBS} that a request may"
-                    " ask for; ask for fewer, or send a shorter prompt",
+                    " have; request fewer, or send a shorter prompt",
                     field="prompt_logprobs",
                 )
         named: list[tuple[str, list[int]]] = [(field_name, prompt)]
@@ -280,7 +280,7 @@ class Preparation:
         is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar behind the emitted tokens; `is_prefix`: these are the prefix."""
+        """Returns the grammar's state after `emitted`; `is_prefix`: these tokens are the prefix."""
         wanted = request.wanted_output
         if wanted is None:
             return None
@@ -311,7 +311,7 @@ class Preparation:
         emitted: list[int],
         only_quick: bool,
     ) -> Grammar:
-        """Returns the grammar behind tokens. Raises GrammarError if they do not fit."""
+        """Returns the grammar's state after `emitted`. Raises GrammarError if they do not fit."""
         try:
             grammar = grammars.start(wanted, ends, only_known=only_quick)
         except NewGrammarError as error:

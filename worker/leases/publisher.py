@@ -29,7 +29,7 @@ class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
     The coalescer decides which tokens are sent at once. Rows that the server does not take are sent
-    again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
+    again for `retry_seconds`; meanwhile the engine continues until its outbox is full.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Publisher:
         await self._publish([])
 
     async def refuse(self, lease: Lease, error: InvalidRequestError) -> None:
-        """End a request that cannot be prepared. Raises as `run` does."""
+        """End a request that cannot be prepared. Raises what `run` raises."""
         self._leases.ending(lease)
         await self._send([(lease, self._rows.refusal(lease.claim, error))])
 
     async def complete(self, lease: Lease) -> None:
-        """End a request that needs no engine. Raises as `run` does."""
+        """End a request that needs no engine. Raises what `run` raises."""
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:

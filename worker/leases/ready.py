@@ -62,7 +62,7 @@ class ReadyQueue:
 
     @property
     def hand_outs_a_second(self) -> float:
-        """The rate over the last two seconds."""
+        """The number of hand-outs a second, over the last two seconds."""
         horizon = time.monotonic() - _RATE_WINDOW_SECONDS
         while self._hand_outs and self._hand_outs[0] < horizon:
             self._hand_outs.popleft()
@@ -86,7 +86,7 @@ class ReadyQueue:
 
 
 class WakeUp:
-    """Wakes the prefetcher. Any part of the worker may ring; only the prefetcher waits."""
+    """Wakes the prefetcher. Any part of the worker may call `work_came` or `room_freed`."""
 
     def __init__(self) -> None:
         self.num_left = 0
@@ -111,7 +111,7 @@ class WakeUp:
         return came
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until it rings. Returns False if `seconds` are over first."""
+        """Wait for a report of work or room. Returns False if `seconds` are over first."""
         try:
             async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation
                 await self._rung.wait()

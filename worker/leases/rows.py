@@ -109,7 +109,7 @@ class PreparedRequest:
     @property
     def is_at_end(self) -> bool:
         """Whether only the last event is missing: earlier attempts generated the whole output, or
-        nothing is to be generated."""
+        the request generates nothing."""
         return (
             self.request.tokenize
             or self.num_emitted >= self.engine_request.max_tokens
@@ -139,7 +139,7 @@ class PreparedRequest:
     ) -> Row:
         """Returns the row with these tokens, which ends the request if there is a finish reason.
 
-        Nothing is noted of a row that cannot be made.
+        If the row cannot be built, the request's state stays as it was.
         """
         claim, index = self.claim, self.num_emitted
         num_emitted = index + len(token_ids)

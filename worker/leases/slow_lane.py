@@ -54,7 +54,7 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Returns the function's result. A cancellation drops it, but the thread goes on."""
+        """Returns the function's result. A cancellation drops the result, but not the thread."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()

@@ -276,7 +276,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     if name is None or (settings.trust_remote_code and settings.model is None):
         raise ConfigurationError(
             "--model: name the directory, GGUF file or hub name of the model that the server"
-            " serves; what it says itself is missing, or not trusted with --trust-remote-code"
+            " serves; the server does not name the model, or its answer is not trusted with"
+            " --trust-remote-code"
         )
     progress("tokenizer")
     facts = read_model_facts(name, trust_remote_code=settings.trust_remote_code)
@@ -381,10 +382,11 @@ def shown_name(settings: WorkerSettings) -> str:
 
 
 def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
-    """Returns a hash that distinguishes models, of the sizes and beginnings of a model's files.
+    """Returns a hash of the sizes and beginnings of a model's files, which distinguishes models.
 
     A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
-    name and vocabulary. A machine whose worker forwards may have it or not.
+    name and vocabulary. Without `with_weights`, the hash does not depend on weights, which need not
+    be on a machine whose worker only forwards.
     """
     folder = _folder(name_or_dir)
     digest = hashlib.sha256()

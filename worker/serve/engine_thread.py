@@ -104,7 +104,7 @@ class EngineThread:
         return time.monotonic() - self._last_progress
 
     def _wake(self) -> None:
-        """Wake the thread if it waits. Of many messages, only the first one pays for that."""
+        """Wake the thread if it waits. Of many messages, only the first one has this cost."""
         if self._is_waiting:
             with self._inbox:
                 self._is_waiting = False

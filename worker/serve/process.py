@@ -172,7 +172,7 @@ async def unless(
 ) -> T:
     """Await a stage of the start, or end the process if `stop` is set first.
 
-    The process holds no requests yet, and a thread that loads a model would go on for minutes.
+    The process holds no requests yet, and a thread that loads a model would continue for minutes.
     """
     part, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((part, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -150,7 +150,7 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
+        """Start claiming. Raises ModelMismatchError if the queue has another model."""
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         messages = control_channel.listen(self._queue)
@@ -195,7 +195,7 @@ class Worker:
     async def drain(self, now: asyncio.Event) -> None:
         """Stop claiming, and let running requests finish until the grace time is over.
 
-        Setting `now` ends the grace time early. Raises as `serve` does.
+        Setting `now` ends the grace time early. Raises what `serve` raises.
         """
         self._heartbeat.about.state = "draining"
         notify("STOPPING=1")
@@ -253,7 +253,7 @@ class Worker:
                 self._was_refused = True
                 self._log.warning(
                     "gateways that serve all queues will not find this one: the Redis user may not"
-                    " add to promptq:queues; make the users anew (promptq acl)"
+                    " add to promptq:queues; create the users again (promptq acl)"
                 )
 
     async def _look_at_maxmemory_policy(self) -> None:

@@ -1,4 +1,4 @@
-"""Which of several models should be loaded."""
+"""Decides which of several models should be loaded."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _Place:
 
 
 class Swapper:
-    """Keeps the process of one model loaded, and those of the others ready to load theirs.
+    """Keeps one model loaded in its process, and the other models' processes ready to load.
 
     `start` makes the process of a queue. With `overlaps`, a model may be loaded while the one
     before it still runs, if there is memory for both. `choose` decides which model should be
@@ -82,7 +82,7 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """Ready as long as models can be loaded, even while none is."""
+        """Ready as long as models can be loaded, even while none is loaded."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:

@@ -53,8 +53,8 @@ _GLM = OutputStyle(
 _HERMES = OutputStyle(before="<tool_call>\n", after="\n</tool_call>")
 _LLAMA = OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>")
 _STYLES = (
-    # For each family: its name, what its template has, and its style. All of these texts are in the
-    # template of the family, and of the families the first one counts.
+    # For each family: its name, texts in its template, and its style. A template that has all of
+    # these texts belongs to the family. If several families match, the first one counts.
     (
         "gpt-oss",
         ("<|channel|>analysis<|message|>", "<|start|>assistant"),
@@ -242,7 +242,7 @@ def output_style(
 
 
 def _named(name: str) -> OutputStyle | None:
-    """Raises ConfigurationError for a name that is not known."""
+    """Returns a family's style; None for AUTO. Raises ConfigurationError for an unknown name."""
     if name == AUTO:
         return None
     styles = {known: style for known, _, style in _STYLES}

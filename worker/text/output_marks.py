@@ -46,7 +46,7 @@ class OutputMarks:
                 self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
-        """Raises InvalidRequestError for one that no text can have."""
+        """Raises InvalidRequestError for a stop string that no text can contain."""
         for stop in self._request.stop_strings:
             if self._tokenizer.added_token(stop) is not None:
                 continue

@@ -56,7 +56,7 @@ class StopStrings:
 class _StopString:
     """Tracks how many characters of a stop string a text ends with.
 
-    The algorithm is that of Knuth, Morris and Pratt (1977), whose cost for a character does not
+    This is the algorithm of Knuth, Morris and Pratt (1977). Its cost for a character does not
     depend on the length of the string.
     """
 

@@ -1,4 +1,4 @@
-"""Fills the fields of messages that the chat templates of some families read in a form of theirs.
+"""Fills fields of messages in the forms that the chat templates of some families read.
 
 A client's ids of calls come from a gateway or from another model. Reasoning comes from APIs that
 have one name for it.
@@ -48,7 +48,7 @@ def _renamed(
 
 
 def _name_and_number(call: dict[str, Any], number: int) -> str:
-    """Returns the id that Kimi writes: it counts all calls of a chat."""
+    """Returns the id that Kimi writes, with the number of the call in the chat."""
     return f"functions.{call['function']['name']}:{number}"
 
 

@@ -126,7 +126,7 @@ class HuggingFaceTokenizer:
         trust_remote_code: bool = False,
         max_prompt_tokens: int | None = None,
     ) -> HuggingFaceTokenizer:
-        """Raises ModelNotFoundError when there is no tokenizer."""
+        """Loads a model's tokenizer. Raises ModelNotFoundError if there is none."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
         from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -305,7 +305,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _num_ids(self) -> int:
-        """The ids of its tokens are below this. A model's vocabulary may be padded with others."""
+        """All ids of tokens are below this number. A model's padded vocabulary may have more."""
         return _num_ids(self._tokenizer)
 
     def chat_template(self, *, with_tools: bool) -> str:

@@ -63,7 +63,7 @@ class FoundServer:
         )
 
     def check_tokenizer(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Raises ConfigurationError if the server's tokenizer is another one."""
+        """Raises ConfigurationError if the server has another tokenizer."""
         if self.probe_token_ids not in (None, tokenizer.encode_text(_PROBE)):
             raise ConfigurationError(
                 "--model: its tokenizer is not that of the model"
@@ -73,7 +73,7 @@ class FoundServer:
 
 
 def key_of(settings: WorkerSettings) -> str | None:
-    """Returns the key that the server wants, in the clear."""
+    """Returns the API key that the server wants, as plain text."""
     key = settings.upstream_key
     return None if key is None else key.get_secret_value()
 

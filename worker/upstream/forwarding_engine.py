@@ -43,7 +43,7 @@ from promptq.worker.upstream.server_recovery import ServerRecovery
 
 _AWAY = "the inference server is away"
 _OF_SERVER = (403, 404)
-"""Statuses that are not the fault of a request: a flag or the model is another one."""
+"""Statuses that no request causes: the server has other options or another model than before."""
 _OVERLOADED_SECONDS = 1.0
 _BLAMELESS_FAULTS = 2
 """Number of times that a server may break off a request before the request is blamed."""
@@ -469,7 +469,7 @@ class ForwardingEngine:
         if not self.is_accepting:
             return
         self.is_accepting = False
-        self._log.warning("nothing is claimed until the inference server is well", why=why)
+        self._log.warning("nothing is claimed until the inference server works again", why=why)
         waiting = [*self._successors.values(), *self._waiting]
         self._successors, self._waiting = {}, []
         for sequence in waiting:

@@ -15,15 +15,15 @@ from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Read from the configuration beside the weights, which are not needed."""
+    """Facts from the configuration beside the weights. The weights are not needed."""
 
     vocab_size: int
     end_token_ids: frozenset[int]
 
 
 def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """Raises ModelNotFoundError if there is no model's configuration, and ConfigurationError if a
-    package is missing that reads it."""
+    """Reads the facts. Raises ModelNotFoundError if there is no model's configuration, and
+    ConfigurationError if a package that reads it is missing."""
     if is_gguf(name_or_dir):
         source = check_source(name_or_dir)
         from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader

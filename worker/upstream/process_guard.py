@@ -1,10 +1,10 @@
 """Runs an inference server for a worker, and ends all of its processes with the worker.
 
-`python process_guard.py COMMAND ...` starts the command in a new process group. Standard input ends
-in every way in which the worker can die, and then the guard ends the group: a server whose main
-process alone is killed may leave others behind that hold the device. A line on standard input says
-that the server has answered. Before it, the end of the command ends the guard too, with the same
-exit code. After it, the guard starts the command again.
+`python process_guard.py COMMAND ...` starts the command in a new process group. However the worker
+dies, standard input ends, and then the guard ends the group. If only the main process of a server
+was killed, its other processes might stay and hold the device. A line on standard input says that
+the server has answered. Before it, the end of the command ends the guard too, with the same exit
+code. After it, the guard starts the command again.
 """
 
 import os
@@ -22,7 +22,7 @@ _LIVED_SECONDS = 60.0
 
 
 def main(command: list[str]) -> int:
-    """Returns the exit code."""
+    """Guards the command until it or the input ends. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the worker drains, and needs the server for that
     has_answered, pause = False, 1.0
@@ -59,7 +59,7 @@ def _read_line(seconds: float) -> str | None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the whole group: politely first, then with force."""
+    """End the whole group: with SIGTERM, and after some time with SIGKILL."""
     _signal(process, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     while process.poll() is None and time.monotonic() < deadline:

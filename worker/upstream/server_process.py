@@ -42,12 +42,11 @@ class ServerProcess:
         code = self._guard.poll()
         if code is not None:
             raise ConfigurationError(
-                f"--engine-command: {self._name} ended with exit code {code};"
-                " what it said stands above"
+                f"--engine-command: {self._name} ended with exit code {code}; its output is above"
             )
 
     def has_answered(self) -> None:
-        """Have the guard restart the server from now on when it ends. Raises as `check` does."""
+        """Make the guard restart the server when it ends. Raises what `check` raises."""
         assert self._guard.stdin is not None
         try:
             os.write(self._guard.stdin.fileno(), b"answered\n")

@@ -40,7 +40,8 @@ class ServerRecovery:
     async def wait_until_well(self, server: Server, seconds: float) -> None:
         """Wait for `seconds`, and then until the server has generated a token.
 
-        Raises ConfigurationError if it is another one now, or will not come back.
+        Raises ConfigurationError if another server answers now, or if the server will not come
+        back.
         """
         log = get_logger(server=server.url)
         if time.monotonic() - self._well_since > _STEADY_SECONDS:
@@ -57,7 +58,7 @@ class ServerRecovery:
             except (ServerFaultError, OverloadedError, RefusedError) as error:
                 if str(error) != self._reported:
                     self._reported = str(error)
-                    log.warning("the inference server is not well yet", error=self._reported)
+                    log.warning("the inference server does not work yet", error=self._reported)
             await asyncio.sleep(self._spread())
         if now.model != self._model:
             change = f"serves {now.model!r:.200} now, and served {self._model!r:.200} before"
@@ -65,7 +66,7 @@ class ServerRecovery:
         if now.max_model_len < self._max_model_len:  # it would refuse what is accepted here
             change = f"takes {now.max_model_len} tokens now, and took {self._max_model_len} before"
             raise ConfigurationError(f"--upstream: {server.url} {change}")
-        log.info("the inference server is well", software=now.software)
+        log.info("the inference server works again", software=now.software)
         self._well_since = time.monotonic()
 
     def _spread(self) -> float:

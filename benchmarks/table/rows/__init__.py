@@ -1,1 +1,1 @@
-"""One file for each row of the table: how one engine is driven through the workloads."""
+"""One file for each row of the table. Each runs the workloads on one engine."""

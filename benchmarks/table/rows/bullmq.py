@@ -1,4 +1,4 @@
-"""BullMQ's no-op jobs: what a queue without a model reaches, at a concurrency of 100."""
+"""BullMQ with jobs that do nothing, at a concurrency of 100, beside our queue without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server in bf16 or a format of its own, flash attention off, streaming over HTTP."""
+"""llama.cpp's server in bf16 or one of its formats, flash attention off, streaming over HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from benchmarks.table.jobs import Job, Outcome, Request, main
 
 
 def command(peer: Path, model: Path, port: int, slots: int, context: int) -> list[str]:
-    """The command that starts the server. `context` is for each slot, because the server divides
-    its own evenly.
-    """
+    """Returns the command that starts the server. `context` is for each slot; the server divides
+    its whole context evenly."""
     return [
         *(str(peer / "bin" / "llama-server"), "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),

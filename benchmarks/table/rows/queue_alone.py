@@ -31,7 +31,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 async def drive(url: str, workload: Workload) -> Outcome:
-    """From the first request's enqueueing until none waits and none is held."""
+    """Measures from the first request's enqueueing until no request waits or runs."""
     requests = [
         {"prompt": request.prompt, "max_tokens": request.num_output, "ignore_eos": True}
         for request in workload.requests

@@ -1,4 +1,4 @@
-"""transformers `generate` in static batches, sorted by output length so that few rows run idle."""
+"""transformers `generate` in static batches, sorted by output length, so that few rows are idle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 def drive(model: Any, workload: Workload) -> Outcome:
-    """A batch runs until its longest request has all its tokens; only those asked for count."""
+    """Runs each batch until its longest request has all tokens. Only requested tokens count."""
     import torch
 
     requests = sorted(workload.requests, key=lambda request: request.num_output)

@@ -1,4 +1,4 @@
-"""vLLM without its server: `LLM.generate` gets all prompts at once and tells only the end."""
+"""vLLM without its server: `LLM.generate` gets all prompts at once and reports only the end."""
 
 from __future__ import annotations
 

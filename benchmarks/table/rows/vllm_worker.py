@@ -23,7 +23,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 @contextmanager
 def server_for_workers(job: Job) -> Iterator[int]:
-    """vLLM's server with what a worker needs of it. Gives its port."""
+    """Runs vLLM's server with the options that a worker needs. Yields its port."""
     peers, port = Path(job.peers), free_port()
     python = vllm_python(peers)
     command = vllm_command(str(python), job, port, "--enable-scale-out")

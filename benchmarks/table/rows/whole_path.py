@@ -1,4 +1,4 @@
-"""The whole path: a client, Redis, and a worker, each a process of its own."""
+"""The whole path: a client, Redis, and a worker, each in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 def run_worker(job: Job, done: Callable[[str, Outcome], None], *flags: str) -> None:
-    """All workloads through Redis and one worker with these flags."""
+    """Runs all workloads through Redis and one worker with these flags."""
     with EmbeddedServer() as server:
         worker = start_worker(server.url, *flags)
         try:
@@ -45,7 +45,7 @@ def run_worker(job: Job, done: Callable[[str, Outcome], None], *flags: str) -> N
 
 
 def start_worker(url: str, *flags: str) -> subprocess.Popen[bytes]:
-    """A worker that is ready to claim. Raises RuntimeError if it ends before."""
+    """Starts a worker, and waits until it is ready. Raises RuntimeError if it ends earlier."""
     worker = subprocess.Popen(
         [sys.executable, "-m", "promptq.worker", "--redis", url, *flags], stdout=subprocess.PIPE
     )

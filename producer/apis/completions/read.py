@@ -72,9 +72,9 @@ class ChatOptions(CallOptions):
     messages: Objects = Field(min_length=1)
     logprobs: bool = Field(False, description="report each token's log-probability")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="and for each, this number of likeliest tokens"
+        None, ge=0, le=20, description="and at each position, this number of the likeliest tokens"
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    max_completion_tokens: int | None = Field(None, ge=1, description="another name of max_tokens")
     reasoning_effort: str | None = Field(
         None,
         min_length=1,
@@ -160,8 +160,8 @@ def _call(
     if len(prompts) * options.n > MAX_CHOICES:
         raise wrong_field(
             "n",
-            f"{len(prompts)} prompts with {options.n} answers each are more than the"
-            f" {MAX_CHOICES} answers that one call may ask for",
+            f"{len(prompts)} prompts with {options.n} answers each are more than the {MAX_CHOICES}"
+            " answers that one call may have",
         )
     include_usage = (options.stream_options or {}).get("include_usage", False)
     return options.call(

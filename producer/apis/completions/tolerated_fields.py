@@ -1,7 +1,7 @@
 """Fields from clients of other servers: those without effect, and other names for our own.
 
 Fields of OpenAI's API and of vLLM's server are known here by name, so that a program that was
-written for them need not be changed. A value that asks for what is not served is refused.
+written for them need not be changed. A value that requests an unsupported feature is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("promptq.calls")  # a local batch has no other log
 
 
 class FieldsWithoutEffect(BaseModel):
-    """Accepted with any value of their type. The log names each of them once."""
+    """Fields that are accepted with any value of their type. The log names each of them once."""
 
     model_config = ConfigDict(strict=True)
 
@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 
 
 class FixedFields(BaseModel):
-    """Accepted with the only value that is served. The log does not mention them."""
+    """Fields that are accepted with their only supported value. The log does not mention them."""
 
     add_generation_prompt: Literal[True] | None = Field(None, description=ONLY_VALUE)
     continue_final_message: Literal[False] | None = Field(None, description=ONLY_VALUE)

@@ -128,7 +128,7 @@ class ChoiceWriter:
         return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
 
     def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Like `chunk`, for an event with many log-probabilities: `chunk` is faster without."""
+        """Like `chunk`, for events with many log-probabilities. For others `chunk` is faster."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
@@ -158,7 +158,7 @@ class ChoiceWriter:
         return text, [*of_prompt, *logprobs]
 
     def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
-        """`logprobs` is JSON, or None if there are no new ones."""
+        """Returns a chunk as JSON. `logprobs` is JSON, or None if there are no new ones."""
         piece = self._reader.feed(text)
         is_last = event.is_last
         if is_last:
@@ -239,7 +239,7 @@ def _roles_come_first(completion: Completion) -> bool:
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:
-    """The JSON before and after the one choice of a chunk."""
+    """Returns the JSON before and after a chunk's only choice."""
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'

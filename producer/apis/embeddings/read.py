@@ -40,8 +40,8 @@ class EmbeddingOptions(BodyOptions):
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64`: of little-endian float32"
     )
-    pooling: Pooling | None = Field(None, description="left out: as the worker has it")
-    normalize: bool = Field(True, description="give each vector the length 1")
+    pooling: Pooling | None = Field(None, description="left out: the worker's setting")
+    normalize: bool = Field(True, description="scale each vector to the length 1")
     user: str | None = Field(None, description="accepted without effect")
 
 

@@ -36,7 +36,7 @@ An output's prefix is the last message, if that is the assistant's.
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload whose effect a message cannot show."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send. After this error they go on without `thread`."""
+"""Fields that Anthropic's tool runners send. After this error they continue without `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -58,7 +58,9 @@ class CountOptions(BodyOptions):
     """The fields of /v1/messages/count_tokens."""
 
     messages: Objects = Field(
-        min_length=1, description="text and tools; the answer goes on with a last one of assistant"
+        min_length=1,
+        description="texts and tool calls; if the last one is the assistant's, the"
+        " answer continues it",
     )
     system: str | Objects | None = Field(None, description="a text, or blocks of text")
     tools: Objects | None = Field(None, description="each with name, description, input_schema")
@@ -159,7 +161,7 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
         check_one_of("thinking", kind, _THINKING_TYPES, "type")
     if thinking.get("display") not in (None, "summarized"):
         raise wrong_field(
-            "thinking.display", "is not served but for 'summarized'; thinking is shown"
+            "thinking.display", "must be 'summarized' if it is set: thinking is always shown"
         )
     effort = (options.output_config or {}).get("effort")
     check_effort("output_config.effort", effort)
@@ -200,8 +202,8 @@ def chat_of(
     if last.keys() > {"role", "content"}:
         raise wrong_field(
             "messages",
-            f"message {len(messages) - 1}: is the assistant's and the last one, which"
-            " the answer goes on with, so it may have text alone",
+            f"message {len(messages) - 1}: is the last one and the assistant's, so the answer"
+            " continues it, and it may contain only text",
         )
     return chat, last["content"]
 
@@ -249,7 +251,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(chat: list[Message], message: Message) -> None:
-    """Add a message, or put it together with the last one if that has the same role."""
+    """Add a message. It is joined to the last message if that has the same role."""
     if not chat or chat[-1]["role"] != message["role"] or message["role"] == "system":
         chat.append(message)
         return

@@ -18,7 +18,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-"""Sent while no other event is."""
+"""Sent to keep the connection open while there is no other event."""
 
 _DELTAS: dict[Kind, tuple[str, str]] = {
     "content": ("text_delta", "text"),
@@ -32,7 +32,7 @@ _NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"i
 _NO_MARK = "\0"
 """A letter that neither continues a mark nor is white space: text before it becomes no mark."""
 _BROKEN = "INVALID_JSON"
-"""The one member of an input that is not an object in the model's text."""
+"""The only member of a tool's input if the model's text is not a JSON object."""
 
 
 class MessageWriter:
@@ -52,7 +52,8 @@ class MessageWriter:
         self._frames: list[str] = []
 
     def write(self, event: TokenEvent) -> str:
-        """The frames for an event. Raises ApiError if it ends the request without an answer."""
+        """The frames for an event. Raises ApiError if the event ends the request without an
+        answer."""
         num_tokens = event.end if event.usage is None else event.usage.completion_tokens
         error = failure(event.finish_reason, event.error, num_tokens, NAMES)
         if error is not None:
@@ -232,5 +233,5 @@ def _usage(usage: Usage, num_prefilled: int) -> str:
 
 
 def error_frame(error: ApiError) -> bytes:
-    """An event that says why a stream breaks off."""
+    """An event with the reason why a stream breaks off."""
     return f"event: error\ndata: {json.dumps(error.messages_body)}\n\n".encode("ascii")

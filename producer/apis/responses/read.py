@@ -92,10 +92,13 @@ class ResponseOptions(InputOptions, GeneratingOptions):
     max_output_tokens: int | None = Field(None, ge=1)
     include: list[str] | None = Field(None, description=f"`{LOGPROBS}`")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="this number of likeliest tokens of each; needs `include`"
+        None,
+        ge=0,
+        le=20,
+        description="report this number of the likeliest tokens at each position; needs `include`",
     )
     store: bool = Field(True, description="keep it, so that it can be read and continued later")
-    background: bool = Field(False, description="answer at once, and go on without the client")
+    background: bool = Field(False, description="answer at once, and continue without the client")
     stream_options: StreamOptions | None = Field(None, description=IGNORED)
     max_tool_calls: int | None = Field(None, description=IGNORED)
     user: str | None = Field(None, description=IGNORED)
@@ -166,9 +169,7 @@ def _set_chat(
         earlier = [from_json(line) for line in (history or b"").splitlines()]
         fields["messages"] = messages_of([*earlier, *own])
     except UNREADABLE:  # its own items were checked
-        raise wrong_field(
-            "previous_response_id", "what is kept of the conversation is spoilt"
-        ) from None
+        raise wrong_field("previous_response_id", "the stored conversation is spoilt") from None
     if options.instructions:
         fields["messages"].insert(0, {"role": "system", "content": options.instructions})
     tools, tool_choice = payload_tools(options.tools, options.tool_choice)

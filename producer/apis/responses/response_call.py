@@ -24,7 +24,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """All that a response is written from, beside its output.
+    """All data from which a response is written, except its output.
 
     `echo` are the members of the object that repeat the call's fields, as JSON without braces. They
     may be megabytes, so they are written once and never read again.

@@ -57,7 +57,7 @@ class ResponseRecords:
         self._gateway = gateway
 
     async def get(self, response_id: str, caller: Caller) -> StoredResponse:
-        """Raises RequestNotFoundError for a response that is unknown or not the caller's."""
+        """Returns a record. Raises RequestNotFoundError for one that is not the caller's."""
         tenants = None if caller.is_admin else (caller.tenant or "",)
         return await self.stored.get(response_id, tenants)
 
@@ -132,7 +132,7 @@ class ResponseRecords:
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # a stranger may have finished_writer a circle
+        while previous and previous not in seen:  # another program may have made a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"
@@ -185,7 +185,7 @@ class ResponseRecords:
                     with alone(f"response {stored.call.id}"), suppress(ApiError):
                         await self.output(stored)
             except (RedisError, RedisSideError) as error:
-                get_logger().debug("responses could not be looked at", error=str(error))
+                get_logger().debug("the stored responses cannot be checked", error=str(error))
             if len(due) < _PAGE:
                 await asyncio.sleep(_LOOK_SECONDS)
 

@@ -2,7 +2,7 @@
 
 Each event takes one sequence number, and a piece of text or arguments takes one for each of its
 characters; an event has the last number that it takes. So a number names a place in the output,
-wherever the pieces begin, and a client can go on after any number at any gateway.
+wherever the pieces begin, and a client can continue after any number at any gateway.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""By status. OpenAI has no event for a cancelled response; `response.incomplete` ends it."""
+"""The last event, by status. OpenAI has none for `cancelled`, so `response.incomplete` ends it."""
 
 
 class ResponseWriter:
@@ -119,7 +119,7 @@ class ResponseWriter:
         return self._take()
 
     def failure_of(self, ending: Ending) -> ApiError | None:
-        """The error of a request that ended without an answer."""
+        """The error of a request that ended without an answer; None if there is an answer."""
         num_tokens = ending.usage.completion_tokens
         return failure(ending.finish_reason, ending.error, num_tokens, NAMES)
 

@@ -9,7 +9,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
 _SLICE = 1024
-"""Letters that are read at once. Each mark among them is searched in the rest of them."""
+"""Number of letters that are read at once. The search for a mark scans all of them."""
 _BETWEEN_MESSAGES = "\n"
 _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 
@@ -125,7 +125,7 @@ class ChannelText:
         return True
 
     def _read_arguments(self, json: JsonDepth) -> bool:
-        """Reads an object, in whose texts marks are letters. What follows it does not count."""
+        """Reads a JSON object, whose strings contain no marks. Ignores text after the object."""
         begun = self._held.lstrip() if self._is_empty else self._held
         if self._is_empty and begun and not begun.startswith("{"):
             self._json = None  # no object: all up to the next mark

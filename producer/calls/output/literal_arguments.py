@@ -89,7 +89,7 @@ class LiteralArguments:
         return word
 
     def _item(self) -> str:
-        """Returns what stands before a value: in a list, the comma."""
+        """Returns the JSON before a value, such as a comma in a list."""
         self._lacks_value = False
         if self._closers[-1] != "]":
             return ""

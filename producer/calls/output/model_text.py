@@ -24,7 +24,7 @@ from promptq.shared.protocol.schema_types import types_of
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The form of the output that a chat's call allows: how to read the text of its answer."""
+    """The form of output that a chat's call allows. It decides how the answer's text is read."""
 
     with_tools: bool = False
     """Whether the model was shown tools."""

@@ -23,17 +23,17 @@ from promptq.producer.calls.output.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import ELEMENTS, LITERALS, NAMED, TAGGED, OutputStyle
 
 _STRING, _NAME, _FIRST_KEY = "", "\0", "\1"
-"""Stand in a head, among literals, for the tool's name as a JSON string, the name up to a mark, and
+"""Elements of a head beside its literals: the tool's name as a JSON string; the name up to a mark;
 the first argument's name or the end of the call."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
-"""In letters, with white space. A longer text is content."""
+"""Most letters, with white space. A longer text is content."""
 
 _index = attrgetter("index")
 
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
-"""For each tool and parameter the JSON types that its schema names; empty: any."""
+"""The JSON types that the schema of each tool's parameter names; empty: any type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class ToolText:
         return content, deltas
 
     def _at_forced(self, letter: str) -> None:
-        """A forced call may be an object instead, if only that can hold what its schema allows."""
+        """Begin a forced call, in the style's form or as an object (see `OutputStyle`)."""
         if letter.isspace():
             return
         self._read_again("")
@@ -182,7 +182,7 @@ class ToolText:
         self._content.append(letter)
 
     def _expect(self, element: int) -> None:
-        """A call begins with this element of its head."""
+        """Begin a call with this element of its head."""
         self._element = element if self._head[element] else element + 1
         self._matched = self._dense = self._name = ""
         self._state = self._in_head
@@ -252,7 +252,7 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """The head goes on. `argument` is text of the arguments, if they have begun already."""
+        """Go to the head's next element. `argument` is the text of arguments so far."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
@@ -263,7 +263,7 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """The text only looked like a call. Another one may begin behind its first letter.
+        """Handle a text that only looked like a call. A call may begin after its first letter.
 
         Members of an object that come in another order are read once the object is whole.
         """
@@ -354,7 +354,7 @@ class ToolText:
         return (name if is_call else None), arguments
 
     def _in_tail(self, letter: str) -> None:
-        """A call is over. Another one follows, or the mark after it."""
+        """Read the text after a call: the next call, or the mark after the call."""
         self._held += letter
         end = squeezed(self._held)
         if self._between and end == self._between:
@@ -391,7 +391,7 @@ def call_id(request_id: str, index: int) -> str:
 
 
 def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
-    """A call that begins with this delta, as in a message of the OpenAI API."""
+    """Returns a call that begins with this delta, in the form of the OpenAI API."""
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": call_id(request_id, delta.index), "type": "function", "function": function}
 

@@ -42,7 +42,7 @@ def _command(module: str, args: Sequence[str]) -> list[str]:
 
 
 class ChildProcess:
-    """A process with its output, which ends when its owner does.
+    """A process that ends when its owner ends, and its output.
 
     It is ready when a line of its output begins with `ready`. `show` is called with each line of
     output, from a thread.
@@ -90,14 +90,14 @@ class ChildProcess:
             self._shell.stdin.close()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
         self.drain()
         with suppress(ProcessLookupError):
             os.killpg(self._shell.pid, signal.SIGKILL)
         self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds. Returns whether it has ended."""
+        """Wait up to `timeout` seconds. Returns whether the process has ended."""
         try:
             self._shell.wait(timeout)
         except subprocess.TimeoutExpired:

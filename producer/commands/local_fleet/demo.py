@@ -93,7 +93,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[ChildProcess]:
-    """Start a worker. Once it is ready, its warnings and errors are shown."""
+    """Start a worker. Shows the worker's warnings and errors once it is ready."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",
@@ -152,7 +152,7 @@ async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
 
 
 async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
-    """Wait until `is_over`. Raises WorkersFailedError if the worker ends before."""
+    """Wait until `is_over`. Raises WorkersFailedError if the worker ends earlier."""
     while not is_over():
         if (exit_code := worker.exit_code) is not None:
             raise WorkersFailedError(

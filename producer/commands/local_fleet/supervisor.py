@@ -64,7 +64,8 @@ class Supervisor:
         at_each_look: Sequence[Callable[[], None]] = (),
         once_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Keep them running until `is_over`. Raises WorkersFailedError if restarts do not help.
+        """Keep the processes running until `is_over`. Raises WorkersFailedError if restarts do not
+        help.
 
         `once_ready` is called when all of them are ready for the first time.
         """
@@ -142,7 +143,9 @@ class Supervisor:
         is_hopeless = (by_itself and never_ready) or place.failures >= _MAX_FAILURES
         if is_hopeless and place.is_extra and not never_ready:
             self._places.remove(place)
-            self._show(f"{place.name} ended with exit code {exit_code}; the others go on without")
+            self._show(
+                f"{place.name} ended with exit code {exit_code}; the others continue without it"
+            )
             return
         if is_hopeless:
             times = "" if place.failures == 1 else f" {place.failures} times in a row"

@@ -96,7 +96,7 @@ def run_up(options: UpOptions, console: Console) -> None:
             welcome = partial(_print, _welcome(options, url), console)
             adjust = [scaler.adjust for scaler in scalers]
             supervisor.run(signals.drain_requested, adjust, welcome)
-            console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
+            console.print("\n[dim]finishing running requests; Ctrl-C again stops at once[/]")
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def beside(url: str) -> list[str]:
         return []
     ports = " and ".join(f"on port {port}" for port in others)
     return [
-        f"Another embedded server runs {ports}. Commands without --redis now mean this one,",
+        f"Another embedded server runs {ports}. Commands without --redis now use this server,",
         f"on port {latest}, until it ends. For the other one:"
         f' --redis "$(promptq url --port {others[0]})"',
     ]
@@ -159,7 +159,7 @@ def run_supervised(
         scaler = Autoscaler(supervisor, client, "worker", command, workers, show, **times)
         stack.enter_context(closing(scaler))
         supervisor.run(signals.drain_requested, [scaler.adjust])
-        show("finishing what runs; Ctrl-C again stops at once")
+        show("finishing running requests; Ctrl-C again stops at once")
 
 
 def _autoscalers(
@@ -262,4 +262,4 @@ def _welcome(options: UpOptions, url: str) -> list[str]:
         ]
         if notes := beside(url):
             lines += ["", *(f"[yellow]{escape(line)}[/]" for line in notes)]
-    return [*lines, "", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
+    return [*lines, "", "[dim]Ctrl-C finishes running requests and stops everything.[/]", ""]

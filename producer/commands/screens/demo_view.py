@@ -69,7 +69,7 @@ class Shown:
         return (self.num_tokens - 1) / max(self.last_token - self.first_token, 1e-9)
 
     def add(self, event: TokenEvent) -> None:
-        """Take in the stream's next event."""
+        """Record the stream's next event."""
         if event.token_ids:
             self.last_token = time.monotonic()
             self.first_token = self.first_token or self.last_token

@@ -144,11 +144,11 @@ class StreamPrinter:
         try:
             stats = self._client.stats()
         except RedisUnavailableError:
-            return f"the server does not answer; it is asked again for {GIVE_UP_SECONDS:.0f} s"
+            return f"the server does not answer; trying again for {GIVE_UP_SECONDS:.0f} s"
         except PromptqError:  # the stream reports the server's error
             return ""
         if stats.paused and not has_begun:  # running requests continue
-            return "the request waits: the queue is paused; `promptq resume` ends that"
+            return "the request waits: the queue is paused; `promptq resume` ends the pause"
         if stats.workers:
             return ""
         if stats.has_standby:

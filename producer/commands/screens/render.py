@@ -34,7 +34,7 @@ def how_to_start_a_worker(queue: str) -> str:
 
 
 def why_no_worker(stats: QueueStats) -> str:
-    """Why a queue shows no worker, and what to do about it."""
+    """Returns the reason why a queue shows no worker, with advice."""
     if stats.has_standby:
         return "The model is not loaded: a worker loads it when its turn comes."
     start = how_to_start_a_worker(stats.queue)
@@ -65,7 +65,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def number(value: int | None) -> str:
-    """A count; None for one that is not known."""
+    """A count as text; None stands for an unknown count."""
     return "–" if value is None else f"{value:,}"
 
 
@@ -200,7 +200,7 @@ def _facts_of_one(facts: Mapping[str, str]) -> RenderableType:
 
 
 def _calls(key: ApiKey) -> str:
-    """`all` or the scopes of a key, and whether it is for administrators."""
+    """Returns `all` or the key's scopes, and whether it is for administrators."""
     calls = "all" if key.scopes is None else " ".join(key.scopes)
     return f"{calls}, admin" if key.is_admin else calls
 

@@ -23,7 +23,7 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def console_for_list() -> SafeConsole:
-    """A console that breaks no cell of a list if its output is not a terminal, but a program's."""
+    """A console for lists. If the output is not a terminal, no cell is wrapped."""
     console = SafeConsole()
     if not console.is_terminal:
         console.width = 10_000
@@ -33,7 +33,7 @@ def console_for_list() -> SafeConsole:
 class SafeConsole(Console):
     """A console that escapes unsafe characters in all texts, but not its own styles and moves.
 
-    Text of a stranger must still be a `Text`, since a plain string may hold markup.
+    Text of a stranger must still be a `Text`, because a plain string may contain markup.
     """
 
     def render(

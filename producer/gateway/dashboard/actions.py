@@ -44,7 +44,7 @@ router = APIRouter(
 )
 
 MAX_DEAD = 1000
-"""The most dead letters that one action takes."""
+"""The most dead letters that one action handles."""
 
 
 class One(BaseModel):
@@ -156,7 +156,7 @@ async def requeue(
 
 @router.post("/dead/purge")
 async def purge(log: AdminLog, served: ThisQueue, letters: TheseLetters) -> dict[str, int]:
-    """Delete dead letters; returns how many there were."""
+    """Delete dead letters; returns the number of deleted ones."""
     chosen = await _chosen(served, letters)
     count = await served.client.purge(chosen)
     log(action="purge", request_ids=chosen, purged=count)

@@ -34,8 +34,8 @@ def event_response(
 ) -> StreamingResponse:
     """Sends messages as they come, until they end, the page goes away or the gateway stops.
 
-    It also ends when the reader loses the right to read. The page then reconnects, and gets the
-    reason.
+    The stream also ends when the reader loses the right to read. The page then reconnects, and gets
+    the reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(

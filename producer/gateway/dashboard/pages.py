@@ -52,7 +52,7 @@ TIMELINE_SECONDS = 1.0
 """Seconds between two checks of a request's page for changes other than tokens."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""Characters. A longer payload is cut, as people do not read it."""
+"""In characters. A longer payload is cut, because people do not read all of it."""
 
 MAX_SHOWN_DEAD = 100
 """The most dead letters on the page. It reads one id more, to see whether there are more."""
@@ -109,7 +109,7 @@ async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, object]:
 async def live_overview(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, served: ThisQueue
 ) -> StreamingResponse:
-    """The last hour, then the overview once a second."""
+    """Stream the samples of the last hour, then the overview once a second."""
     return event_response(request, gateway, _overview(served, _poller_of(request, gateway)))
 
 
@@ -121,7 +121,7 @@ async def live_worker(
     served: ThisQueue,
     worker_id: RequestId,
 ) -> StreamingResponse:
-    """A worker and its batch, once a second."""
+    """Stream a worker and its batch, once a second."""
     return _live(request, gateway, served, "worker", worker_id)
 
 
@@ -133,7 +133,7 @@ async def live_request(
     served: ThisQueue,
     request_id: RequestId,
 ) -> StreamingResponse:
-    """A request's timeline when it changes, and its events from the first one on."""
+    """Stream a request's events from the first one on, and its timeline when it changes."""
     timeline = await served.client.timeline(check_request_id(request_id))
     return event_response(request, gateway, _request(served, request_id, timeline))
 
@@ -147,7 +147,7 @@ async def live_requests(
     state: str,
     tenant: str = "",
 ) -> StreamingResponse:
-    """The first page of requests in a state that has a sorted set, once a second."""
+    """Stream the first page of requests in a state that has a sorted set, once a second."""
     if state not in request_search.SETS:
         names = ", ".join(request_search.SETS)
         raise InvalidRequestError(f"state: {state[:80]!r} is not one of {names}", field="state")
@@ -159,7 +159,7 @@ async def live_requests(
 async def live_dead(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, served: ThisQueue
 ) -> StreamingResponse:
-    """The ids of the latest dead letters, once a second. Their content never changes."""
+    """Stream the ids of the latest dead letters, once a second. Their content never changes."""
     return _live(request, gateway, served, "dead")
 
 

@@ -14,7 +14,7 @@ from promptq.shared.runtime.tasks import kept_up
 INTERVAL_SECONDS = 1.0
 
 Topic = tuple[str, ...]
-"""The subject of a page, in words: a queue, a kind, and which one of that kind."""
+"""The subject of a page, as words: a queue, a kind and, for some kinds, an id."""
 
 
 @dataclass(slots=True)

@@ -148,7 +148,7 @@ class _Wanted:
         )
 
     async def exactly(self) -> list[FoundRequest]:
-        """The request with exactly this id, if it matches."""
+        """Returns the request with exactly this id, if the request matches."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:

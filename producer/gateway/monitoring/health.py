@@ -20,7 +20,7 @@ router = APIRouter(tags=["health"])
 @router.head("/healthz", include_in_schema=False)
 @router.get("/health", include_in_schema=False)  # vLLM's name
 async def healthz() -> dict[str, str]:
-    """This process is alive. Says nothing about the queue."""
+    """Answers 200 while this process is alive. Does not check the queue."""
     return {"status": "ok"}
 
 
@@ -28,7 +28,8 @@ async def healthz() -> dict[str, str]:
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
     """Answers 200 if the queues can be read, and a worker takes requests and makes progress, or
-    loads a model when work comes; otherwise 503. `warning` is a danger of the server's settings."""
+    loads a model when work comes; otherwise 503. `warning` names a danger in the Redis server's
+    settings."""
     # Each call reads the keys, and most publish.
     await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]

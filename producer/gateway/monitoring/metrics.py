@@ -24,8 +24,8 @@ router = APIRouter(tags=["metrics"])
 
 
 class Scrapes:
-    """Reads and writes the metrics once for all calls that wait: they need no key, and no rate
-    counts them."""
+    """Reads and writes the metrics once for all waiting calls, because these calls need no key, and
+    no rate limits them."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()

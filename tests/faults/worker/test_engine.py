@@ -266,7 +266,7 @@ def test_one_that_needs_too_much_memory_goes_on_elsewhere_and_nobody_else_notice
         for n, request_id in enumerate(innocents):
             result = result_of(queue, request_id)
             assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 200), 1)
-        until(lambda: worker.logged("no memory for a request"))
+        until(lambda: worker.logged("there is too little memory even for a single request"))
         worker.terminate()
         assert worker.wait() == 0
     assert num_tokens(queue, large) > 0

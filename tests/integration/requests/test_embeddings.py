@@ -221,7 +221,7 @@ async def test_the_models_own_files_say_how_to_pool(redis_url: str, tmp_path: Pa
         )
     unknown = replace(served, pooling=None)
     async with running_worker(redis_url, unknown), AsyncClient(redis_url) as client:
-        with pytest.raises(RequestFailedError, match="a pooling that this worker does not have"):
+        with pytest.raises(RequestFailedError, match="a pooling that this worker does not support"):
             await client.embed("a b c")
         await client.embed("a b c", pooling="last")
 

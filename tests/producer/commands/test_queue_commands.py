@@ -169,7 +169,7 @@ def test_scaling_says_how_many_workers_and_why(run: Run, redis_url: str) -> None
         client.enqueue("Hi")
     told = json.loads(run("scaling", "--queue", "chat", "--json").stdout)
     assert (told["queue"], told["desired"], told["reason"]) == ("chat", 1, "some_work")
-    assert re.search(r"chat +0 +1 +one is enough", run("scaling", "--queue", "chat").stdout)
+    assert re.search(r"chat +0 +1 +one worker is enough", run("scaling", "--queue", "chat").stdout)
     [own] = json.loads(run("scaling", "--json").stdout)
     assert (own["queue"], own["desired"]) == ("default", 0)
     wrong = run("scaling", "--target", "0")

@@ -32,7 +32,7 @@ def test_supervise_starts_workers_for_work_and_ends_them_without(
     process = start("supervise", "--workers", "0-2", "--hold", "0", "--", *WORKER)
     with Client(redis_url) as client:
         ids = client.enqueue_many([{"prompt": "Once", "max_tokens": TOKENS, "seed": 1}] * 8)
-        assert "worker: 1 instead of 0 (1 wanted, as one is enough)" in read_until(
+        assert "worker: 1 instead of 0 (1 wanted, as one worker is enough)" in read_until(
             process, "enough)"
         )
         results = [client.result(it, timeout=60) for it in ids]
@@ -110,7 +110,7 @@ def test_a_worker_that_does_not_start_leaves_the_others_alone(
     own_worker.redis.xadd(KEYS.statistics, {"worker_tokens_per_second": 100})
     with Client(redis_url) as client:
         client.enqueue_many([{"prompt": "Once", "max_tokens": 600, "ignore_eos": True}] * 20)
-        said = read_until(process, "the others go on without")
+        said = read_until(process, "the others continue without it")
         assert "worker 2 | out of memory" in said
         assert len(client.stats().workers) == 1
     process.send_signal(signal.SIGTERM)

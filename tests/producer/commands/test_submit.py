@@ -192,7 +192,7 @@ def test_says_at_a_terminal_that_the_server_is_away(tmp_path: Path) -> None:
             worker.finish(claim, "c")
             terminal.read_rest()
             assert terminal.process.wait() == 0
-    assert re.search(r"asked again for 60 s\r\nc\r\n.*stop · 3 tokens", terminal.plain)
+    assert re.search(r"trying again for 60 s\r\nc\r\n.*stop · 3 tokens", terminal.plain)
 
 
 def test_a_request_that_fails(run: Run, own_worker: HandWorker) -> None:

@@ -42,7 +42,7 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     port = free_port()
     options = ["--model", "model-free", "--workers", "2", "--port", str(port)]
     process = start("up", *options, url="", PROMPTQ_FILES_DIR=str(tmp_path / "files"))
-    welcome = read_until(process, "stops all of it.\n")
+    welcome = read_until(process, "stops everything.\n")
     url = run("url", url="").stdout.strip()
     assert without_password(url) in welcome
     assert str(urlsplit(url).password) not in welcome
@@ -89,7 +89,7 @@ def test_a_second_server_says_which_one_commands_mean(
 def test_up_uses_a_server_that_is_there(start: Start, own_worker: HandWorker) -> None:
     """With a URL it starts workers alone; they take their leave, and the server stays."""
     process = start("up", "--model", "model-free")
-    welcome = read_until(process, "stops all of it.\n")
+    welcome = read_until(process, "stops everything.\n")
     assert "(yours)" in welcome
     assert "off  (--port 8000: gateway, dashboard and jobs, too)" in welcome
     process.terminate()
@@ -151,7 +151,7 @@ def test_up_keeps_data(run: Run, start: Start, tmp_path: Path) -> None:
     data = tmp_path / "data"
     for is_second in (False, True):
         process = start("up", "--data", str(data), "--workers", "0", url="")
-        read_until(process, "stops all of it.\n")
+        read_until(process, "stops everything.\n")
         if is_second:
             assert json.loads(run("stats", "--json", url="").stdout)["waiting"] == 1
         else:

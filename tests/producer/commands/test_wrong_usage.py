@@ -98,8 +98,8 @@ def test_wrong_credentials(run: Run) -> None:
     """Told apart from a server that is not there."""
     with EmbeddedServer() as server:
         for url, said in (
-            (as_role("", server.url), "wants a user and a password, and the address has none"),
-            (as_role("", server.url) + "?protocol=2", "and the address has none"),
+            (as_role("", server.url), "wants a user and a password, but the address has none"),
+            (as_role("", server.url) + "?protocol=2", "but the address has none"),
             (server.url.replace(server.password, "wrong"), "refused the credentials"),
         ):
             done = run("stats", url=url)

@@ -207,7 +207,7 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
     assert again == ["/never", "/status/302"], "gone is gone; a redirect is followed nowhere"
     [dead] = jobs.dead()
     assert (dead.request_id, dead.attempts) == ("status/410", 1)
-    assert dead.reason.endswith("answered 410: it wants no more")
+    assert dead.reason.endswith("answered 410: it wants no more webhooks")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")

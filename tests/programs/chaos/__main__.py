@@ -1,9 +1,9 @@
 """Kills, freezes and cuts off real processes, and audits all streams.
 
-`--mutant lost-fence` has all processes send scripts that are broken in one place, until that is
-caught; `--mutant all` takes everything in `states/mutants.py`, one after the other. Scenarios
-beside the fleet: in `swapping` two models of a worker change places, in `engines` workers forward
-to inference servers.
+With `--mutant lost-fence`, all processes send scripts that are broken in one place, until the audit
+finds the fault. `--mutant all` tries everything in `states/mutants.py`, one after the other. There
+are two scenarios besides the fleet: in `swapping` a worker has two models that replace each other,
+and in `engines` workers forward to inference servers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ ENGINES = ("stand-in", "vllm", "llama.cpp")
 
 
 def main() -> int:
-    """Exit code 1 at any violation; of mutants, if there is none."""
+    """Returns the exit code: 1 at any violation; with mutants, 1 if there is no violation."""
     parser = argparse.ArgumentParser(prog="python -m tests chaos", description=__doc__)
     parser.add_argument("--scenario", choices=SCENARIOS, default="fleet")
     parser.add_argument(
-        "--engine", choices=ENGINES, default=ENGINES[0], help="the servers of engines"
+        "--engine", choices=ENGINES, default=ENGINES[0], help="the servers of the scenario engines"
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long faults come")
-    parser.add_argument("--seed", type=int, default=None, help="of the faults and the requests")
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of faults")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the faults and the requests"
+    )
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
     parser.add_argument(
-        "--layers", choices=FAMILIES, help="a tiny model with these in place of the shipped one"
+        "--layers", choices=FAMILIES, help="layers of a tiny model that replaces the shipped one"
     )
     parser.add_argument(
-        "--queues", nargs="+", type=Queue, choices=FLEET, help="which there are, of the fleet's"
+        "--queues", nargs="+", type=Queue, choices=FLEET, help="the fleet's queues to use"
     )
     parser.add_argument(
         "--beside-last-release", action="store_true", help="share the queues with the last release"
@@ -51,16 +53,18 @@ def main() -> int:
         "--cluster", choices=["valkey", "redis-server"], help="on a Redis Cluster of this program"
     )
     parser.add_argument(
-        "--may-lose", action="store_true", help="its primaries die before all is replicated"
+        "--may-lose", action="store_true", help="primaries die before everything is replicated"
     )
     parser.add_argument(
-        "--mutant", choices=[*CHAOS_MUTANTS, "all"], help="broken scripts, to be caught"
+        "--mutant",
+        choices=[*CHAOS_MUTANTS, "all"],
+        help="broken scripts that the audit has to find",
     )
     options = parser.parse_args()
     if options.scenario != "fleet":
         for name in ("queues", "layers", "beside_last_release", "cluster"):
             if getattr(options, name):
-                parser.error(f"--{name.replace('_', '-')}: for the scenario fleet alone")
+                parser.error(f"--{name.replace('_', '-')}: only for the scenario fleet")
     names = [""] if options.mutant is None else [options.mutant]
     if options.mutant == "all":
         names = list(CHAOS_MUTANTS)
@@ -79,7 +83,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
-    """One run; `--keep` has a folder in it for each mutant."""
+    """Does one run. The folder of `--keep` has a folder for each mutant."""
     with tempfile.TemporaryDirectory(prefix="promptq-chaos-") as temporary:
         folder = Path(temporary)
         if options.keep is not None:

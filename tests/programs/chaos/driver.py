@@ -1,4 +1,4 @@
-"""Runs the whole: server, proxy, workers, clients, faults; then the audit."""
+"""Runs server, proxy, workers, clients and faults, and then the audit."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ SCENARIOS: dict[str, tuple[Sequence[Queue], Mapping[Fault, float]]] = {
 
 _NUM_CLIENTS = 2
 _PATIENCE_SECONDS = 60.0
-"""So long nothing may end while requests are open, once all faults are over."""
+"""The longest time without an ended request while requests are open, after all faults."""
 _PATIENCE_WITH_MUTANTS_SECONDS = 10.0
 """Longer than a lease and a subscriber's silence, after which a lost event would have come."""
 _PATIENCE_WITH_CIRCLES = 5
-"""So many times as long may things move and none of them end: they go round and round."""
+"""Factor of the longest time in which requests may change without any of them ending."""
 _PATIENCE_UNDISTURBED_SECONDS = 600.0
-"""So long may the shipped model take for one answer, loading included, before any fault."""
+"""The longest time of the shipped model's first answers before any fault, loading included."""
 _CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
 _SETTLING_MS = 1000
-"""After the last end, before a worker's heartbeat must tell of nothing any more."""
+"""Time after the last end, from which on a worker's heartbeat must report an idle worker."""
 _LOOK_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 
 
 class Role(StrEnum):
-    """Whose way to the server it is."""
+    """The users of a way to the server."""
 
     WORKERS = "workers"
     PRODUCERS = "producers"
@@ -112,11 +112,11 @@ _ROLES = {
 class Run:
     """One run in `folder`, which keeps the logs and the records.
 
-    `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
-    that name of CHAOS_MUTANTS, and the run is over at the first violation. With an `earlier`
-    release half of the clients are of that, and the fleet is updated and rolled back under way.
-    With a `cluster`, which the run stops, the queues are on that. `engines`, which it stops too,
-    are behind the workers of Queue.UPSTREAM. A `model` takes the place of the shipped one.
+    `scale` is a factor on the rates of requests. With a `mutant`, all processes send the scripts of
+    that name in CHAOS_MUTANTS, and the run ends at the first violation. With an `earlier` release,
+    half of the clients are of that release, and the fleet is updated and rolled back during the
+    run. With a `cluster`, the queues are on it. `engines` are behind the workers of Queue.UPSTREAM.
+    The run stops both. A `model` replaces the shipped one.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Run:
             if self._engines is not None:
                 references = await asyncio.to_thread(self._engines.references)
             if Queue.REAL in self._queues:
-                self._say("asking the shipped model undisturbed")
+                self._say("the shipped model answers without faults")
                 references = await self._ask_references()
             if not self.outcome.violations:
                 await self._start_clients()
@@ -213,12 +213,12 @@ class Run:
         return self._cluster or self._server
 
     def _url(self, name: str, role: Role) -> str:
-        """Roles on the server are this release's: beside an earlier one there are none."""
+        """Roles on the server are this release's. With an earlier release there are no roles."""
         url = self._cluster.url if self._cluster else self._roads[role].address
         return as_role("" if self._earlier else name, url)
 
     async def _close(self, references: dict[str, Expected]) -> None:
-        """Let all come to its end, and audit."""
+        """Let all requests end, and audit."""
         self._say("faults are over; what was accepted ends")
         await self._let_finish()
         await self._let_workers_tell()
@@ -290,7 +290,7 @@ class Run:
             self._clients.append(process)
 
     async def _hurt(self) -> None:
-        """Carry out the schedule."""
+        """Carry out the schedule of faults."""
         planned = schedule(self.outcome.seed, self.outcome.seconds, self._means)
         updating = [] if self._earlier is None else [self._update()]
         await asyncio.gather(
@@ -298,13 +298,13 @@ class Run:
         )
 
     async def _update(self) -> None:
-        """From the earlier release to this one and back, a part of the fleet at a time."""
+        """Update from the earlier release to this one and back, a part of the fleet at a time."""
         for share in SHARES:
             self._fleet.share_with_earlier(share)
             await asyncio.sleep(self.outcome.seconds / len(SHARES))
 
     async def _catch(self, references: dict[str, Expected]) -> bool:
-        """Carry out the schedule until what has ended shows a violation; whether it did."""
+        """Carry out the schedule until an ended request shows a violation. Returns if one did."""
         started = time.monotonic()
         hurting = asyncio.create_task(self._hurt())
         while not hurting.done() and not self.outcome.violations:
@@ -319,7 +319,7 @@ class Run:
         return bool(self.outcome.violations)
 
     async def _action(self, fault: Fault, rng: random.Random) -> bool:
-        """Whether there was anybody to hurt."""
+        """Inflict a fault. Returns whether there was a target."""
         match fault.name.split("_")[0]:
             case "KILL":
                 return self._signal(fault, signal.SIGKILL, rng)
@@ -366,9 +366,9 @@ class Run:
         return bool(places) and rng.choice(places).send(number)
 
     async def _freeze_in_turn(self, rng: random.Random) -> bool:
-        """Stop a worker until others have its requests, and stop these as it wakes.
+        """Stop a worker until others have its requests, and stop the others when it wakes.
 
-        Nobody is faster than it then, so that only the fence keeps it from going on.
+        No other worker is faster then, so only the fence keeps the worker from continuing.
         """
         lease_seconds = LEASE_MS / 1000
         places = self._fleet.of(Queue.VOLUME)
@@ -404,7 +404,7 @@ class Run:
         return _PATIENCE_WITH_MUTANTS_SECONDS if self._mutant else _PATIENCE_SECONDS
 
     async def _let_finish(self) -> None:
-        """No more faults, no more requests: all that was accepted must now come to its end."""
+        """Stop faults and requests. All accepted requests must now end."""
         self._fleet.want_all()
         for process in self._clients:
             process.terminate()
@@ -433,7 +433,7 @@ class Run:
         await ending
 
     def _progress(self, client: redis.Redis) -> tuple[int, ...]:
-        """Changes while anything goes on; the first number grows where something ends."""
+        """Returns numbers that change while anything happens. The first counts ended requests."""
         sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
         held = [
             client_of(client, Keys(queue)).zcard(name)
@@ -443,7 +443,7 @@ class Run:
         return (sizes, *held)
 
     async def _let_workers_tell(self) -> None:
-        """Until every worker is up and has told how it fares, idle; who does not is a violation."""
+        """Wait until every worker runs and has reported that it is idle. Others are violations."""
         give_up_at = time.monotonic() + self._patience
         silent = self._fleet.telling
         with self._audited.opened() as client:
@@ -463,7 +463,7 @@ class Run:
         self.outcome.violations += check_refusals(dict.fromkeys(refused))
 
     def _bad_ends(self) -> Iterator[Violation]:
-        """Whoever ended in a way that the run did not cause; clients must have ended cleanly."""
+        """Yields processes whose end the run did not cause. Clients must have ended cleanly."""
         yield from check_endings(self._fleet.endings)
         for process in self._clients:
             if process.returncode != 0:

@@ -1,4 +1,4 @@
-"""Makes the requests of a run: for each queue, what its seed says."""
+"""Makes the requests of a run: for each queue, from a seed."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "logit_bias": {"300": 2.0, "301": -5.0},
     },
 }
-"""Requests to the shipped model. All that ask one of them get one answer."""
+"""Requests to the shipped model. Equal requests get equal answers."""
 
 
 def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -> Sent:
-    """The next request for a queue, not sent yet."""
+    """Returns the next request for a queue, not sent yet."""
     kinds = list(_KINDS)
     kind = rng.choices(kinds, [_KINDS[it] for it in kinds])[0]
     if queue is Queue.POISON:

@@ -1,4 +1,4 @@
-"""Which fault comes when: a function of the seed and the length alone. And the loop of all runs."""
+"""The schedule of faults, a function of the seed and the length alone; and the loop of all runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MEAN_SECONDS = {
     Fault.SLOW_PRODUCERS: 30.0,
     Fault.SLOW_SUBSCRIBERS: 30.0,
 }
-"""How far apart faults of a kind come on average: each kind is a Poisson process."""
+"""Mean time between faults of each kind. Each kind is a Poisson process."""
 
 MEAN_SECONDS_ON_A_CLUSTER = {
     Fault.KILL: 4.0,
@@ -102,7 +102,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, order=True, slots=True)
 class Planned:
-    """A fault at so many seconds after the start; `chance` (0 to 1) says whom it hits, how hard."""
+    """A fault at `at` seconds after the start; `chance` (0 to 1) selects target and severity."""
 
     at: float
     fault: Fault
@@ -112,10 +112,8 @@ class Planned:
 def schedule(
     seed: int, seconds: float, means: Mapping[Fault, float] = MEAN_SECONDS
 ) -> Iterator[Planned]:
-    """All faults of a run, in order of time, each kind at least once in the first half.
-
-    Kinds that `means` leaves out do not come.
-    """
+    """Yields all faults of a run in order of time, each kind at least once in the first half. Kinds
+    that are not in `means` do not occur."""
     return merge(*(_of_kind(fault, seed, seconds, mean) for fault, mean in means.items()))
 
 
@@ -136,9 +134,10 @@ async def carry_out(
     act: Callable[[Fault, random.Random], Awaitable[bool]],
     counts: Counter[str],
 ) -> None:
-    """Inflict each fault at its time, and count it. Returns after `seconds`, with all over.
+    """Inflict each fault at its time, and count it. Returns after `seconds`, when all faults are
+    over.
 
-    `act` returns False while there is nobody to hurt, and is then called again until the end.
+    `act` returns False while there is no target, and is then called again until the end.
     """
     started = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: a minute with a seed of its own, shown when it fails."""
+"""The short form of `make chaos`: a minute with a random seed, which a failure prints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, schedule
 from tests.programs.states.mutants import CHAOS_MUTANTS
 
 SECONDS = 45.0
-"""Of faults. Loading models before and ending all afterwards takes half as long again."""
+"""Seconds of faults. Loading models before, and ending all processes after, takes half as long."""
 
 FASTER = 5 / 3
 MEANS = {fault: mean / FASTER for fault, mean in MEAN_SECONDS.items()}
-"""Faults and requests come closer together than in a long run, so that 45 s hold those of 75."""
+"""Faults and requests come faster than in a long run: 45 s have as many as 75 s there."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The programs: where the script of each lies, and the versions that it is run with."""
+"""The programs: the place of each script, and the versions that it runs with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SCRIPTS = Path(__file__).parent / "programs"
 
 @dataclass(frozen=True)
 class Program:
-    """One program. It has scripts for one interpreter; one without pins is on the machine."""
+    """One program. Its scripts use one interpreter. Without pins, the machine has it already."""
 
     name: str
     scripts: tuple[str, ...]
     pins: tuple[str, ...]
     about: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why attempts fail whose names end so, in words for the page."""
+    """Reasons of failed attempts for the page, by the ending of the attempt's name."""
 
     @property
     def is_node(self) -> bool:

@@ -1,4 +1,4 @@
-"""Builds the programs' environments, each in a folder of its own, one after another."""
+"""Builds the programs' environments, each in a separate folder, one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 1800
 
 
 def build(program: Program) -> str:
-    """Why it cannot be built; nothing, if it is. What was built before stays."""
+    """Builds a program's environment, unless it exists. Returns the error if that failed."""
     folder = CACHE / program.name
     mark, wanted = folder / "built", "\n".join(program.pins)
     if mark.exists() and mark.read_text() == wanted:
@@ -56,7 +56,7 @@ def _node(folder: Path, program: Program) -> list[list[str]]:
 
 
 def build_promptq(wheel: Path | None) -> Path:
-    """The interpreter of an environment with the wheel and all extras, as a stranger has it."""
+    """Returns the interpreter of an environment with the wheel and all extras, like a user's."""
     folder = CACHE / "promptq"
     if wheel is None:
         shutil.rmtree(folder / "dist", ignore_errors=True)
@@ -81,10 +81,8 @@ _IFF_UP = 1
 
 
 def leave_network() -> None:
-    """Leave this process, and what it starts from now on, no network but loopback.
-
-    Where the system allows nobody that, it says so and leaves the network as it is.
-    """
+    """Remove all network but loopback from this process and the processes that it starts. If the
+    system does not allow that, print a message and keep the network."""
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):

@@ -37,7 +37,7 @@ _CHANGING = (
     (re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|req)[-_][\w-]{8,}"), r"\1-ID"),
     (re.compile(r"/[\w./-]*/compat(?:-\w+)?/"), ""),
 )
-"""Texts that differ from run to run."""
+"""Texts that differ between runs."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read(text: str) -> dict[str, Result]:
 
 
 def text_of(results: Mapping[str, Result]) -> str:
-    """Returns the page."""
+    """Returns the text of the page."""
     rows = []
     for name, result in results.items():
         about, fails = PROGRAMS[name].about, result.fails

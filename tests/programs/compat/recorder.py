@@ -1,4 +1,4 @@
-"""Keeps what passes between a program and the gateway, and changes no byte of it."""
+"""Records the traffic between a program and the gateway, without changing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import httptools
 
 _KEPT_BYTES = 20_000
-"""Of each body."""
+"""The recorded bytes of each body."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Connection:
 
 @contextmanager
 def recorded(port: int, gateway_port: int) -> Iterator[list[Exchange]]:
-    """`port` leads to the gateway; gives what has passed so far."""
+    """Leads `port` to the gateway. Yields the list of exchanges so far."""
     kept: list[Exchange] = []
 
     async def pump(source: asyncio.StreamReader, to: asyncio.StreamWriter, side: _Side) -> None:

@@ -27,7 +27,7 @@ ALIAS = "gpt-4o"
 
 @dataclass(frozen=True)
 class Served:
-    """A running gateway, and what its callers have to know."""
+    """A running gateway, and the facts that its callers need."""
 
     url: str
     key: str
@@ -42,7 +42,7 @@ class Served:
 
 @contextmanager
 def served(python: Path, folder: Path) -> Iterator[Served]:
-    """A gateway with a worker, jobs, an API key and an alias, all in `folder`, until the end."""
+    """Runs a gateway with a worker, jobs, an API key and an alias. All files are in `folder`."""
     stranger = Stranger(python, folder, "promptq")
     stranger.environment["PROMPTQ_HTTP_CORS_ORIGINS"] = '["*"]'
     with running(stranger) as url:
@@ -72,11 +72,11 @@ _SILENT = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "PYTHONUNBUFFERED": "1",
 }
-"""How programs are told to call nobody but the gateway."""
+"""Environment variables that keep programs from calling other servers."""
 
 
 def run(program: Program, gateway: Served, folder: Path) -> tuple[list[Attempt], list[Exchange]]:
-    """Returns the attempts, and what passed between the program and the gateway.
+    """Returns the attempts, and the exchanges between the program and the gateway.
 
     Both are also kept in the program's folder: `told`, `exchanges.jsonl` with the times, so that
     each exchange can be traced to its attempt, and `said`.

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is what results.json says, and a run replaces only the programs it ran."""
+"""docs/compatibility.md shows results.json, and a run replaces only the results of its programs."""
 
 from __future__ import annotations
 

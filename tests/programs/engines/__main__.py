@@ -1,6 +1,6 @@
 """Puts real inference servers behind workers, and kills both.
 
-Their environments are built first, as by `python -m benchmarks peers`.
+Their environments are built first, like by `python -m benchmarks peers`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _FOLDERS = {"vllm": "vllm", "llama.cpp": "llama"}
 
 
 def why_missing(name: str) -> str:
-    """Why a server cannot be started here; empty if it can."""
+    """Returns why a server cannot be started here; empty if it can."""
     folder = PEERS / _FOLDERS[name]
     missing = folder.with_suffix(".missing")
     if missing.exists():
@@ -81,7 +81,7 @@ class RealServer:
         self._process.wait()
 
     def num_running(self) -> int:
-        """How many sequences it computes, as it says itself."""
+        """Returns the number of running sequences that the server reports."""
         if self.name == "vllm":
             text = httpx2.get(f"{self.url}/metrics").text
             lines = [it for it in text.splitlines() if it.startswith("vllm:num_requests_")]
@@ -133,7 +133,7 @@ class RealServer:
 
 @contextmanager
 def real_server(name: str, folder: Path, **options: Any) -> Iterator[RealServer]:
-    """A running one until the end of the context."""
+    """Runs a server until the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     server = RealServer(name, folder, **options)
     server.start()
@@ -163,7 +163,7 @@ def _tokens(prompt: str, num_tokens: int) -> tuple[int, ...]:
 
 
 def undisturbed(prompt: str, num_tokens: int) -> list[int]:
-    """The greedy tokens, with the end token if one comes."""
+    """Returns the greedy tokens, with the end token if one comes."""
     with _LOCK:
         ends = _loaded()[0].generation_config.eos_token_id
         tokens = [*_tokens(prompt, num_tokens)]

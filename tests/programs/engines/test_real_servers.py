@@ -1,4 +1,4 @@
-"""Through a real vLLM and a real llama.cpp: the tokens of transformers, whatever dies.
+"""A real vLLM and a real llama.cpp return the tokens of transformers, whatever process dies.
 
 Run by `python -m tests engines`, which builds the servers first. Skipped where they are not built.
 """
@@ -57,7 +57,7 @@ def worker(
 
 
 def check(client: Client, ids: list[str]) -> None:
-    """Each has the tokens that transformers gives."""
+    """Checks that each request has the tokens of transformers."""
     for prompt, request_id in zip(PROMPTS, ids, strict=True):
         result = client.result(request_id)
         assert result.token_ids == undisturbed(prompt, NUM_TOKENS), prompt

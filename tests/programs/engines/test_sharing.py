@@ -1,4 +1,4 @@
-"""Priorities and the shares of tenants are kept whatever computes."""
+"""Priorities and the shares of tenants are kept with every engine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PRIORITIES = (1, -1, 0)
 NUM_REQUESTS = 500
 NUM_TOKENS = 24
 AHEAD = 2 * SLOTS
-"""A worker claims no more requests than run, and as many that wait for them."""
+"""A worker holds as many running requests as slots, and at most as many waiting ones."""
 
 
 def requests() -> list[tuple[str, int]]:
-    """The tenant and the priority of each, mixed evenly."""
+    """Returns the tenant and the priority of each request, mixed evenly."""
     kinds = [(tenant, priority) for priority in PRIORITIES for tenant in WEIGHTS]
     return [kinds[number % len(kinds)] for number in range(NUM_REQUESTS)]
 
 
 def claimed_in_order(redis_url: str, folder: Path, *options: str) -> list[tuple[str, int]]:
-    """Tenant and priority of all requests, in the order in which a worker claimed them."""
+    """Returns tenant and priority of all requests, in the order in which a worker claimed them."""
     url = as_role("operator", redis_url)
     with Client(url) as client, redis.Redis.from_url(url) as plain:
         queue = RequestQueue(plain)

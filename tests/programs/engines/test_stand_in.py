@@ -1,4 +1,4 @@
-"""The server without a model replies as the real ones do, in all that a dialect reads."""
+"""The server without a model replies like the real ones, in all fields that a dialect reads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def pair(
 
 
 def asked(url: str, path: str, body: dict[str, Any] | None) -> tuple[int, str, list[Any]]:
-    """Status, kind of content, and what was said: one value, or the events of a stream."""
+    """Returns the status, the content type, and the content: a value, or a stream's events."""
     answer = httpx2.get(url + path) if body is None else httpx2.post(url + path, json=body)
     kind = answer.headers["content-type"].split(";")[0]
     if kind != "text/event-stream":

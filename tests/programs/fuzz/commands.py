@@ -49,7 +49,7 @@ def truncated(rng: random.Random) -> bytes:
 
 
 def mutated(rng: random.Random) -> bytes:
-    """Some bytes changed, dropped, doubled or put in."""
+    """Changes, drops, doubles or inserts some bytes."""
     data = bytearray(json.dumps(GOOD).encode())
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(data))
@@ -75,7 +75,7 @@ def wrong_values(rng: random.Random) -> bytes:
 
 
 def bare_values(rng: random.Random) -> bytes:
-    """Something that is no object, or an object of little."""
+    """Returns a value that is no object, or an object with few fields."""
     if rng.random() < 0.5:
         return rng.choice(_VALUES).encode("utf-8", "surrogatepass")
     return _json_object({rng.choice(_FIELDS): rng.choice(_VALUES)})
@@ -111,7 +111,7 @@ def doubled_keys(rng: random.Random) -> bytes:
 
 
 def huge(rng: random.Random) -> bytes:
-    """Large for its kind; rarely beyond what a payload may have."""
+    """Returns a payload that is large for its kind, rarely beyond the limit."""
     if rng.random() < 0.01:
         return b'{"max_tokens":1,"prompt":"' + b"x" * (8 * 2**20) + b'"}'
     size = rng.choice([1000, 20_000])
@@ -120,7 +120,8 @@ def huge(rng: random.Random) -> bytes:
 
 
 def newer_version(rng: random.Random) -> bytes:
-    """Of a later protocol: left for newer workers, so it waits until somebody cancels it."""
+    """Returns a payload of a later protocol, which waits for newer workers until it is
+    cancelled."""
     return _json_object({"version": str(rng.randint(2, 99)), "prompt": '"x"'})
 
 
@@ -142,11 +143,11 @@ KINDS: dict[Callable[[random.Random], bytes], float] = {
     newer_version: 0.1,
     good: 5,
 }
-"""How often each kind comes."""
+"""The weight of each kind."""
 
 
 def make_payload(rng: random.Random) -> tuple[str, bytes]:
-    """A payload and the name of its kind."""
+    """Returns a payload and the name of its kind."""
     kinds = list(KINDS)
     kind = rng.choices(kinds, [KINDS[it] for it in kinds])[0]
     return kind.__name__, kind(rng)
@@ -188,7 +189,7 @@ _WORDS += ["completed", "dead", "waiting", "[]", "{}", '{"index":0}', b"\xff\x00
 
 @dataclass(frozen=True, slots=True)
 class Thrown:
-    """A malformed request: what it is, and the commands that put it in."""
+    """A malformed request: its kind, and the commands that enqueue it."""
 
     kind: str
     request_id: bytes
@@ -201,7 +202,7 @@ class Thrown:
 
 
 def make_request(keys: Keys, number: int, rng: random.Random) -> Thrown:
-    """A malformed request; `number` makes its id."""
+    """Returns a malformed request. Its id is made from `number`."""
     kind, payload = make_payload(rng)
     request_id = f"fuzz-{number}".encode()
     way = rng.choices(list(_WAYS), list(_WAYS.values()))[0]
@@ -209,7 +210,7 @@ def make_request(keys: Keys, number: int, rng: random.Random) -> Thrown:
         request_id = _make_bad_id(rng)
     commands = way(keys, request_id, payload, rng)
     commands.append(("ZADD", keys.pending, rng.choice([0, 1, 1e15, "-inf", "+inf"]), request_id))
-    if rng.random() < 0.05:  # for once, where else a stranger might put it
+    if rng.random() < 0.05:  # sometimes in another place where a client might put it
         place = rng.choice([keys.delayed, keys.deadlines, keys.leases])
         commands.append(("ZADD", place, rng.choice([0, 1, "-inf", 1e12]), request_id))
     shown = kind if way is _plain else way.__name__.strip("_")
@@ -236,7 +237,7 @@ def _make_bad_id(rng: random.Random) -> bytes:
 
 
 def _wrong_type(keys: Keys, request_id: bytes, payload: bytes, rng: random.Random) -> list[Command]:
-    """The request's hash or its log is something else."""
+    """Returns commands that make the request's hash or log a key of another type."""
     if rng.random() < 0.5:
         return [_of_any_type(_request(keys, request_id), payload, rng)]
     other = _of_any_type(keys.tokens("").encode() + request_id, payload, rng)
@@ -266,7 +267,7 @@ def _spoilt_fields(
 
 
 def _spoilt_log(keys: Keys, request_id: bytes, payload: bytes, rng: random.Random) -> list[Command]:
-    """A log that no worker wrote."""
+    """Returns a log that no worker wrote."""
     key = keys.tokens("").encode() + request_id
     number = rng.choice(["1-0", "3-0", "4-1", "5-7", "99999999-0", "18446744073709551615-0"])
     event = rng.choice(
@@ -286,7 +287,7 @@ def _spoilt_log(keys: Keys, request_id: bytes, payload: bytes, rng: random.Rando
 
 
 def _nothing(keys: Keys, request_id: bytes, payload: bytes, rng: random.Random) -> list[Command]:
-    """An id without a request."""
+    """Returns commands for an id without a request."""
     return []
 
 
@@ -301,7 +302,7 @@ _WAYS: dict[Callable[[Keys, bytes, bytes, random.Random], list[Command]], float]
 
 
 def control_message(rng: random.Random) -> bytes:
-    """Anything at all on the control channel, much of it nearly right."""
+    """Returns a message for the control channel, often a nearly right one."""
     match rng.randrange(5):
         case 0:
             return rng.randbytes(rng.randint(0, 100))

@@ -1,6 +1,6 @@
 """Sends malformed requests to a worker and a gateway.
 
-With `--queue` or `--http` only against one of them.
+With `--queue` or `--http` only to one of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.roles import as_role, bring_in_roles
 _ROUND = 5000
 _CONTROL_SHARE = 0.1
 _PATIENCE_SECONDS = 30.0
-"""So long nothing may end before what is left counts as stuck."""
+"""The longest time without an ended request. After that, the remaining requests count as stuck."""
 
 _LOOK_SECONDS = 0.02
 _CANARY_TOKENS = 20
@@ -46,12 +46,12 @@ class Outcome:
     kinds: Counter[str] = field(default_factory=Counter)
     num_messages: int = 0
     num_good: int = 0
-    """Good requests in between that were answered rightly."""
+    """Number of good requests in between that got the right answer."""
     faults: list[str] = field(default_factory=list)
 
 
 class Fuzzing:
-    """One worker process, in its role, and what is thrown at it by a client that may do more."""
+    """One worker process in its role, and malformed requests from a client that may do more."""
 
     def __init__(self, client: redis.Redis, url: str, log: Path, seed: int) -> None:
         self.outcome = Outcome(seed)
@@ -62,7 +62,7 @@ class Fuzzing:
         self._rng = random.Random(seed)
 
     def run(self, count: int) -> Outcome:
-        """Throw `count` malformed requests, in rounds."""
+        """Send `count` malformed requests, in rounds."""
         with self._worker() as worker:
             for start in range(0, count, _ROUND):
                 pushed = self._throw(range(start, min(start + _ROUND, count)))
@@ -103,7 +103,7 @@ class Fuzzing:
                 worker.kill()
 
     def _throw(self, numbers: range) -> dict[bytes, Thrown]:
-        """Push them, with noise on the control channel; gives ids with what they are."""
+        """Enqueue malformed requests, with noise on the control channel. Returns them by id."""
         pushed = {}
         with self._client.pipeline(transaction=False) as pipeline:
             for number in numbers:
@@ -138,7 +138,7 @@ class Fuzzing:
             self._tell(f"a good request came to {result.decode()[:200]}")
 
     def _wait(self, worker: ChildProcess, pushed: dict[bytes, Thrown]) -> list[bytes]:
-        """Until nothing waits or is held but what is for newer workers; gives what is stuck."""
+        """Wait until only requests for newer workers wait or run. Returns the stuck ones."""
         last, changed = -1, time.monotonic()
         while worker.exit_code is None:
             held = self._held()
@@ -176,7 +176,7 @@ class Fuzzing:
 
 
 def report(outcome: Outcome) -> str:
-    """A table of what was thrown."""
+    """Returns a table of the malformed requests."""
     lines = [f"fuzz: seed {outcome.seed}"]
     lines += [f"  {count:8,}  {kind}" for kind, count in outcome.kinds.most_common()]
     lines.append(f"  {outcome.num_messages:8,}  messages on the control channel")
@@ -188,13 +188,13 @@ def report(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """Exit code 1 at any fault."""
+    """Returns the exit code: 1 at any fault."""
     hear_signals()
     parser = argparse.ArgumentParser(prog="python -m tests fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--queue", action="store_true", help="the worker's queue alone")
-    parser.add_argument("--http", action="store_true", help="the gateway alone")
+    parser.add_argument("--queue", action="store_true", help="only the worker's queue")
+    parser.add_argument("--http", action="store_true", help="only the gateway")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"fuzz: seed {seed}", flush=True)

@@ -1,4 +1,4 @@
-"""Throws malformed HTTP requests at a running gateway and looks whether it minds."""
+"""Sends malformed HTTP requests to a running gateway, and checks its answers and its state."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tests.support.processes import read_line, running
 from tests.support.roles import as_role
 
 MOST_GROWTH_BYTES = 64 << 20
-"""Of the gateway's memory, once it has seen the first requests."""
+"""The most growth of the gateway's memory after the first requests."""
 
 _FIRST = 200
 _AT_ONCE = 16
 _UPLOAD_SHARE = 0.1
 _SILENCE_SECONDS = 0.3
-"""Of one that waits for more of a request, or has answered."""
+"""Seconds of silence of a gateway that waits for more of a request, or has answered."""
 _ANSWER_SECONDS = 5.0
 _MOST_READ = 1 << 20
 _PATIENCE_SECONDS = 30.0
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _CODE = re.compile(rb'"code": ?"(\w+)"')
 _HARMLESS = (b"bodies", b"connections", b"no_worker")
-"""Codes of a 503 that says how it is, not that something failed."""
+"""Codes of a 503 that describes a state and not a failure."""
 _LENGTHS = re.compile(rb"(?i)\r\ncontent-length: *([^\r]*)")
 _COUNTED = re.compile(r'http_requests_total\{handler="([^"]*)".*status="(5\d\d)"\} ([0-9.e+]+)')
 _WORKER = ["--model", "model-free", "--max-model-len", "64"]
@@ -57,7 +57,7 @@ class HttpOutcome:
     routes: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
     num_good: int = 0
-    """Good requests of another client that were answered rightly meanwhile."""
+    """Number of good requests of another client that got the right answer meanwhile."""
     growth_bytes: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class HttpFuzzing:
         self._routes = all_routes()
 
     def run(self, count: int) -> HttpOutcome:
-        """Throw `count` requests, uploads among them."""
+        """Send `count` requests, uploads among them."""
         with Client(as_role("operator", self._redis_url)) as client:
             secret, _ = client.create_api_key(ApiKey(name="plain"))
             admin_secret, _ = client.create_api_key(ApiKey(name="admin", is_admin=True))
@@ -119,7 +119,7 @@ class HttpFuzzing:
 
     @contextmanager
     def _other_client(self, url: str, secret: str) -> Iterator[None]:
-        """Asks one good thing after the other, until the end of what is done inside."""
+        """Sends one good request after the other until the block ends."""
         over = threading.Event()
 
         def ask() -> None:
@@ -147,7 +147,7 @@ class HttpFuzzing:
 
     @contextmanager
     def _gateway(self) -> Iterator[tuple[str, int]]:
-        """Its address and process."""
+        """Runs a gateway. Yields its address and process id."""
         kept = {name: it for name, it in os.environ.items() if not name.startswith("PROMPTQ_")}
         env = {**kept, "PROMPTQ_FILES_DIR": str(self._folder / "files"), "PYTHONUNBUFFERED": "1"}
         url = as_role("gateway", self._redis_url)
@@ -200,7 +200,7 @@ def _is_harmless(answer: bytes) -> bool:
 
 
 def _seems_whole(raw: bytes) -> bool:
-    """Whether a request is to be answered, as far as that can be told of a spoilt one."""
+    """Whether a gateway should answer a request, as far as a spoilt request shows that."""
     head, separator, body = raw.partition(b"\r\n\r\n")
     if not separator:
         return False
@@ -217,7 +217,7 @@ def _memory_bytes(pid: int) -> int:
 
 
 def report_http(outcome: HttpOutcome) -> str:
-    """A table of what was thrown."""
+    """Returns a table of the malformed requests."""
     lines = [f"HTTP fuzz: seed {outcome.seed}"]
     lines += [f"  {count:8,}  spoilt: {kind}" for kind, count in outcome.kinds.most_common()]
     lines += [

@@ -13,7 +13,7 @@ from promptq.producer.gateway.app import create_app
 from promptq.producer.settings.gateway import GatewaySettings
 
 Route = tuple[str, str]
-"""Method and path."""
+"""The method and the path of a route."""
 
 _NOT_FOR_ADMINS = "/dashboard/api/pause"
 """A call with an administrator's key would pause the queue and stop the other calls."""
@@ -105,7 +105,7 @@ class Thrown:
 
 
 def all_routes() -> list[Route]:
-    """Every route that a gateway has, those that its description leaves out too."""
+    """Returns every route of a gateway, also those that are not in its description."""
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
     described = app.openapi()["paths"]
     found = {(method.upper(), path) for path, methods in described.items() for method in methods}
@@ -115,7 +115,7 @@ def all_routes() -> list[Route]:
 
 
 def _flat(routes: Sequence[Any]) -> list[Any]:
-    """Also those of routers that the application includes."""
+    """Returns routes, also those of included routers."""
     found = []
     for route in routes:
         inner = getattr(route, "original_router", None) or getattr(route, "router", None)
@@ -129,7 +129,7 @@ def _flat(routes: Sequence[Any]) -> list[Any]:
 def make_request(
     routes: Sequence[Route], number: int, rng: random.Random, secret: str, admin_secret: str
 ) -> Thrown:
-    """Request `number`, of the route whose turn it is."""
+    """Returns request `number`, of the route whose turn it is."""
     route = routes[number % len(routes)]
     method, path = route
     draft = Draft(method, re.sub(r"{\w+(:\w+)?}", lambda _: _segment(rng), path))
@@ -159,7 +159,7 @@ def make_request(
 
 
 def make_upload(number: int, rng: random.Random, secret: str, admin_secret: str) -> Thrown:
-    """An upload."""
+    """Returns a malformed upload."""
     return make_request([("POST", "/v1/files")], number, rng, secret, admin_secret)
 
 
@@ -283,7 +283,7 @@ def _spoil_chunks(draft: Draft, rng: random.Random) -> None:
 
 
 def _spoil_ahead(draft: Draft, rng: random.Random) -> None:
-    """Further requests, or something else, behind the body."""
+    """Adds further requests, or something else, after the body."""
     more = rng.choice(
         [b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\r\n\r\n", b"x" * 100]
     )
@@ -300,7 +300,7 @@ KINDS = frozenset({it.__name__.removeprefix("_spoil_") for it in _SPOILERS} | {"
 
 
 def _spoilt_json(value: Any, rng: random.Random) -> Any:
-    """With one thing in it replaced, added or taken away."""
+    """Returns the value with one part replaced, added or removed."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(sorted(value))
         match rng.randrange(4):

@@ -1,4 +1,4 @@
-"""Builds the wheel by way of the sdist, looks into it, and installs it into a clean environment."""
+"""Builds the wheel from the sdist, checks its contents, and installs it in a clean environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDERS = ("producer", "worker", "shared")
 
 
 def build(folder: Path) -> Path:
-    """The wheel, made of the sdist, which is made of the checkout."""
+    """Builds the sdist from the checkout, and the wheel from the sdist. Returns the wheel."""
     command = ["make", "-C", str(ROOT), "wheel", f"DIST={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -23,8 +23,8 @@ def build(folder: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """All that the checkout's folders hold is in it, native code for each kind of processor, and
-    nothing else."""
+    """Checks that the wheel has all files of the checkout's folders, native code for each kind of
+    processor, and nothing else."""
     listed = ["git", "-C", str(ROOT), "ls-files", *FOLDERS]
     tracked = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
     expected = {f"promptq/{path}" for path in tracked} | {"promptq/__init__.py", "promptq/py.typed"}
@@ -36,7 +36,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
-    """The interpreter of a new environment that has the wheel with these extras."""
+    """Returns the interpreter of a new environment that has the wheel with these extras."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
@@ -50,6 +50,6 @@ def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
 
 
 def _tested_torch() -> str:
-    """The newest one would bring gigabytes of CUDA along."""
+    """Returns the tested version. The newest one would install gigabytes of CUDA."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))

@@ -1,6 +1,6 @@
 """Runs the client on old and new versions of redis-py.
 
-`5.2.1 6.4.0` for some of them; without versions on all that are supported.
+Arguments such as `5.2.1 6.4.0` select versions; the default is all supported ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.programs.package.building import ROOT, build
 
 VERSIONS = ["5.2.1", "5.3.1", "6.0.0", "6.4.0", "7.0.1", "7.4.1", "8.1.0"]
-"""kombu 5.5 allows up to 5.2.1, kombu 5.6 what is below 6.5."""
+"""kombu 5.5 allows versions up to 5.2.1, kombu 5.6 versions below 6.5."""
 
 TESTS = [
     *(f"tests/producer/clients/test_{name}.py" for name in ("clients", "stream", "subscriptions")),
@@ -50,7 +50,7 @@ def check(wheel: Path, version: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests redis-py", description=__doc__)
     parser.add_argument("versions", nargs="*", default=VERSIONS)
-    parser.add_argument("--wheel", type=Path, help="one that is built already")
+    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
     options = parser.parse_args()
     versions: list[str] = options.versions
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:

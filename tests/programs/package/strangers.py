@@ -1,7 +1,5 @@
-"""Installs the wheel in an empty folder and uses all of it.
-
-`--newest` takes the newest versions of all packages but torch.
-"""
+"""Installs the wheel in an empty folder and uses all of its parts. `--newest` installs the newest
+versions of all packages but torch."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ wrong: int = Client().enqueue("x")
 
 
 class Stranger:
-    """Somebody with a home and a folder, in which there are packages of our folders' names."""
+    """A user with a home, and with a folder that has packages of our folders' names."""
 
     def __init__(self, python: Path, folder: Path, name: str, *, path: str = "") -> None:
         self.folder = folder / name
@@ -89,7 +87,7 @@ class Stranger:
 
 
 def check_client(python: Path, folder: Path) -> None:
-    """The package without extras enqueues, has types, and says what it has not."""
+    """Checks that the package without extras enqueues, has types, and names missing extras."""
     stranger = Stranger(python, folder, "of-client")
     for command, extras in {
         "promptq": "cli",
@@ -114,7 +112,7 @@ def check_client(python: Path, folder: Path) -> None:
 
 
 def check_everything(python: Path, folder: Path) -> None:
-    """All of it: the demo, server and worker and gateway, clients, and without a compiler."""
+    """Checks all parts: the demo, server, worker, gateway and clients, also without a compiler."""
     stranger = Stranger(python, folder, "of-all")
     version = stranger.run("promptq", "--version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version), version
@@ -150,7 +148,7 @@ def check_everything(python: Path, folder: Path) -> None:
 
 @contextmanager
 def running(stranger: Stranger) -> Iterator[str]:
-    """`promptq up` with HTTP, until Ctrl-C; gives its address."""
+    """Runs `promptq up` with HTTP until Ctrl-C. Yields its address."""
     port = free_port()
     command = ["promptq", "up", "--port", str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -172,8 +170,10 @@ def running(stranger: Stranger) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests package", description=__doc__)
-    parser.add_argument("--newest", action="store_true", help="not the versions of constraints.txt")
-    parser.add_argument("--wheel", type=Path, help="one that is built already")
+    parser.add_argument(
+        "--newest", action="store_true", help="the newest versions, not those of constraints.txt"
+    )
+    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
     options = parser.parse_args()
     newest = options.newest
     with tempfile.TemporaryDirectory(prefix="promptq-package-") as name:

@@ -1,9 +1,9 @@
 """Compares lm-eval's scores through the gateway with those of the model itself.
 
 lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) scores texts by the log-probabilities
-of prompts. Its backend `local-completions` asks the gateway for them, and its backend `hf` computes
-them with transformers, both with the shipped model in fp32. All scores must agree. It runs in an
-environment of its own, and asks nobody but the gateway.
+of prompts. Its backend `local-completions` requests them from the gateway, and its backend `hf`
+computes them with transformers, both with the shipped model in fp32. All scores must agree. It runs
+in a separate environment, and calls only the gateway.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ MAX_LENGTH = 256
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 Scores = dict[tuple[str, int], list[list[float]]]
-"""By the name of a task and the number of its item: for each text the log-likelihood, and if it is
-known, 1 if the text is what greedy choice gives and else 0."""
+"""By the name of a task and the number of its item: for each text the log-likelihood and, if it is
+known, 1 if greedy choice generates the text, else 0."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests scoring", description=__doc__)
-    parser.add_argument("--python", type=Path, help="of an environment that has lm-eval already")
+    parser.add_argument(
+        "--python", type=Path, help="interpreter of an environment that has lm-eval already"
+    )
     python = parser.parse_args().python or build(ROOT / ".cache" / "lm-eval")
     with tempfile.TemporaryDirectory(prefix="promptq-scoring-") as name:
         folder = Path(name)
@@ -62,7 +64,7 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
-    """The interpreter of an environment with lm-eval, which is kept for the next time."""
+    """Returns the interpreter of an environment with lm-eval, which is kept for the next run."""
     python, mark = folder / "bin/python", folder / "built"
     if not mark.exists():
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -98,7 +100,7 @@ def measured(python: Path, folder: Path, backend: str, arguments: str, *options:
 
 
 def _numbers(told: Any) -> list[float]:
-    """One answer: a log-likelihood, perhaps with whether it is greedy."""
+    """Returns the numbers of one answer: a log-likelihood, perhaps with whether it is greedy."""
     return [
         float(it == "True") if it in ("True", "False") else float(it)
         for it in (told if isinstance(told, list) else [told])

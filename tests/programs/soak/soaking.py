@@ -37,11 +37,11 @@ class Trend:
     mean: float
     slope_per_hour: float
     error_per_hour: float
-    """Standard error of the slope; samples count for less where neighbours resemble each other."""
+    """Standard error of the slope, corrected for the correlation of successive samples."""
 
     @property
     def share_per_hour(self) -> float:
-        """Growth in an hour, in shares of the mean."""
+        """Growth in an hour, as a share of the mean."""
         return self.slope_per_hour / self.mean if self.mean else 0.0
 
     @property
@@ -52,7 +52,7 @@ class Trend:
 
 
 def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend:
-    """The trend over the second half, as the first warms caches up. Needs 8 samples or more."""
+    """Returns the second half's trend: the first one warms caches up. Needs 8 samples or more."""
     if len(values) < 8:
         raise ValueError(f"{len(values)} samples are fewer than the 8 that a trend needs")
     half = len(values) // 2
@@ -73,7 +73,7 @@ def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend:
 
 SAMPLE_SECONDS = 5.0
 _CONFIG = {"log_ttl_ms": 5_000, "result_ttl_ms": 30_000}
-"""So that what is kept of finished requests is as much after a minute as after an hour."""
+"""With these, the data of finished requests stops growing after a minute."""
 
 _WARM_UP_REQUESTS = 5
 
@@ -85,7 +85,7 @@ class Load:
     queue: str
     options: tuple[str, ...]
     rate: float
-    """A second."""
+    """Requests a second."""
     max_tokens: int
 
 
@@ -93,8 +93,8 @@ LOADS = [
     Load("free", ("--model", "model-free", "--kv-cache-memory", "128K"), rate=8.0, max_tokens=40),
     Load("shipped", ("--kv-cache-memory", "8M"), rate=1.0, max_tokens=80),
 ]
-"""With KV caches so small that all their blocks have been used after a minute: until then a worker
-grows by what it keeps of finished prompts, up to the size of its cache."""
+"""The KV caches are small, so that all of their blocks have been used after a minute. Until then a
+worker's memory grows, because it keeps finished prompts in the cache."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class _Latencies:
         self._last = (0.0, 0.0)
 
     def take(self) -> tuple[float, float]:
-        """Medians to the first event and of the whole; the last ones where none has ended."""
+        """Returns the medians to the first event and to the end; old ones if none has ended."""
         if self.first and self.whole:
             self._last = statistics.median(self.first), statistics.median(self.whole)
         self.first, self.whole = [], []
@@ -129,7 +129,7 @@ class _Latencies:
 
 
 async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
-    """Run for so long, at `faster` times the rates. The samples begin when all are warmed up."""
+    """Run for `seconds`, at `faster` times the rates. Samples begin when all processes are warm."""
     samples = Samples()
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
@@ -212,7 +212,7 @@ async def _sample(
 
 
 async def _send(load: Load, client: AsyncClient, latencies: _Latencies, samples: Samples) -> None:
-    """Send at the load's rate, whatever the answers take."""
+    """Send at the load's rate, however long the answers take."""
     rng = random.Random(load.queue)
     async with asyncio.TaskGroup() as group:
         due = time.monotonic()
@@ -250,7 +250,7 @@ def _worker(load: Load, url: str, log: Path) -> Iterator[ChildProcess]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Physical memory of a process, as Linux counts it (`VmRSS`)."""
+    """Returns the resident memory of a process (`VmRSS`)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -258,7 +258,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def report(samples: Samples) -> tuple[str, bool]:
-    """A table of the trends, and whether all are flat and all answers whole."""
+    """Returns a table of the trends, and whether all are flat and all answers complete."""
     lines = [
         f"soak: {samples.seconds[-1]:.0f} s, {samples.num_requests:,} requests,"
         f" {samples.num_wrong:,} of them not whole",
@@ -277,11 +277,13 @@ def report(samples: Samples) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Exit code 1 if something grows, or an answer was not whole."""
+    """Returns the exit code: 1 if something grows, or an answer was not complete."""
     hear_signals()
     parser = argparse.ArgumentParser(prog="python -m tests soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--faster", type=float, default=1.0, help="so many times as many requests")
+    parser.add_argument(
+        "--faster", type=float, default=1.0, help="multiplies the rates of requests"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="promptq-soak-") as folder:
         samples = asyncio.run(soak(options.seconds, Path(folder), options.faster))

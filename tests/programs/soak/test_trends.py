@@ -1,4 +1,4 @@
-"""Growth is told from noise."""
+"""The soak test distinguishes growth from noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """`python -m tests.programs.stand_in_server vllm --port 8000`: serve until killed.
 
-`GET /stand-in` says what runs, `POST /stand-in {"fault": "freeze"}` makes it fail (see `Faults`).
+`GET /stand-in` lists running requests, `POST /stand-in {"fault": "freeze"}` makes it fail (see
+`Faults`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--token-seconds", type=float, default=0.003)
-    parser.add_argument("--without-ids", action="store_true", help="as without --enable-scale-out")
+    parser.add_argument(
+        "--without-ids", action="store_true", help="behave like a server without --enable-scale-out"
+    )
     parser.add_argument("--model", default="m")
     parser.add_argument("--key", default=None)
     options = parser.parse_args()

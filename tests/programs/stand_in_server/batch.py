@@ -20,7 +20,8 @@ def _mixed(number: int) -> int:
 def next_token(
     tokens: Sequence[int], draw: tuple[int, int] | None = None, banned: Collection[int] = ()
 ) -> int:
-    """The token after `tokens`: a letter, by their number and the last of them.
+    """Returns the token after `tokens`: a letter that follows from their number and the last of
+    them.
 
     `draw` is the seed and how many tokens this call has generated, for a request that is not
     greedy: as in the real servers, another attempt draws other numbers.
@@ -50,19 +51,19 @@ _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
 FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse")
 """`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
 `malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
-`freeze`: nothing is generated any more; `overload`: new requests are refused with 503; `refuse`:
+`freeze`: no more tokens are generated; `overload`: new requests are refused with 503; `refuse`:
 with 404. The first five are over when each running stream has failed once."""
 
 
 class BrokenError(Exception):
-    """A running stream is to fail as `fault` says."""
+    """Makes a running stream fail in the way of `fault`."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
 
 class Batch:
-    """`told` counts what was asked and what came of it."""
+    """Runs sequences. `told` counts the requests and their ends."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, token_seconds: float) -> None:
         self.max_num_seqs = max_num_seqs
@@ -75,7 +76,7 @@ class Batch:
         self._last_broken = math.inf
 
     def fail(self, fault: str) -> None:
-        """Begin a fault. One of streams hits those that run now; if none runs, the next ones."""
+        """Begin a fault. A fault of streams hits the running ones; if none runs, the next ones."""
         self.fault = fault
         self._last_broken = self._counts["started"] if self._running else math.inf
 
@@ -92,7 +93,7 @@ class Batch:
         seed: int | None = None,
         bias: dict[int, float] | None = None,
     ) -> AsyncIterator[tuple[int, str | None]]:
-        """Each token, with a reason on the last. Raises BrokenError."""
+        """Yields each token, with a finish reason on the last one. Raises BrokenError."""
         self._waiting += 1
         try:
             await self._slots.acquire()

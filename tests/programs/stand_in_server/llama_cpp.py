@@ -1,7 +1,5 @@
-"""Speaks as llama.cpp's server does, which leaves tokens inside of a character out of its streams.
-
-Here a space counts as such a token.
-"""
+"""Speaks like llama.cpp's server, which leaves tokens inside of a character out of its streams.
+Here a space counts as such a token."""
 
 from __future__ import annotations
 

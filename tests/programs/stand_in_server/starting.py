@@ -1,4 +1,4 @@
-"""Starts the stand-in, asks it and makes it fail."""
+"""Starts the stand-in, reads its state and makes it fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ END = "<end>"
 
 
 def save_byte_model(directory: Path) -> Path:
-    """Configuration and tokenizer, without weights. The end token is 256."""
+    """Saves a configuration and a tokenizer, without weights. The end token is 256."""
     vocabulary = {character: byte for byte, character in _characters().items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,7 +67,7 @@ def save_byte_gguf(file: Path) -> Path:
 
 
 def _characters() -> dict[int, str]:
-    """The character that stands for each byte: itself if it can be printed, or one after 255."""
+    """Returns the character of each byte: itself if it is printable, else one after 255."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {
@@ -98,7 +98,7 @@ def served_upstream(
     limits: EngineLimits | None = None,
     idle_seconds: float = 60.0,
 ) -> Served:
-    """The stand-in at `url`, which is taken to compute in fp32 unless the dialect says less."""
+    """Returns the stand-in at `url`, taken to compute in fp32 unless the dialect says less."""
     dialect = dialect or VllmDialect(is_exact=True)
     engine = ForwardingEngine(url, None, dialect, limits or limits_of(), "m", idle_seconds)
     identity = ModelIdentity("m", "vllm-m")
@@ -113,7 +113,7 @@ def text_after(prompt: str, num_tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A running stand-in. `pid` is that of its process."""
+    """A running stand-in. `pid` is its process id."""
 
     url: str
     pid: int
@@ -124,13 +124,13 @@ class StandIn:
         return answer
 
     def fail(self, fault: str) -> None:
-        """See `FAULTS`; empty ends a fault."""
+        """Begin a fault (see `FAULTS`); an empty one ends the current fault."""
         httpx2.post(f"{self.url}/stand-in", json={"fault": fault}).raise_for_status()
 
 
 @contextmanager
 def stand_in_server(dialect: str, *options: str, port: int | None = None) -> Iterator[StandIn]:
-    """A stand-in until the end of the context."""
+    """Runs a stand-in until the end of the block."""
     port = port or free_port()
     command = (sys.executable, "-m", "tests.programs.stand_in_server", dialect, "--port", str(port))
     with TemporaryFile("w+") as said, running(*command, *options, stderr=said) as process:

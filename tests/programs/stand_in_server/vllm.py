@@ -1,4 +1,4 @@
-"""Speaks as vLLM's server does."""
+"""Speaks like vLLM's server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves: each is one or more calls, as clients and workers build them."""
+"""Moves: each has one or more calls, built like by clients and workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.programs.states.world import AMPLE, KEYS, NOW_MS, Spec
 LEASE_MS = 3_600_000
 PAST = NOW_MS - 1
 GRACE_MS = 3_600_000
-"""So long is kept what a sweep has found, as it is by default."""
+"""The time after which a sweep removes an orphan, by default."""
 LONG_PAST = PAST - GRACE_MS
 NONCE = "n"
 """The nonce of all claims without a session, so that fences of a request differ by the attempt
@@ -30,24 +30,24 @@ PROMPT_TOKENS = 1
 """The prompt's length that zombies and workers that give back report."""
 
 FORGOTTEN = 0
-"""Stands for the attempts at an earlier request of the same id, of which nothing is kept."""
+"""Stands for the attempts at an earlier request of the same id, whose data is gone."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Something that happens. `text` tells of it in a trace; `ids` are the requests it is about."""
+    """One event in a world. `text` describes the move in a trace; `ids` are its requests."""
 
     kind: str
     text: str
     calls: tuple[Call[Any], ...]
     ids: tuple[str, ...]
     rows: tuple[tuple[Row, int], ...] = ()
-    """The rows it publishes, each with the attempt that makes it."""
+    """The rows that the move publishes, each with its attempt."""
     holders: tuple[tuple[str, int], ...] = ()
-    """Request and attempt of each fence that it shows without a row."""
+    """Request and attempt of each fence that the move shows without a row."""
     is_fair: bool = False
-    """Whether it needs no luck: it is tried again and again as long as somebody serves the queue,
-    even if all that hold anything are gone."""
+    """Whether the move certainly happens at some time: somebody tries it again and again as long as
+    any worker serves the queue, even if all current holders are gone."""
     nonce: str = NONCE
     """The part of fences that a claim chooses."""
     context: ClaimContext = NO_SESSION
@@ -158,7 +158,8 @@ def purge(request_id: str) -> Move:
 
 @cache
 def reprioritise(spec: Spec, read: int | None, priority: int) -> Move:
-    """By one who read the payload when it had this priority; None: as it was enqueued."""
+    """Changes a priority, by a client that read the payload when it had this priority (`read`);
+    None: the enqueued payload."""
     old = request_of(spec).to_payload() if read is None else _payload_with(spec, read)
     new = _payload_with(spec, priority)
     call = scripts.reprioritise(spec.request_id, priority, old.encode(), new)
@@ -311,7 +312,8 @@ def forget_log(request_id: str) -> Move:
 
 @cache
 def forget(request_id: str) -> Move:
-    """With the lengths of outputs so far, as each request of an id would add one more."""
+    """Forgets a request's hash, and the lengths of its outputs, because each request of this id
+    would add one more."""
     calls = (plain("DEL", KEYS.request(request_id)), plain("DEL", KEYS.prefix + "outputs"))
     return Move("forget", f"the hash of {request_id} expires", calls, (request_id,))
 

@@ -45,7 +45,7 @@ class Invariants:
 
     @classmethod
     def only(cls, name: str) -> Invariants:
-        """The one of this name."""
+        """Returns only the invariant of this name."""
         return cls(
             [it for it in STATE_INVARIANTS if it.__name__ == name],
             [it for it in CHANGE_INVARIANTS if it.__name__ == name],
@@ -59,7 +59,7 @@ class Invariants:
         return [it.__name__ for it in checks] + ["progress"] * self.progress
 
     def of_step(self, step: Step) -> Iterator[tuple[str, str]]:
-        """Names of what does not hold of a move, each with what is wrong."""
+        """Yields the invariants that a move breaks, each with a description."""
         has_changed = step.before is not step.after or step.outcome.heard
         for invariants in (self.changes if has_changed else (), self.answers):
             for invariant in invariants:
@@ -75,7 +75,7 @@ def _numbered(trace: list[str]) -> str:
 
 
 class ViolationError(AssertionError):
-    """An invariant does not hold; the message tells how to get there."""
+    """An invariant does not hold. The message lists the moves that lead there."""
 
     def __init__(self, invariant: str, problem: str, trace: list[str]) -> None:
         super().__init__(f"{invariant}: {problem}\nafter\n{_numbered(trace)}")
@@ -83,10 +83,8 @@ class ViolationError(AssertionError):
 
 
 class TooManyStatesError(AssertionError):
-    """A world has more states than it may have, as scripts that never settle make it have.
-
-    The message tells how to get to the last one, in which one sees what goes round and round.
-    """
+    """A world has more states than allowed, because scripts never settle. The message lists the
+    moves to the last state, which show the endless loop."""
 
 
 MOST_STATES = 1_000_000
@@ -103,9 +101,9 @@ class Explored:
     seconds: float = 0.0
     deepest: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
-    """How many moves of each kind changed the state."""
+    """Number of moves of each kind that changed the state."""
     statuses: set[RowStatus] = field(default_factory=set)
-    """The statuses that rows got."""
+    """The statuses of rows that occurred."""
 
 
 @dataclass(slots=True)
@@ -113,7 +111,7 @@ class _Seen:
     came_from: int
     by: str
     is_done: bool
-    """Whether all requests that are there have ended."""
+    """Whether all existing requests have ended."""
     goes_on_to: list[int] = field(default_factory=list)
     """States that fair moves lead to."""
 
@@ -212,8 +210,8 @@ class _Exploration:
             raise self._violation(name, problem, number, move.text)
 
     def _check_progress(self) -> None:
-        """From every state, what is tried again and again ends all requests that are there, even
-        if all who hold something now are gone."""
+        """Check that fair moves end all existing requests from every state, even if all current
+        holders are gone."""
         leads_from: dict[int, list[int]] = {}
         for number, seen in enumerate(self._seen):
             for reached in seen.goes_on_to:
@@ -241,9 +239,8 @@ class _Exploration:
 
 
 def is_done(world: World, view: View) -> bool:
-    """Whether all requests that are there have ended, and no id waits for one that is gone; where
-    somebody sweeps, also whether nothing else is left behind.
-    """
+    """Whether all existing requests have ended, and no id of a deleted request waits. If the world
+    has sweeps, also whether nothing else is left."""
     sweeps = "sweep" in world.moves
     for request_id in world.by_id:
         is_there = view.is_accepted(request_id) or request_id in view.places
@@ -257,7 +254,7 @@ _A, _B = (name.encode() for name in WORKERS[:2])
 
 
 def canonical(snapshot: bytes) -> bytes:
-    """The state with the first two workers' names exchanged, if that one sorts before."""
+    """Returns the state, or the one with the first two workers exchanged if that sorts first."""
     exchanged = snapshot.replace(_A, b"\0").replace(_B, _A).replace(b"\0", _B)
     return min(snapshot, exchanged)
 
@@ -273,10 +270,10 @@ def walk(
     texts: Mapping[str, str] | None = None,
     shortens: bool = True,
 ) -> None:
-    """Go through the world at random, with all invariants checked at every step.
+    """Walk through the world at random, and check all invariants at every step.
 
-    Raises ViolationError, with the shortest walk to it that Hypothesis finds if it `shortens`, and
-    with the blob that repeats it.
+    Raises ViolationError, with the shortest walk to the violation that Hypothesis finds if
+    `shortens`, and with the blob that repeats the walk.
     """
     server = StatesServer(port, texts)
     options = settings(
@@ -309,7 +306,7 @@ def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
                 self._make(possible[number])
 
         def teardown(self) -> None:
-            """Whatever happened: what is tried again and again ends all requests."""
+            """Check that after every walk, fair moves end all requests."""
             seen: set[bytes] = set()
             while not (self._has_failed or is_done(world, self._view)):
                 if self._view.snapshot in seen or len(seen) > _MOST_ROUNDS:
@@ -342,8 +339,8 @@ NUM_STEPS = 50
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests states", description=__doc__)
-    parser.add_argument("--worlds", default="", help="only those whose name has this in it")
-    parser.add_argument("--walks", type=int, default=2000, help="how many (2000)")
+    parser.add_argument("--worlds", default="", help="only worlds whose names contain this")
+    parser.add_argument("--walks", type=int, default=2000, help="number of walks (2000)")
     options = parser.parse_args()
     with EmbeddedServer() as server:
         drop_password(server.url)

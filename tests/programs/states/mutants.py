@@ -1,4 +1,4 @@
-"""Scripts broken in one place each: the exploration of states, or a run of chaos, finds each."""
+"""Scripts with one fault each, which the exploration of states or a run of chaos must find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.programs.states.worlds import SMALL
 
 @dataclass(frozen=True)
 class Mutant:
-    """Each script whose name begins with `script` has `new` where `old` stood."""
+    """A mutant: each script whose name begins with `script` has `new` in place of `old`."""
 
     breaks: str
     script: str
@@ -24,7 +24,7 @@ class Mutant:
     """Its name in `python -m tests chaos --mutant`, which must find it too."""
 
     def texts(self) -> dict[str, str]:
-        """All scripts by name, some of them broken. Raises ValueError where `old` is not there."""
+        """Returns all scripts by name, some of them broken. Raises ValueError without `old`."""
         texts = {name: script_text(name) for name in SCRIPT_NAMES}
         broken = {
             name: text.replace(self.old, self.new)
@@ -509,10 +509,10 @@ CHAOS_MUTANTS = {
     mutant.in_chaos: mutant for mutant in (*MUTANTS, *_IN_CHAOS_ALONE) if mutant.in_chaos
 }
 CHAOS_VARIABLE = "PROMPTQ_CHAOS_MUTANT"
-"""In the environment of a run's workers and clients: the mutant whose scripts they send."""
+"""The environment variable that names the mutant whose scripts a run's workers and clients send."""
 
 
 def break_scripts() -> None:
-    """Have this process send the scripts of the mutant that its environment names, if any."""
+    """Make this process send the scripts of the mutant that its environment names, if any."""
     if name := os.environ.get(CHAOS_VARIABLE):
         request_queue.script_text = CHAOS_MUTANTS[name].texts().__getitem__

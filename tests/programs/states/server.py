@@ -1,9 +1,7 @@
-"""A real server that is put into any state, runs a real script there, and tells what came of it.
-
-The scripts' text is what workers send, behind a few lines that make their clock stand still, keep
-what they publish, and stop one that does not end. All is pipelined: putting back, the calls, and
-reading take one turn.
-"""
+"""A real server that is set to any state, runs a real script there, and returns the outcome. The
+scripts are those that workers send, after a few lines that stop their clock, keep their published
+messages, and end endless scripts. All is pipelined: setting the state, the calls, and reading take
+one round trip."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from tests.programs.states.calls import Move
 from tests.programs.states.world import KEYS, NOW_MS
 
 _HEARD, _NOW, _CHANGES = "heard", "now", "changes"
-"""Keys of the explorer's own: what was published; the state that the server is in, as it was put
-back or read; how many changes the server had counted by then."""
+"""Keys of the explorer: the published messages; the server's state when it was last set or read;
+the server's number of changes at that time."""
 
 _CHUNK = 100
 
 _MOST_COMMANDS = 10_000
-"""So many commands does no script send in a small world, unless it never ends."""
+"""More commands than any script sends in a small world, unless it never ends."""
 
 _PINNED_CLOCK = f"""
 local unpinned, num_commands = redis, 0
@@ -114,7 +112,7 @@ class Outcome(NamedTuple):
     answers: list[Any]
     """The value of each call's `parse`, or the PromptqError that it raised."""
     heard: list[tuple[str, str]]
-    """Channel and message."""
+    """The published messages: channel and message."""
 
 
 class StatesServer:
@@ -139,7 +137,7 @@ class StatesServer:
         return next(self.steps([(before, move)]))
 
     def steps(self, wanted: Iterable[tuple[bytes, Move]]) -> Iterator[Outcome]:
-        """Make each move in its state; while answers are looked at, the next moves are made."""
+        """Make each move in its state. The next moves are made while the caller checks one."""
         moves = iter(wanted)
         sent: list[tuple[bytes, Move]] = []
         while True:

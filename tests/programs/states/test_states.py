@@ -1,4 +1,4 @@
-"""Every state that the scripts can reach in small worlds is as it should be."""
+"""Every state that the scripts can reach in small worlds fulfils all invariants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.roles import drop_password
 
 
 def emptied(url: str) -> int:
-    """The port of the server, after everything on it was deleted."""
+    """Deletes everything on the server, and returns its port."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     port = urlsplit(url).port
@@ -34,7 +34,7 @@ def emptied(url: str) -> int:
 
 
 MOST_STATES = 10_000
-"""Of a small world; with a broken script it may have no end."""
+"""The most states of a small world. With a broken script, a world may be infinite."""
 
 
 @pytest.mark.matrix(4)

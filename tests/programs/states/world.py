@@ -2,7 +2,7 @@
 
 A state is all that the server keeps, so nothing else has to be modelled: workers are the most
 hostile that still speak the protocol. Every claim that was ever handed out may be used at any time,
-from any position, any number of times, by whoever has it. That holds in it
+from any position, any number of times, by its holder. This covers:
 
 - a crash: the claim is never used again; the lease runs out
 - a freeze: it is used again after others have gone on (a zombie)
@@ -25,26 +25,26 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 
 NOW_MS = 1_790_000_000_000
-"""The clock of the explored server stands still. That time passes is a move: it puts what is waited
-for (the end of a lease, a delay, a deadline) into the past."""
+"""The clock of the explored server stands still. The passing of time is a move, which sets an
+awaited time (the end of a lease, a delay, a deadline) to the past."""
 
 LONG_DEAD = NOW_MS - 14 * 24 * 3_600_000
 """Dead letters from this time or before have been kept long enough."""
 
 AMPLE = 10**6
-"""A token budget that everything fits in."""
+"""A token budget for all requests together."""
 
 KEYS = Keys("states")
 WORKERS = ("worker-a", "worker-b", "worker-c")
 
 
 STRAY = frozenset({"half", "drop", "lose"})
-"""Moves by which a plain client leaves behind what nothing refers to."""
+"""Moves by which a plain client leaves orphaned keys behind."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One request as its producer sends it. Token `i` of it is `first_token + i`."""
+    """One request of a producer. Its token `i` is `first_token + i`."""
 
     request_id: str
     first_token: int
@@ -54,10 +54,10 @@ class Spec:
     deadline_ms: int = 0
     tenant: str | None = None
     plain: bool = False
-    """Put in by the protocol's three plain commands instead of the script."""
+    """Whether the protocol's three plain commands enqueue it, instead of the script."""
     idempotency_key: str | None = None
     requeue_of: str = ""
-    """Not enqueued, but made of this dead letter."""
+    """The dead letter from which this request is made, instead of being enqueued."""
 
     def token(self, index: int) -> int:
         return self.first_token + index
@@ -65,10 +65,11 @@ class Spec:
 
 @dataclass(frozen=True)
 class World:
-    """Requests and what may happen to them.
+    """Requests, and the moves that may happen to them.
 
-    `losses` bounds the space: so often may a request lose its worker, by a lease that ran out or by
-    a release. The worker after that is a healthy one. `moves` names groups of the module `moves`.
+    `losses` bounds the number of states: the times that a request may lose its worker, by an
+    expired lease or a release. The next worker is then healthy. `moves` names groups of the module
+    `moves`.
     """
 
     specs: tuple[Spec, ...]
@@ -77,9 +78,9 @@ class World:
     max_crashes: int = 3
     num_workers: int = 2
     all_positions: bool = False
-    """Stale rows of every position, not only of those around the end of the log."""
+    """Whether stale rows may have every position, not only those around the end of the log."""
     budgets: tuple[int, ...] = (AMPLE,)
-    """Tokens that a claiming worker may have room for."""
+    """The token budgets that a claiming worker may have."""
     priorities: tuple[int, ...] = ()
     """Priorities that somebody may give to a waiting request."""
     config: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class World:
 
     @property
     def start(self) -> bytes:
-        """The state before anything happened."""
+        """Returns the state before any move."""
         config = [[KEYS.config, "hash", list(self.config), False]] if self.config else []
         return json.dumps(config, separators=(",", ":")).encode()
 
@@ -97,11 +98,11 @@ class World:
 
 
 LogEntry = tuple[str, str]
-"""Stream id and event JSON."""
+"""The stream id and the JSON of an event."""
 
 
 class View:
-    """A state of the server, read: the queue's keys by what they mean."""
+    """A state of the server: the queue's keys by their meaning."""
 
     def __init__(self, snapshot: bytes) -> None:
         self.snapshot = snapshot
@@ -111,7 +112,7 @@ class View:
         self.logs: dict[str, tuple[LogEntry, ...]] = {}
         self.is_paused = False
         self.claimed: dict[str, tuple[str, tuple[str, ...]]] = {}
-        """By session: nonce and ids of the last claim that gave it something."""
+        """By session: nonce and ids of the last claim that returned requests."""
         self.claim_numbers: dict[str, int] = {}
         """By session: the number of that claim."""
         self.backlog: dict[str, int] = {}
@@ -165,7 +166,7 @@ class View:
             for name, members in sets.items()
             if name.startswith("tenants:running")
         }
-        """By tenant: what its limit of running requests counts."""
+        """By tenant: the number that its limit of running requests counts."""
 
     def is_accepted(self, request_id: str) -> bool:
         return "payload" in self.hashes.get(request_id, {})
@@ -187,7 +188,7 @@ class View:
         return self.logs.get(request_id, ())
 
     def is_spoilt(self, request_id: str) -> bool:
-        """Whether its log holds what no worker writes."""
+        """Whether its log has entries that no worker writes."""
         return any(not _is_event(event) for _, event in self.log(request_id))
 
     def count(self, request_id: str) -> int:
@@ -206,7 +207,7 @@ class View:
         ]
 
     def is_orphan(self, request_id: str) -> bool:
-        """Whether something is kept for ever of what nobody holds and what stands nowhere."""
+        """Whether a key of an id stays for ever, although nobody holds the id and no set has it."""
         keys = {KEYS.request(request_id), KEYS.tokens(request_id)}
         is_held = request_id in self.leases or request_id in self.places
         return bool(keys & self.keys - self.expiring) and not (is_held or self.is_final(request_id))
@@ -219,7 +220,7 @@ class View:
         return self.deadlines.get(request_id, NOW_MS + 1) <= NOW_MS
 
     def is_dead_for_long(self, request_id: str) -> bool:
-        """Whether it is a dead letter that was kept for its time."""
+        """Whether the request is a dead letter that was kept for its full time."""
         return self.dead.get(request_id, NOW_MS) <= LONG_DEAD
 
 

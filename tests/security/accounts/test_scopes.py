@@ -141,7 +141,7 @@ def test_the_commands(redis_url: str) -> None:
         ),
         (["x", "--expires-in", "0d"], "expires-in: '0d' is not more than 0"),
         (["x", "--expires-in", "soon"], "expires-in: 'soon' is not a number of"),
-        (["x", "--expires-at", "2001-02-03"], "expires-at: '2001-02-03' is over already"),
+        (["x", "--expires-at", "2001-02-03"], "expires-at: '2001-02-03' is in the past"),
         (["x", "--tenant", "nightly"], "tenant: 'nightly' belongs to the key 'nightly' alone"),
     ):
         refused = run("create", *args)

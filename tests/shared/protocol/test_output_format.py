@@ -85,7 +85,7 @@ WRONG_TYPE = "tools: a tool of type"
         ({"response_format": {"type": "text", "a": 1}}, "response_format: 'a' is not known"),
         (
             {"response_format": {"type": "grammar", "grammar": "root ::= x"}},
-            "response_format: the grammar is in GBNF or EBNF (`::=`), and Lark is wanted",
+            "response_format: the grammar is in GBNF or EBNF (`::=`), but Lark is needed",
         ),
         ({"response_format": {"type": "json_schema"}}, JSON + "must be an object"),
         (

@@ -142,7 +142,7 @@ async def test_reaps_on_where_it_may_not_look_for_orphans(
             assert not await reaps_and_sweeps(redis_url, client)
         await admin.execute_command("ACL", "DELUSER", "narrow")
     told = capsys.readouterr()
-    assert (told.out + told.err).count("orphans stay") == 1
+    assert (told.out + told.err).count("orphaned keys stay") == 1
 
 
 async def test_no_request_is_blamed_for_a_server_that_was_away(redis_url: str) -> None:

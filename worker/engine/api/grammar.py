@@ -47,8 +47,8 @@ class Masker(Protocol):
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
         """Write a row of `masks` [len(grammars), num_words] for each grammar.
 
-        Bit i % 32 of word i / 32 is set if token i may come next: a token of text if the grammar
-        allows it, an end token of the request if the output may end here. Returns the reason for
-        each row that failed. Releases the interpreter lock while it computes.
+        Bit i % 32 of word i / 32 is set if token i may come next. A token of text may come if the
+        grammar allows it, and an end token of the request if the output may end here. Returns the
+        reason for each row that failed. Releases the interpreter lock while it computes.
         """
         ...

@@ -82,8 +82,8 @@ class EngineRequest:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the engine's thread must know the last token before the next one is chosen. Not
-        for penalties, which count tokens on the device."""
+        """Whether the engine's thread must know the last token before the next one is chosen.
+        Penalties do not need this, because they are counted on the device."""
         return self.grammar is not None or any(len(bad) > 1 for bad in self.bad_token_sequences)
 
     @property
@@ -95,7 +95,7 @@ class EngineRequest:
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Natural log-probabilities of P successive tokens of a prompt, and of the N likeliest tokens
-    in the place of each. The fields are arrays, because P may be large."""
+    at the position of each. The fields are arrays, because P may be large."""
 
     logprobs: npt.NDArray[np.float32]  # [P]
     ranks: npt.NDArray[np.int64]  # [P], from 1
@@ -141,7 +141,7 @@ class GivenBack:
     is_blamed: bool = True
     """Whether this counts as a crash of the request. A request that crashes too often ends."""
     delay_ms: int | None = None
-    """How long workers wait before the next attempt; None: no wait. Only if not blamed."""
+    """Time before the next attempt; None: no wait. Set only if `is_blamed` is false."""
 
 
 @dataclass(slots=True)
@@ -267,7 +267,7 @@ class EngineAbilities:
     unheeded: frozenset[str] = frozenset()
     """Further fields of a request that the engine would ignore."""
     lowest_temperature: float = 0.0
-    """The engine would raise a temperature between 0 and this one."""
+    """The engine would raise a temperature between 0 and this value to this value."""
     exact_resume: bool = True
     """Whether another attempt continues with exactly the tokens that the first would have emitted.
     If not, a stream still has no gap and no repeat."""

@@ -39,7 +39,7 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
     results; place of the sequence's first part; number of the sequence's parts; tokens of a part
     (the last part may have fewer). The parts of a sequence have successive places. In the list the
     longest spans come first. A context of 0, which pads a batch, has one span without tokens. A
-    context of -1, which stands for a row of a chunk, has none.
+    context of -1, a row of a chunk, has none.
     """
     last = np.array(contexts, dtype=np.int64)
     starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]
@@ -63,10 +63,8 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """Returns the tokens of each sequence's spans: the number of parts that makes the launch short.
-
-    Long spans are started less often, and short ones are shared more evenly.
-    """
+    """Returns the number of tokens in each sequence's spans, chosen so that the launch is short.
+    Long spans need fewer starts, and programs share short spans more evenly."""
     best, shortest = size, np.inf
     tokens = PART_TOKENS
     while tokens <= MAX_SPAN_TOKENS:

@@ -43,7 +43,7 @@ def fitting_blocks(
         # A CPU's cache takes memory only where it is written, and the system would end the process.
         if not counts_memory(device) and memory_bytes > (free := free_bytes(device)):
             raise ConfigurationError(
-                f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are asked for, and"
+                f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are requested, but"
                 f" {free / 2**30:,.1f} GiB are free on {device}"
             )
     else:
@@ -54,7 +54,7 @@ def fitting_blocks(
     if num_blocks < MIN_BLOCKS and reserved_bytes:
         raise ConfigurationError(
             f"--max-num-batched-tokens: a step, with its CUDA graphs, takes {reserved_bytes} bytes"
-            f" of {device}, which leaves {memory_bytes} for the KV cache, and this model needs at"
+            f" of {device}, which leaves {memory_bytes} for the KV cache, but this model needs at"
             f" least {MIN_BLOCKS * block_bytes}; a smaller --max-num-seqs helps too"
         )
     if num_blocks < MIN_BLOCKS and state_bytes:

@@ -30,7 +30,7 @@ else None. Only the lengths in the layout are known."""
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """Returns None: a PaddedLists for a model that pads no step."""
+    """A PaddedLists for a model without padded steps. Returns None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,8 @@ def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers that kernels add to scores. From booleans, they would compute these in
-    each layer anew."""
+    """Returns the numbers that kernels add to scores. Given booleans, kernels would compute these
+    numbers again in each layer."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 

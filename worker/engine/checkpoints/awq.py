@@ -28,9 +28,13 @@ class AWQ:
         version = config.get("version", config.get("format", "gemm"))
         bits = config.get("bits", config.get("w_bit"))
         if str(version).lower() != "gemm":
-            raise UnsupportedModelError(f"awq: its version is {version!r}, and gemm is read")
+            raise UnsupportedModelError(
+                f"awq: its version is {version!r}, but only gemm is supported"
+            )
         if bits != 4:
-            raise UnsupportedModelError(f"awq: its weights have {bits} bits, and 4 are read")
+            raise UnsupportedModelError(
+                f"awq: its weights have {bits} bits, but only 4 are supported"
+            )
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight | torch.Tensor:
         scales = parts["scales"].T.float()

@@ -38,9 +38,9 @@ class CompressedTensors:
         sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
         problem = ""
         if strange := formats - _FORMATS:
-            problem = f"its format {min(strange)!r} is none of {', '.join(sorted(_FORMATS))}"
+            problem = f"its format {min(strange)!r} is not one of {', '.join(sorted(_FORMATS))}"
         elif strange := {scheme.get("num_bits", 8) for scheme in schemes} - {4, 8}:
-            problem = f"its weights have {min(strange)} bits, and 4 or 8 are read"
+            problem = f"its weights have {min(strange)} bits, but only 4 or 8 are supported"
         elif any((each.get("type"), each.get("num_bits")) == ("float", 4) for each in schemes):
             problem = "its weights are numbers of 4 bits with an exponent"
         elif sparsity != "dense":

@@ -35,11 +35,11 @@ class GPTQ:
         self.bits: int = config.get("bits", 0)
         if format not in _FORMATS:
             raise UnsupportedModelError(
-                f"gptq: its format {format!r} is none of {', '.join(_FORMATS)}"
+                f"gptq: its format {format!r} is not one of {', '.join(_FORMATS)}"
             )
         if self.bits not in (4, 8):
             raise UnsupportedModelError(
-                f"gptq: its weights have {self.bits} bits, and 4 or 8 are read"
+                f"gptq: its weights have {self.bits} bits, but only 4 or 8 are supported"
             )
         self._added_to_zeros = _FORMATS[format]
 

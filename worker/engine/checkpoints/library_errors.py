@@ -25,7 +25,7 @@ def first_sentence(error: Exception) -> str:
     """Returns the first sentence of the library's message. Further sentences are advice."""
     if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
         kind = type(error).__name__
-        return f"its files have sizes that cannot be, or do not fit each other ({kind})"
+        return f"its files have impossible sizes, or sizes that do not match ({kind})"
     if isinstance(error, KeyError):
         return f"{error} is missing in its files"
     first, _, rest = str(error).strip().partition("\n")

@@ -70,7 +70,8 @@ class ModelFolder:
     """A directory or hub name with a model, whose weights another tool may have quantized."""
 
     def __init__(self, source: str, trust_remote_code: bool) -> None:
-        """Raises ModelNotFoundError, and UnsupportedModelError for weights of another format."""
+        """Reads the configuration. Raises ModelNotFoundError, and UnsupportedModelError for weights
+        of another format."""
         self.source = source
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
@@ -169,9 +170,9 @@ class ModelFolder:
 
     def head_weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of the head that predicts further tokens, by name; empty if the files
-        have none. Its names are those of a layer after the last one (DeepSeek-V3, GLM-4.5), or
-        begin with `mtp` (Qwen3-Next). It may also lie in the folder `mtp`, where programs that do
-        not know it do not look."""
+        have none. The names of its tensors are those of a layer after the last one (DeepSeek-V3,
+        GLM-4.5), or begin with `mtp` (Qwen3-Next). The head may also lie in the folder `mtp`, which
+        programs without support for heads do not read."""
         folder = self._folder(is_loaded=True)
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         names = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
@@ -282,7 +283,7 @@ def _num_numbers(file: Path, packed: int) -> int:
 
 
 def _tensors(file: Path) -> dict[str, Any]:
-    """Returns what a safetensors file's header says of its tensors; nothing if it is damaged."""
+    """Returns the tensors' entries in a safetensors file's header; empty if it is damaged."""
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")

@@ -101,7 +101,7 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Refuses sizes by which one matrix has more numbers than all files of weights together.
+    """Refuses sizes with which one matrix has more numbers than all files of weights together.
 
     The library would fill the memory with such a matrix before it compares the sizes.
     """

@@ -117,8 +117,9 @@ class BlockManager:
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of free blocks if this one and all
-        before left. Does not count blocks of `prefix`: `num_needed` counts them as owned."""
+        """Yields each sequence of `leaving`, with the number of free blocks after this one and all
+        before it have left. Does not count blocks of `prefix`: `num_needed` counts them as owned.
+        """
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -149,7 +150,7 @@ class BlockManager:
                 sequence.state_source = self.kept_states.pin(sequence.block_hashes[len(prefix) - 1])
 
     def reserve_state(self, sequence: Sequence, end: int) -> None:
-        """Find a place for the state of a sequence, if it is to be kept after `end` tokens."""
+        """Find a place for a sequence's state, if the state after `end` tokens will be kept."""
         is_due = end == sequence.keep_after and sequence.state_target is None
         if self.kept_states is not None and is_due:
             sequence.state_target = self.kept_states.reserve()
@@ -192,7 +193,8 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks back. Findable ones stay cached; the last ones are evicted first."""
+        """Take a sequence's blocks back. Findable ones stay cached; the last ones are evicted
+        first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:

@@ -44,8 +44,8 @@ _WEIGHT = 1 / 16
 _WEIGHT_OF_LOOKUP = 1 / 4
 """The weights of a new draft in these expectations."""
 _FORGETTING = 1 / 256
-"""The weight of the first expectation in that of prompt lookup after a step without a lookup. So a
-text that begins to repeat itself is noticed."""
+"""After a step without a lookup, the expectation of lookups moves towards the first one by this
+weight. So a text that begins to repeat itself is noticed."""
 
 
 class PromptLookup:
@@ -128,7 +128,7 @@ class Drafter:
 
     def draft(self, token_ids: list[int], num_rows: int, num_sequences: int) -> list[int]:
         """Draft at most `num_rows` tokens, for a step of `num_sequences` sequences. All are UNKNOWN
-        if the model's head is to draft them."""
+        if the model's head will draft them."""
         affordable = int((self._credit - _DRAFT_COST) / (_ROW_COST * num_sequences))
         useful = self.end - len(token_ids) - 1  # the last token is sampled, not drafted
         most = min(self.max_drafted, num_rows, useful)

@@ -42,13 +42,13 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
-        raise RuntimeError(f"the runner sampled {counts} tokens where {wanted} were to come")
+        raise RuntimeError(f"the runner sampled {counts} tokens instead of {wanted}")
     if not (reporting := batch.reporting):
         return Collected(sampled, [])
     reported = runner.prompt_logprobs(launched)
     counts, wanted = [*map(len, reported)], [len(share.reported_rows) for share in reporting]
     if counts != wanted:
-        raise RuntimeError(f"the runner reported {counts} tokens where {wanted} were to come")
+        raise RuntimeError(f"the runner reported {counts} tokens instead of {wanted}")
     return Collected(sampled, reported)
 
 

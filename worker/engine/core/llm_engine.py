@@ -46,7 +46,7 @@ _PAUSE_SECONDS = 0.05
 """The pause before the next try if there was no memory for any sequence, doubled each time."""
 _STEPS_SHOWN = 32
 """The reported step time is the median of this number of steps."""
-_NO_MEMORY = GivenBack("there is no memory for a request alone")
+_NO_MEMORY = GivenBack("there is too little memory even for a single request")
 
 
 class _Step(NamedTuple):
@@ -409,7 +409,7 @@ class LLMEngine:
         else:
             output = _failed(
                 sequence,
-                "its hidden states are no finite numbers: a weight is none (fetch the model's files"
+                "its hidden states are not finite: a weight is not finite (fetch the model's files"
                 " again), or they overflow in the model's dtype (try bfloat16 or float32)",
             )
         return [self._end(sequence, output)]

@@ -128,9 +128,9 @@ class Scheduler:
         long_prompt_chunk: int | None = None,
         prompt_tokens: int | None = None,
     ) -> Batch | None:
-        """Plans the step after `batch` before the tokens of that step are known: one more decode
-        of each sequence that samples in it and that its length does not end, and the next chunks of
-        prompts.
+        """Plans the step after `batch` before the tokens of that step are known: the next chunks of
+        prompts, and one more decode of each sequence that samples in `batch` and is not ended by
+        its length.
 
         None if a sequence may be admitted, or if a choice depends on the tokens.
         """

@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether its last token alone is left to compute; see `is_decode`."""
+        """Whether only its last token is left to compute; see `is_decode`."""
         return self.is_decode(self.num_computed_tokens, self.num_uncomputed_tokens)
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
@@ -98,8 +98,8 @@ class Sequence:
     @property
     def num_cacheable_tokens(self) -> int:
         """Number of first tokens that need no computing if the KV cache has them. Hidden states and
-        logits are not cached. So the last token and rows to report are always computed, and for the
-        mean of all hidden states all tokens are."""
+        logits are not cached. So the last token and rows to report are always computed, and also
+        all other tokens if the mean of all hidden states is wanted."""
         if self.request.pooling == "mean":
             return 0
         all_reported = self.num_reported_rows >= self.num_rows_to_report

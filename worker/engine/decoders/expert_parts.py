@@ -82,8 +82,9 @@ class Routing:
 
 
 class Limits(NamedTuple):
-    """Of a limited gate: `g * sigmoid(alpha * g) * (u + 1)` of a gate `g` and an up `u`, which are
-    first cut to at most `limit`, and `u` to at least `-limit`. Limit 0: the gate is another one."""
+    """The parameters of a limited gate, `g * sigmoid(alpha * g) * (u + 1)` for a gate `g` and an up
+    `u`. Before, both are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 stands for
+    another kind of gate."""
 
     alpha: float = 0.0
     limit: float = 0.0
@@ -186,7 +187,7 @@ _Formula = tuple[str, bool, float]
 
 
 def _routing(mlp: Any, router: Any, found: Found) -> Routing:
-    """Raises NotOfThisKindError if no known formula gives what the library's router gives."""
+    """Returns a router's formula. Raises NotOfThisKindError if no known formula fits."""
     names = {name for name, _ in router.named_children()}
     is_known = hasattr(router, "top_k") and hasattr(router, "weight") and names <= _PARTS_OF_ROUTER
     require(is_known, f"a router of type {type(router).__name__}")
@@ -237,7 +238,7 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
     weight, logit_bias = given["weight"], given.get("bias")
     probes = 3.0 * drawn(_NUM_PROBES, weight.shape[1]) / weight.shape[1] ** 0.5
     # The logits of a row are shifted together, because a softcap shows only in large ones. Sigmoids
-    # of large positive ones are all 1, so the choice among them is anyone's.
+    # of large positive ones are all 1, so the choice among them is arbitrary.
     weight[:, 0], probes[:, 0] = 1.0, torch.linspace(-30.0, 5.0, _NUM_PROBES, device="cpu")
     biases = [each for name, each in given.items() if name.endswith("e_score_correction_bias")]
     arguments = []

@@ -85,7 +85,7 @@ _MIXERS = {"self_attn", "linear_attn", "mamba", "conv"}
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-"""The latter follow the rotation."""
+"""The names of norms that precede the rotation, and of norms that follow it."""
 _ATTENTION_PARTS = {"o_proj", "sinks"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
 
 

@@ -74,7 +74,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, found: Found | None = None) -> Norm:
-        """Raises NotOfThisKindError if the module computes something else."""
+        """Returns a module's norm. Raises NotOfThisKindError if the module computes no norm."""
         found = {} if found is None else found
         name = type(module).__name__
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -90,7 +90,7 @@ class Norm:
 
 
 def _formula(norm: Any, epsilon: float) -> NormFormula | None:
-    """Returns the formula that gives what the module gives, if there is one.
+    """Returns the formula that computes the same as the module; None if there is none.
 
     Weights are random, because those of the module may be on another device, or without values.
     """

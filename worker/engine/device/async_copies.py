@@ -47,7 +47,7 @@ def to_device_at_once(
 
 
 class HostCopies:
-    """Copies of tensors to the host, queued behind the work that is queued now."""
+    """Copies tensors to the host. The copies begin after all work that is queued so far."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._copied: torch.cuda.Event | None = None

@@ -39,8 +39,8 @@ class MemoryPeak:
     def bytes(self) -> int:
         """Returns the most bytes held so far, minus those held at the beginning.
 
-        Reserved memory has gaps, which the same work will have again. So the larger one of
-        reserved and allocated memory counts.
+        Reserved memory has gaps, which the same work will have again. So the larger number of
+        reserved and allocated bytes counts.
         """
         return max(
             torch.cuda.memory_reserved(self._device) - self._reserved,

@@ -99,7 +99,8 @@ def _check(
     by_parts: bool,
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
-    """`by_parts`: see in_float32. A model that was `refused` for its logits passes in fp32 only."""
+    """Checks a model once; for `by_parts` see in_float32. A model that was `refused` for its logits
+    passes only in fp32."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.
@@ -203,7 +204,7 @@ def _tolerance(is_float32: bool, multiplies_exactly: bool) -> float:
     if multiplies_exactly:
         return TOLERANCE
     logger.warning(
-        "products in fp32 are rounded to TF32 here, whatever torch asks for"
+        "products in fp32 are rounded to TF32 here, whatever torch requests"
         " (NVIDIA_TF32_OVERRIDE=%s), so the check at load compares to %g only and not to %g",
         os.environ.get("NVIDIA_TF32_OVERRIDE", ""),
         TF32_TOLERANCE,

@@ -43,7 +43,7 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The logits that packed weights must have."""
+    """The logits that packed weights must produce."""
 
     probes: list[Probe]
     logits: torch.Tensor  # [tokens of all probes, vocab_size]

@@ -33,7 +33,7 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
     Raises ConfigurationError if there is none of this name, or if it does not run on the device.
     """
     if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
-        raise ConfigurationError(f"--attention: {name!r} is none of auto, {', '.join(names)}")
+        raise ConfigurationError(f"--attention: {name!r} is not one of auto, {', '.join(names)}")
     usable: list[AttentionBackend] = []
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
@@ -74,13 +74,15 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N") from None
+        raise ConfigurationError(
+            f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N"
+        ) from None
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
             raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
     elif device.type != "cpu":
-        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N")
+        raise ConfigurationError(f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N")
     return device
 
 
@@ -111,7 +113,7 @@ def own_decoders(
         return [], TURNED_OFF
     if device.type == "cuda":
         if options.attention not in ("auto", TritonPaged.name):
-            return [], f"--attention {options.attention} was asked for"
+            return [], f"--attention {options.attention} was requested"
         if find_spec(TritonPaged.needs) is None:
             return [], f"they need the package {TritonPaged.needs}, which is not installed"
         from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
@@ -120,7 +122,7 @@ def own_decoders(
     if no_native_code:
         return [], no_native_code
     if options.attention != "auto":
-        return [], f"--attention {options.attention} was asked for"
+        return [], f"--attention {options.attention} was requested"
     return [NativeDecoder], ""
 
 

@@ -180,12 +180,12 @@ def _check_arguments(family: str, index: int, call: _Call, pattern: Pattern) -> 
         is_off = argument is None or (isinstance(argument, (int, float)) and not argument)
         if not is_off and name not in HONOURED and name not in WITHOUT_EFFECT:
             raise UnsupportedModelError(
-                f"{family}: layer {index} asks its attention for {name!r}, which is not known"
+                f"{family}: layer {index} calls its attention with the unknown argument {name!r}"
             )
     window = call.arguments.get("sliding_window")
     sizes = (pattern.size, WINDOWS["sliding_window"].size) if pattern.kind == "sliding" else ()
     if window and window not in sizes:
         raise UnsupportedModelError(
-            f"{family}: layer {index} asks for a sliding window of {window}, but its mask is "
-            f"{pattern.kind} {pattern.size or ''}".rstrip()
+            f"{family}: layer {index} requests a sliding window of {window}, but its mask is"
+            f" {pattern.kind} {pattern.size or ''}".rstrip()
         )

@@ -161,7 +161,7 @@ class PackedModel:
         *_: Any,
         **others: Any,
     ) -> torch.Tensor:
-        """Takes the place of a recurrent module's forward."""
+        """Replaces the `forward` of a recurrent module."""
         if self._rows is None:
             raise UnsupportedModelError("a recurrent layer computes outside of a packed step")
         self._context.calls += 1

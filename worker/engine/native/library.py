@@ -219,7 +219,7 @@ class Draft(Structure):
 
 
 class NativeError(Exception):
-    """A call of native code failed, for example for want of memory."""
+    """A call of native code failed, for example for lack of memory."""
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {

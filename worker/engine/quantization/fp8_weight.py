@@ -21,12 +21,12 @@ class FP8Weight:
 
     @property
     def kind(self) -> str:
-        """Weights of one kind can be joined."""
+        """A key: weights with equal keys can be joined."""
         return "fp8"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs, inputs."""
+        """The numbers of outputs and inputs."""
         outputs, inputs = self.numbers.shape
         return outputs, inputs
 
@@ -38,7 +38,7 @@ class FP8Weight:
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 
     def rows(self, rows: torch.Tensor | slice) -> FP8Weight:
-        """Returns some outputs, in this order."""
+        """Returns a weight with these outputs, in this order."""
         return FP8Weight(self.numbers[rows], self.scales[rows])
 
     def dequantized(self) -> torch.Tensor:

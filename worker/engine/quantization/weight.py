@@ -23,7 +23,7 @@ class QuantizedWeight:
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """They have the shape and dtype of `scales`. None: they are `-2 ** (bits - 1) * scale`."""
+    """Of the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) * scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
@@ -70,12 +70,12 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs, inputs."""
+        """The numbers of outputs and inputs."""
         return len(self.numbers), self.inputs
 
     @property
     def kind(self) -> tuple[int, int, int, bool]:
-        """Weights of one kind can be joined."""
+        """A key: weights with equal keys can be joined."""
         return self.bits, self.group, self.inputs, self.offsets is not None
 
     @property
@@ -100,7 +100,7 @@ class QuantizedWeight:
         return replace(self, numbers=numbers, scales=scales, offsets=offsets)
 
     def rows(self, rows: torch.Tensor | slice) -> QuantizedWeight:
-        """Returns some outputs, in this order."""
+        """Returns a weight with these outputs, in this order."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], offsets=offsets)
 

@@ -128,9 +128,9 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns products of the decays `exp(decay)` [pieces, ..., size] of each row: from the
-        begin of its piece up to the row; after one row up to another [pieces, ..., size, size],
-        zero if it comes later; after the row up to the end of the piece."""
+        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row: from
+        the beginning of its piece up to the row; after another row up to this one [pieces, ...,
+        size, size], zero if the other row comes later; after the row up to the end of the piece."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -63,7 +63,7 @@ class StatePool:
     def begin(self, items: Sequence[ScheduledSequence]) -> RecurrentRows:
         """Returns the places of a step's rows. What the step writes counts after `finish`.
 
-        Raises RuntimeError if a sequence goes on from a state that its slot does not hold.
+        Raises RuntimeError if a sequence continues from a state that its slot does not hold.
         """
         read, written, starts, num_decodes = [], [], [0], 0
         for item in items:

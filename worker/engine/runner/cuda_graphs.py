@@ -48,8 +48,8 @@ class Model(Protocol):
 
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
-    """Returns the kinds of steps to capture graphs for. Decodes: a few small ones, then multiples
-    of eight."""
+    """Returns the kinds of steps to capture graphs for. Steps of decodes have a few small sizes,
+    and then multiples of eight."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     small = [size for size in (1, 2, 4) if size < largest]
     decodes = [*small, *range(8, largest, 8), largest]

@@ -544,7 +544,7 @@ class ModelRunner:
 
     @property
     def why_no_graphs(self) -> str:
-        """Why steps are not replayed as CUDA graphs against the options; empty otherwise."""
+        """Why steps are not replayed as CUDA graphs, if the options request it; else empty."""
         return self._model.why_no_graphs if isinstance(self._model, GraphedModel) else ""
 
     @property

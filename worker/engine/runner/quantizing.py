@@ -42,7 +42,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
     """
     if options.quantization not in ("none", *BITS):
         raise ConfigurationError(
-            f"--quantization: {options.quantization!r} is none of none, {', '.join(BITS)}"
+            f"--quantization: {options.quantization!r} is not one of none, {', '.join(BITS)}"
         )
     if not (rounding := rounding_options(options)):
         return

@@ -39,7 +39,7 @@ SAMPLING = (
 """Parameters of every kind: each kind launches other kernels."""
 
 _ids = count(-2, -1)
-"""No two sequences may have the same id, because samplers know them by it."""
+"""The ids of trial sequences are all different, because samplers recognise sequences by id."""
 
 
 def trial_batch(

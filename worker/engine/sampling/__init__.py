@@ -1,1 +1,1 @@
-"""The parts of the sampler. Each does one of its steps."""
+"""The parts of the sampler. Each module does one step of sampling."""

@@ -30,12 +30,12 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def totals(weights: torch.Tensor) -> torch.Tensor:
-    """[R, 1], float64: each row's sum."""
+    """Returns [R, 1], float64: each row's sum."""
     return _block_sums(weights).sum(dim=1, keepdim=True)
 
 
 def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """[R, number of blocks], float64."""
+    """Returns the sum of each block: [R, number of blocks], float64."""
     vocab_size = weights.shape[1]
     whole = vocab_size // BLOCK * BLOCK
     sums = weights[:, :whole].view(len(weights), -1, BLOCK).sum(dim=2)

@@ -46,7 +46,8 @@ class PendingMasks:
 
 
 class Masks:
-    """Starts computing the masks of a step. Only one step at a time, because it reuses buffers.
+    """Starts computing the masks of a step. It handles one step at a time, because it reuses
+    buffers.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
     gets the bits, which are a 32nd of the traffic.

@@ -27,9 +27,9 @@ _ROWS_AT_ONCE = 64
 """Number of prompt rows whose log-probabilities are computed at once. The work on a row takes a few
 times the memory of its logits."""
 _NO_CHOICE = (
-    "the model's logits, or what the request allows, leave no token to choose; where the request"
-    " limits nothing, a weight is no number (fetch the model's files again), or the logits overflow"
-    " in the model's dtype (try bfloat16 or float32)"
+    "no token can be chosen, because of the model's logits or of the request's limits; if the"
+    " request limits nothing, a weight is not a number (fetch the model's files again), or the"
+    " logits overflow in the model's dtype (try bfloat16 or float32)"
 )
 
 
@@ -87,7 +87,7 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, sequences: list[Sequence], num_ahead: list[int]
     ) -> torch.Tensor:
-        """Returns token ids [R] as `sample` would, but heeds only temperature, filters and seed."""
+        """Returns token ids [R] as `sample` would, but by temperature, filters and seed alone."""
         draws = to_device(self.draws(sequences, num_ahead), self._device)
         return self._kernels.choose(logits, self.distributions(sequences), draws)[0]
 

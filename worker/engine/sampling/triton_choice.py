@@ -99,7 +99,7 @@ def _draw_kernel(
 def _tile(
     row_logits: tl.tensor, vocab_size: tl.tensor, start: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """[TILE], float32: logits; -inf after the last."""
+    """Returns [TILE], float32: logits; -inf after the last."""
     place = start + tl.arange(0, TILE)
     logit = tl.load(row_logits + place, mask=place < vocab_size, other=float("-inf"))
     return logit.to(tl.float32)
@@ -107,7 +107,7 @@ def _tile(
 
 @triton.jit
 def _weights(logit: tl.tensor, highest: tl.tensor, rate: tl.tensor, lowest: tl.tensor) -> tl.tensor:
-    """[TILE]: probabilities, not normalised, of the logits that reach `lowest`."""
+    """Returns [TILE]: unnormalised probabilities of the logits that reach `lowest`."""
     return tl.where(logit >= lowest, tl.exp2((logit - highest) * rate), 0.0)
 
 
@@ -120,7 +120,7 @@ def _total(
     lowest: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The sum of the weights of a row, float64."""
+    """Returns the sum of the weights of a row, float64."""
     total = tl.zeros((TILE,), dtype=tl.float32)
     for start in tl.range(0, vocab_size, TILE, num_stages=_NUM_STAGES):
         logit = _tile(row_logits, vocab_size, start, TILE)
@@ -176,13 +176,13 @@ def _reached(
 
 @triton.jit
 def _key(logit: tl.tensor) -> tl.tensor:
-    """int32 in the same order as these float32 numbers."""
+    """Returns int32 numbers that have the same order as these float32 numbers."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _logit(key: tl.tensor) -> tl.tensor:
-    """The number of a key."""
+    """Returns the float32 number of a key."""
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     return bits.to(tl.float32, bitcast=True)

@@ -128,7 +128,7 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """The recipient stands behind the channel, or in front of it as templates write it."""
+        """Returns a grammar whose recipient follows the channel, or precedes it as in templates."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]

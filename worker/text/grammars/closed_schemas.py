@@ -105,7 +105,7 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, boo
 def rebuilt(
     schema: dict[str, Any], change: Callable[[Any, tuple[Any, ...]], Any]
 ) -> dict[str, Any]:
-    """Returns a copy in which each schema inside is what `change` makes of it and its keys."""
+    """Returns a copy in which `change(schema, keys)` replaces each schema inside."""
     result = dict(schema)
     for keys, child, _ in children(schema):
         value = change(child, keys)

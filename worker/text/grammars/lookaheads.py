@@ -14,11 +14,9 @@ _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns without look-aheads. A text that matches all of them matches this one.
-
-    They may exclude texts that this one allows. Returns None if the pattern cannot be split so, or
-    does not begin with look-aheads.
-    """
+    """Returns patterns without look-aheads. A text that matches all of them matches `pattern`. They
+    may exclude texts that `pattern` allows. Returns None if the pattern cannot be split so, or does
+    not begin with look-aheads."""
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
     tokens = _TOKEN.findall(pattern)
@@ -41,7 +39,7 @@ def without_lookaheads(pattern: str) -> list[str] | None:
 
 
 def _beginning(alternatives: list[list[str]]) -> str | None:
-    """Returns the pattern of texts that begin with one of these; None if it cannot be written."""
+    """Returns a pattern of texts that begin with one of these; None if there is no such pattern."""
     texts = []
     for tokens in alternatives:
         is_whole = tokens[-1:] == ["$"]

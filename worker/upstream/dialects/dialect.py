@@ -49,7 +49,7 @@ class ServerDescription:
     """Directory or hub name of the model's files, from the server's options."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that cannot be used."""
+        """Checks the values. Raises ValueError for one that cannot be used."""
         for name, value in (("name", self.model), ("root", self.model_dir or "")):
             if not isinstance(value, str) or len(value) > _LONGEST_NAME:
                 raise ValueError(

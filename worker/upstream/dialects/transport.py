@@ -45,7 +45,7 @@ class OverloadedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server refuses this one request, and would do so again. `status` is that of HTTP."""
+    """The server refuses this one request, and would do so again. `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -153,7 +153,7 @@ def read_json(text: str | bytes) -> Any:
     try:
         return from_json(text)
     except ValueError as error:
-        raise ServerFaultError(f"sent what is not JSON: {text[:_MOST_SHOWN]!r}") from error
+        raise ServerFaultError(f"sent text that is not JSON: {text[:_MOST_SHOWN]!r}") from error
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
@@ -179,7 +179,9 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         )
     if response.status < 300:
         if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
-            raise ServerFaultError(f"it answers in the encoding {coding[:80]!r} unasked")
+            raise ServerFaultError(
+                f"it answers in the encoding {coding[:80]!r}, which was not requested"
+            )
         return
     text = (await _read(response, _MOST_BYTES_OF_ERROR)).decode("utf-8", "replace")
     with suppress(ValueError):

@@ -1,8 +1,6 @@
-"""Holds what subscribers saw and what the server says against what was promised.
-
-Pure: it gets the records of a run and gives the violations, each with its request id and what was
-seen. `outcome.py` reads the server.
-"""
+"""Compares the records of subscribers and the server's state with the promises of promptq. It does
+no I/O: it gets the records of a run and yields violations, each with the request id and the
+evidence. `outcome.py` reads the server."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from tests.programs.chaos.processes.fleet import LEASE_MS
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}
 _HOLDS = {"pending", "leases", "deadlines", "delayed"}
 _PER_QUEUE = {"config", "model", "outputs", "workers", "dead", "tenants"}
-"""One key each for a queue, whatever it served."""
+"""Keys of which each queue has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +47,13 @@ class Snapshot:
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each request's hash, with `result` as a dict."""
     keys: dict[str, int] = field(default_factory=dict)
-    """Milliseconds that each key has left, by its name behind the queue's prefix; -1: for ever."""
+    """Milliseconds until each key expires, by its name after the queue's prefix; -1: never."""
     holds: dict[str, list[str]] = field(default_factory=dict)
-    """Ids in the sorted sets that say where a request is."""
+    """Ids in the sorted sets that hold requests by state."""
     workers: list[dict[str, Any]] = field(default_factory=list)
-    """The last heartbeat of each living worker, told when nothing ran any more."""
+    """The last heartbeat of each living worker, from the time after all requests had ended."""
     silent: list[str] = field(default_factory=list)
-    """Workers of this queue of which there is no such heartbeat."""
+    """Workers of this queue without such a heartbeat."""
 
 
 def audit(
@@ -65,7 +63,7 @@ def audit(
     references: dict[str, Expected],
     claimed: Iterable[Claimed] = (),
 ) -> Iterator[Violation]:
-    """Every violation of a run that is over. `seen` is gone through once, stream by stream."""
+    """Yields every violation of a run that is over. `seen` is read once, stream by stream."""
     claims: defaultdict[str, list[Claimed]] = defaultdict(list)
     for claim in claimed:
         claims[claim.request_id].append(claim)
@@ -105,7 +103,7 @@ def audit(
 
 
 def check_stream(stream: Seen, claims: Sequence[Claimed] = ()) -> Iterator[Violation]:
-    """No gap, no repeat, no word of an earlier attempt, one last event and nothing behind it."""
+    """Checks a stream: no gap, no repeat, no late token of an old attempt, one last event."""
     request_id, who = stream.request_id, stream.subscriber
     if stream.error:
         yield Violation("stream failed", request_id, f"{who}: {stream.error}")
@@ -113,7 +111,7 @@ def check_stream(stream: Seen, claims: Sequence[Claimed] = ()) -> Iterator[Viola
     for number, event in enumerate(stream.events):
         if event.index != position:
             word = "gap" if event.index > position else "repeat"
-            told = f"{who}: event {number} begins at token {event.index} behind {position} tokens"
+            told = f"{who}: event {number} begins at token {event.index} after {position} tokens"
             yield Violation(word, request_id, told)
         position = event.index + len(event.token_ids)
         if event.attempt < attempt:
@@ -131,7 +129,7 @@ def check_stream(stream: Seen, claims: Sequence[Claimed] = ()) -> Iterator[Viola
         told = f"{who}: {len(ends)} last events among {len(stream.events)}"
         yield Violation("last event", request_id, told)
     elif ends[0] != len(stream.events) - 1:
-        yield Violation("last event", request_id, f"{who}: events come behind the last one")
+        yield Violation("last event", request_id, f"{who}: events follow the last one")
 
 
 def _check_sending(request: Sent) -> Iterator[Violation]:
@@ -165,7 +163,7 @@ def _check_end(request: Sent, state: dict[str, Any]) -> Iterator[Violation]:
 def _check_attempts(
     request: Sent, state: dict[str, Any], claims: Sequence[Claimed]
 ) -> Iterator[Violation]:
-    """Each attempt is one worker's, for as long as a lease lasts at least."""
+    """Checks that each attempt belonged to one worker, at least for the time of a lease."""
     attempts = sorted(claim.attempt for claim in claims)
     if len(set(attempts)) != len(attempts):
         yield Violation("attempt twice", request.request_id, f"workers were handed {attempts}")
@@ -192,7 +190,7 @@ def _allowed_states(request: Sent) -> set[str]:
 def _check_tokens(
     stream: Seen | None, token_ids: list[int], text: str, expected: Expected, request: Sent
 ) -> Iterator[Violation]:
-    """All of what is expected if it was completed, else a true beginning of it."""
+    """Checks that a completed request has all expected tokens, and others a beginning of them."""
     who = stream.subscriber if stream else "the server's result"
     request_id = request.request_id
     wrong = _first_difference(token_ids, expected.token_ids)
@@ -222,7 +220,7 @@ def _check_logprobs(
     expected: Expected,
     request: Sent,
 ) -> Iterator[Violation]:
-    """Of these tokens, the first of which is the request's token `index`: one each, if asked."""
+    """Checks the log-probabilities from the request's token `index` on: one each, if requested."""
     asked = request.fields.get("logprobs") is not None
     named = [token_id for token_id, _, _ in logprobs]
     if named != (token_ids if asked else []):
@@ -238,7 +236,7 @@ def _check_logprobs(
 
 
 _ROUNDING = 1e-3
-"""Between a step alone and one with others, in fp32."""
+"""The difference between a step alone and a step with other sequences, in fp32."""
 
 
 def _logprobs(result: dict[str, Any]) -> list[Logprob]:
@@ -246,7 +244,7 @@ def _logprobs(result: dict[str, Any]) -> list[Logprob]:
 
 
 def _rounded(logprobs: Sequence[Logprob]) -> list[tuple[int, str, int]]:
-    """To nine digits, which tell any two numbers in fp32 apart: the scripts write only fourteen."""
+    """Rounds to nine digits, enough for all fp32 numbers: the scripts write only fourteen."""
     return [(token_id, f"{value:.9g}", rank) for token_id, value, rank in logprobs]
 
 
@@ -258,7 +256,7 @@ def _first_difference(token_ids: list[int], expected: list[int]) -> int | None:
 
 
 def _check_same(stream: Seen, state: dict[str, Any] | None) -> Iterator[Violation]:
-    """A subscriber that saw the end saw what the server keeps as the result."""
+    """Checks that a subscriber that saw the end saw the result that the server keeps."""
     result = (state or {}).get("result")
     if not result or not stream.events or not stream.events[-1].finish_reason:
         return
@@ -273,14 +271,14 @@ def _check_same(stream: Seen, state: dict[str, Any] | None) -> Iterator[Violatio
 
 
 def check_leftovers(queue: Queue, snapshot: Snapshot, known: set[str]) -> Iterator[Violation]:
-    """Nothing is held any more, and what is kept goes by itself."""
+    """Checks that no request is held any longer, and that all kept keys expire."""
     for name, ids in snapshot.holds.items():
         for request_id in ids:
             yield Violation(f"left in {name}", request_id, f"queue {queue}")
     for name, ttl_ms in snapshot.keys.items():
         first, _, rest = name.partition(":")
         if name in _PER_QUEUE or first in _HOLDS:
-            continue  # the holds are looked at above
+            continue  # the holds are checked above
         if first == "request" and rest not in known:
             yield Violation("leaked key", rest, f"{name} of a request that nobody sent")
         elif ttl_ms < 0 and snapshot.requests.get(rest, {}).get("state") != "dead":
@@ -297,7 +295,7 @@ _IN_USE = ("kv_used_tokens", "num_running", "num_waiting", "num_prefetched")
 
 
 def check_endings(endings: Iterable[Ending]) -> Iterator[Violation]:
-    """No worker ends but by what the run does to it, and then as it must."""
+    """Checks that each worker ended only because of the run's faults, and in the right way."""
     for ending in endings:
         if ending.reason not in ALLOWED:
             told = f"a worker of {ending.queue} ended {ending.reason}: {ending.last_words}"
@@ -305,7 +303,7 @@ def check_endings(endings: Iterable[Ending]) -> Iterator[Violation]:
 
 
 def check_refusals(told: Iterable[str]) -> Iterator[Violation]:
-    """The rules of access let every role do all it has to."""
+    """Checks that the access rules allowed every command of every role."""
     for refusal in told:
         yield Violation("refused", "", refusal)
 

@@ -31,17 +31,15 @@ _PAGE = 1000
 
 
 def hold_names(keys: Keys) -> list[str]:
-    """The sorted sets that hold ids of requests that have not ended."""
+    """Returns the sorted sets with the ids of requests that have not ended."""
     return [keys.pending, keys.leases, keys.deadlines, keys.delayed]
 
 
 def take_snapshot(
     client: redis.Redis, keys: Keys, places: Mapping[str, int | None] | None = None
 ) -> Snapshot:
-    """Everything of the queue, key by key.
-
-    `places` are its workers and their process ids, None for one that does not run.
-    """
+    """Reads all keys of the queue. `places` are its workers and their process ids, None for a
+    worker that does not run."""
     snapshot, client = Snapshot(), client_of(client, keys)
     _sweep(RequestQueue(client, keys.queue))
     names = [name.decode() for name in client.scan_iter(match=f"{keys.prefix}*", count=_PAGE)]
@@ -71,7 +69,7 @@ def take_snapshot(
 
 
 def _sweep(queue: RequestQueue) -> None:
-    """Do what the upkeep does: each round forgets some ids that no worker holds any longer."""
+    """Sweep like the upkeep does: each round forgets some ids that no worker holds any longer."""
     for _ in range(50):
         cursor = queue.sweep().cursor
         while cursor != "0":
@@ -79,13 +77,13 @@ def _sweep(queue: RequestQueue) -> None:
 
 
 def told_since(client: redis.Redis, keys: Keys, since_ms: int) -> set[int]:
-    """The process ids of workers with a heartbeat behind this time of the server."""
+    """Returns the process ids of workers with a heartbeat after this time of the server."""
     found = list(_heartbeats(client_of(client, keys), keys))
     return {int(it["pid"]) for it in found if int(it["heartbeat_at"]) > since_ms}
 
 
 def find_strays(names: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
-    """Names of keys that belong to no queue."""
+    """Returns the names of keys that belong to no queue."""
     return sorted(name for name in names if not name.startswith(prefixes))
 
 
@@ -100,7 +98,7 @@ def _request(reply: dict[bytes, bytes]) -> dict[str, Any]:
 def _workers(
     client: redis.Redis, keys: Keys, places: Mapping[str, int | None]
 ) -> Iterator[dict[str, Any]]:
-    """Heartbeats of those that run: who was killed a while ago is still listed."""
+    """Yields the heartbeats of running workers: recently killed workers are still listed."""
     pids = {str(pid) for pid in places.values()}
     return (worker for worker in _heartbeats(client, keys) if worker.get("pid") in pids)
 
@@ -129,20 +127,21 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
     ends: dict[Queue, Counter[str]] = field(default_factory=dict)
     requests: Counter[tuple[Queue, str]] = field(default_factory=Counter)
-    """By queue, and kind and final state."""
+    """Numbers of requests, by queue, kind and final state."""
     num_swallowed: int = 0
-    """Replies that were in fact swallowed: a link that sends nothing has none."""
+    """Number of swallowed replies: a link that sends nothing gets none."""
     num_streams: int = 0
     num_events: int = 0
     num_carried_on: int = 0
-    """Streams in which several attempts speak."""
+    """Number of streams with events of several attempts."""
     passed_on: Counter[str] = field(default_factory=Counter)
-    """How often one went from a worker of one release to a worker of the other, by direction."""
+    """Number of streams that went from one release's worker to the other's, by direction."""
     num_changes: int = 0
-    """How often a worker loaded another model."""
+    """Number of times that a worker loaded another model."""
     violations: list[Violation] = field(default_factory=list)
     caught_after: float | None = None
-    """Seconds of faults until a mutant was caught; None if only the end told, or nothing did."""
+    """Seconds of faults until a mutant was caught; None if none or only the last audit caught
+    it."""
 
     @property
     def num_requests(self) -> int:
@@ -150,7 +149,7 @@ class Outcome:
 
     @property
     def num_deaths(self) -> int:
-        """Workers that went without giving anything back."""
+        """Number of workers that ended without giving requests back."""
         return sum(ends["killed"] + ends["poisoned"] for ends in self.ends.values())
 
     def audit(
@@ -160,10 +159,10 @@ class Outcome:
         references: dict[str, Expected],
         places: Mapping[Queue, Mapping[str, int | None]] | None = None,
     ) -> None:
-        """Hold the records in the folder against the server.
+        """Compare the records in the folder with the server.
 
-        `places` are the workers of each queue and their process ids, all idle now. None while the
-        run goes on: only the requests that have ended are looked at.
+        `places` are the workers of each queue and their process ids, all idle now. None during the
+        run: then only requests that have ended are checked.
         """
         paths = sorted(folder.glob("*.jsonl"))
         sent = [record for path in paths for record in read_sent(path)]
@@ -213,12 +212,12 @@ _MOST_SHOWN = 100
 
 
 def report(outcome: Outcome) -> str:
-    """A table of the faults injected and the violations found."""
+    """Returns a table of the injected faults and the violations."""
     return "\n".join(_lines(outcome))
 
 
 def mutant_table(outcomes: Mapping[str, Outcome]) -> str:
-    """When each mutant was caught, by which rules."""
+    """Returns a table of the time at which each mutant was caught, and by which rules."""
     rows = ["| mutant | caught after | violations |", "|---|---|---|"]
     for name, outcome in outcomes.items():
         rules = Counter(violation.rule for violation in outcome.violations)

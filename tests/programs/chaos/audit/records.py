@@ -16,17 +16,17 @@ from tests.support.model_free import tokens_of
 
 
 class Queue(StrEnum):
-    """The queues of a run, each with workers of its own."""
+    """The queues of a run. Each has separate workers."""
 
     VOLUME = "volume"
     """Model-free workers, under every fault."""
     REAL = "real"
     """The shipped model, under every fault but less often."""
     POISON = "poison"
-    """Model-free workers that die of some requests and of nothing else."""
+    """Model-free workers that die only because of some requests."""
     FIRST = "first"
     SECOND = "second"
-    """These two share a worker, which has one of their model-free models loaded at a time."""
+    """FIRST and SECOND share a worker, which loads one of their two models at a time."""
     UPSTREAM = "upstream"
     """Workers that forward to inference servers."""
 
@@ -36,7 +36,7 @@ FLEET = (Queue.VOLUME, Queue.REAL, Queue.POISON)
 
 
 Logprob = tuple[int, float, int]
-"""Of one token that was chosen: its id, its log-probability, its rank."""
+"""A chosen token: its id, its log-probability, its rank."""
 
 
 class Kind(StrEnum):
@@ -58,14 +58,14 @@ class Expected:
     token_ids: list[int]
     text: str
     finish_reason: str
-    """Empty: any, as an end token comes just where the length ends."""
+    """Empty: any reason, because an end token comes exactly at the length."""
     logprobs: list[Logprob] | None = None
-    """One for each token, if they were asked for."""
+    """One for each token, if the request wants them."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request that was accepted, as its producer knows it."""
+    """The producer's record of an accepted request."""
 
     request_id: str
     queue: Queue
@@ -73,15 +73,15 @@ class Sent:
     fields: dict[str, Any]
     """The fields of its payload."""
     template: str = ""
-    """In the queue of the shipped model: which reference answer it must give."""
+    """In the queue of the shipped model: the key of the expected reference answer."""
     delay_ms: int = 0
     answers: list[str] = field(default_factory=list)
-    """The ids that enqueueing gave, one for each producer that sent it."""
+    """The ids that enqueueing returned, one for each producer that sent the request."""
     cancel_status: str = ""
-    """Status of its first cancel that got a reply."""
+    """Status of its first answered cancel."""
 
     def expected(self, references: dict[str, Expected]) -> Expected:
-        """The reference answer, or what the model-free engine gives for its seed."""
+        """Returns the reference answer, or the model-free engine's answer for the seed."""
         if self.template:
             return references[self.template]
         tokens = tokens_of(self.fields["seed"], self.fields["max_tokens"])
@@ -97,7 +97,7 @@ class Sent:
 
 @dataclass(slots=True)
 class SeenEvent:
-    """One event, as it reached a subscriber."""
+    """One event that reached a subscriber."""
 
     index: int
     token_ids: list[int]
@@ -117,7 +117,7 @@ class SeenEvent:
 
 @dataclass(slots=True)
 class Seen:
-    """One subscriber's own record of one stream."""
+    """One subscriber's record of one stream."""
 
     subscriber: str
     request_id: str
@@ -140,12 +140,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A claim, as the worker that got it recorded it."""
+    """A worker's record of a claim."""
 
     request_id: str
     attempt: int
     num_tokens: int
-    """So many the log held then: what comes behind them is this attempt's or a later one's."""
+    """Number of tokens in the log at the claim. Later tokens are from this attempt or later
+    ones."""
 
 
 class Journal:
@@ -196,7 +197,7 @@ def _records(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 _NO_SERVER = "promptq worker: no Redis server answers at "
-"""A worker that serves tries for a minute, longer than any fault; one that starts says this."""
+"""The message of a starting worker. A serving worker tries for a minute, longer than any fault."""
 
 ALLOWED = {
     "killed",
@@ -206,7 +207,7 @@ ALLOWED = {
     "met no server as it started",
     "exit code 0 at the end",
 }
-"""All that a schedule and its requests cause; whatever else ends a worker is a violation."""
+"""All ends that a schedule and its requests cause. Any other end of a worker is a violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +216,13 @@ class Ending:
 
     queue: Queue
     code: int | None
-    """-n if signal n ended it; None if it had to be killed as it did not drain."""
+    """-n if signal n ended it; None if it was killed because it did not drain."""
     sent: frozenset[signal.Signals] = frozenset()
     """Signals that the run had sent to the process."""
     was_ready: bool = True
     last_words: str = ""
     is_last: bool = False
-    """The run was over, and all were told to end."""
+    """Whether the run was over, so that all processes were ending."""
     is_earlier: bool = False
     """Whether the process was of the last release. A SIGTERM kills such a process while its
     interpreter ends; this release ignores it then."""

@@ -1,8 +1,6 @@
-"""The worker command, with a model-free engine that takes its time and can be poisoned.
-
-It notes down what it claims, for the audit, and sends the scripts of a mutant if it is told to.
-It takes the options of `promptq worker`.
-"""
+"""The worker command, with a slow model-free engine that some requests kill. It records its claims
+for the audit, and sends the scripts of a mutant if the environment names one. It has the options of
+`promptq worker`."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ POISON = 7
 """A prompt with this byte kills its worker."""
 
 POISONED_TOKENS = 40
-"""So many tokens of an attempt come before it does, and others aboard gain as many."""
+"""Number of an attempt's tokens before the worker dies. Other running requests get as many."""
 
 POISONED_CODE = 42
-"""That nothing else exits with."""
+"""An exit code that has no other cause."""
 
 STEP_SECONDS = 0.02
 _NUM_BLOCKS = 56  # so few that a full batch preempts
@@ -36,7 +34,7 @@ _BLOCK_SIZE = 16
 
 
 class PoisonableRunner(ModelFreeRunner):
-    """Kills its process in the step that gives a poisoned sequence its fatal token."""
+    """Kills its process in the step in which a poisoned sequence gets its last token."""
 
     def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         for share in batch.sampling:
@@ -48,7 +46,7 @@ class PoisonableRunner(ModelFreeRunner):
 
 
 class NotingQueue(AsyncRequestQueue):
-    """Logs each claim, and how many tokens there were before it."""
+    """Logs each claim, and the number of tokens before it."""
 
     async def take_batch(self, room: Room) -> Claims:
         claims = await super().take_batch(room)
@@ -59,7 +57,7 @@ class NotingQueue(AsyncRequestQueue):
 
 
 def build_chaotic(settings: WorkerSettings, *rest: Any) -> Served:
-    """Builds the model-free engine, as `promptq.worker.serve.build.build` does for others."""
+    """Builds the model-free engine, in place of `promptq.worker.serve.build.build`."""
     if settings.model != MODEL_FREE:
         return build(settings, *rest)
     runner = PoisonableRunner(_NUM_BLOCKS, _BLOCK_SIZE, step_seconds=STEP_SECONDS)

@@ -1,8 +1,8 @@
-"""Producers and subscribers, as a process of their own that keeps its own record.
+"""Producers and subscribers in a separate process, which writes its records.
 
 `python -m tests.programs.chaos.processes.clients NAME SEED PRODUCERS_URL SUBSCRIBERS_URL JOURNAL
-QUEUE=RATE ...`, with rates in requests a second. On SIGTERM it sends no more and ends when all its
-streams have; on the second it writes down what it has seen of those that have not.
+QUEUE=RATE ...`, with rates in requests a second. At the first SIGTERM it sends no more requests,
+and ends when all its streams have ended. At the second it records the unfinished streams, and ends.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Clients:
                 task.add_done_callback(self._under_way.discard)
 
     async def finish(self) -> None:
-        """Wait for all streams to end; cancelled, have them write down what they saw."""
+        """Wait for all streams to end. If this is cancelled, the streams record what they saw."""
         try:
             while self._under_way:
                 await asyncio.wait(self._under_way)
@@ -117,7 +117,7 @@ class Clients:
                 self._journal.write(request)
 
     async def _send(self, request: Sent) -> None:
-        """Until it is certain that it was accepted. Its own id is its answer if that is taken."""
+        """Send a request until it is certainly accepted. If its id is taken, it was accepted."""
         is_plain = request.kind is Kind.PLAIN and self._rng.random() < _PLAIN_SHARE
         if is_plain and request.queue is not Queue.POISON:
             await self._send_plainly(request)
@@ -192,7 +192,7 @@ def _follow(stream: Iterator[TokenEvent], record: Seen) -> None:
 
 
 async def _persist(action: Callable[[], Awaitable[T]]) -> T:
-    """Try until the server answers: producers may be told that it does not."""
+    """Try until the server answers: calls of producers may fail while it does not."""
     while True:
         try:
             return await action()

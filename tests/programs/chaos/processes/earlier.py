@@ -19,11 +19,11 @@ REVISION = "9d8ec56"
 """The commit of the last release. The next release changes both constants."""
 
 SHARES = (1.0, 0.5, 0.0, 0.5, 1.0, 0.5)
-"""How much of the fleet is the earlier release in each part of a run: it is updated, rolled
+"""The earlier release's share of the fleet in each part of a run. The fleet is updated, rolled
 back, and updated again to half."""
 
 EARLIER_LOG = ".earlier.log"
-"""How the name of a log ends that workers of the earlier release write."""
+"""The ending of the names of logs of the earlier release's workers."""
 
 _LIBRARIES = ("tests.chaos.chaotic_worker", "promptq.worker.engine.model.model_runner")
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
@@ -32,7 +32,7 @@ _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A checkout of an earlier release, and an interpreter that has what it needs."""
+    """A checkout of an earlier release, and an interpreter with its packages."""
 
     name: str
     folder: Path
@@ -42,7 +42,7 @@ class Release:
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which its code is found."""
+        """The environment variables with which its code is found."""
         return {**os.environ, **self._of_its_own}
 
     @property
@@ -64,10 +64,11 @@ class Release:
 
 
 def check_out(folder: Path, *, own_environment: bool) -> Release:
-    """The last release, in `folder`. Raises CalledProcessError where its history is not here.
+    """Checks out the last release in `folder`. Raises CalledProcessError if this clone lacks its
+    history.
 
-    With an environment of its own it has the versions that it was released with, which takes a
-    minute or two to install; otherwise those that are installed now.
+    With `own_environment` it has the package versions of its time, which takes a minute or two to
+    install. Otherwise it uses the installed ones.
     """
     clone = ["git", "clone", "--quiet", str(ROOT), str(folder)]
     subprocess.run(clone, check=True, capture_output=True)

@@ -63,7 +63,7 @@ class Engines:
         self._lock = asyncio.Lock()
 
     def options(self, number: int) -> list[str]:
-        """Of the worker with this number."""
+        """Returns the options of the worker with this number."""
         url = self._servers[number % len(self._servers)].url
         where = ["--engine", self._engine, "--upstream", url, "--stuck-seconds", "3"]
         return [*where, "--model", str(self._model), "--dtype", "float32"]
@@ -89,7 +89,7 @@ class Engines:
             await asyncio.to_thread(server.start)
 
     async def hurt(self, fault: Fault, rng: random.Random) -> bool:
-        """Hurt one server at a time. Returns whether it can be hurt so."""
+        """Inflict a fault on one server at a time. Returns whether the fault is possible."""
         async with self._lock:
             server = rng.choice(self._servers)
             if fault is Fault.ENGINE_KILL:

@@ -1,4 +1,4 @@
-"""Worker processes of a run: started, hurt, and started anew when they end."""
+"""Worker processes of a run: starts them, inflicts faults, and restarts them when they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.processes import family_of
 
 LEASE_MS = 1000
 MAX_CRASHES = dict.fromkeys(Queue, 1000) | {Queue.POISON: 4}
-"""Where workers are killed at random, even crashes of one that ran alone tell nothing of it."""
+"""High, because a worker that is killed at random proves nothing, even about a request alone."""
 
 CRASH_BACKOFF_MS = 200
 """How long a suspect waits after its second crash."""
@@ -45,7 +45,7 @@ _RESTART_SECONDS = 0.05
 
 
 class Place:
-    """One of the workers that are to run, and the process that does."""
+    """The place of one worker, and its current process."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Place:
         self.queue = queue
         self.name = f"{queue}-{number}"
         self.endings: list[Ending] = []
-        """Of its processes."""
+        """The ends of its processes."""
         self.is_ready = False
         self.is_frozen = False
         self.is_to_be_earlier = False
@@ -84,7 +84,7 @@ class Place:
         self._is_wanted.set()
 
     def want(self, is_wanted: bool) -> None:
-        """Whether a process is to run here. One that is not wanted any more drains."""
+        """Set whether a process should run here. An unwanted process drains."""
         if is_wanted:
             self._is_wanted.set()
         else:
@@ -96,7 +96,7 @@ class Place:
 
     @property
     def pid(self) -> int | None:
-        """None while nothing runs here."""
+        """The process id; None while no process runs here."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -105,7 +105,7 @@ class Place:
         return signal.SIGTERM in self._sent
 
     def send(self, signal_number: signal.Signals) -> bool:
-        """Signal the process, if there is one that is ready."""
+        """Signal the process, if it is ready. Returns whether it was."""
         pid = self.pid  # which may be over at the next look
         if pid is None or not self.is_ready:
             return False
@@ -128,7 +128,7 @@ class Place:
         return True
 
     async def freeze(self, seconds: float) -> bool:
-        """Stop it for so long, and let it go on."""
+        """Stop the process for `seconds`, and then continue it."""
         pid = self.pid
         if self.is_frozen or pid is None or not self.send(signal.SIGSTOP):
             return False
@@ -142,13 +142,13 @@ class Place:
         return True
 
     async def leave(self) -> None:
-        """Start no other when it ends."""
+        """Do not restart the process when it ends."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def end(self) -> None:
-        """Drain it, and start no other."""
+        """Drain the process, and do not restart it."""
         await self.leave()
         process = self._process
         if process is not None and process.returncode is None:
@@ -252,7 +252,7 @@ class Fleet:
             place.start()
 
     def share_with_earlier(self, share: float) -> None:
-        """Have so much of each queue's workers be of the earlier release, by draining others."""
+        """Give the earlier release this share of each queue's workers, by draining others."""
         for number, place in enumerate(self.places):
             wanted = number % 2 < 2 * share
             place.is_to_be_earlier = wanted
@@ -260,7 +260,7 @@ class Fleet:
                 place.send(signal.SIGTERM)
 
     def scale(self, queue: Queue, rng: random.Random) -> None:
-        """Have another number of workers, at least one, by draining some or starting some."""
+        """Change the number of workers, at least one, by draining or starting some."""
         places = [place for place in self.places if place.queue is queue]
         wanted = rng.sample(places, rng.randint(1, len(places)))
         for place in places:
@@ -290,7 +290,7 @@ class Fleet:
         return [place for place in self.places if place.queue is not Queue.FIRST]
 
     def pids(self) -> dict[Queue, dict[str, int | None]]:
-        """The process of each worker that tells; None where none runs."""
+        """Returns the process id of each worker that sends heartbeats; None if none runs."""
         found: dict[Queue, dict[str, int | None]] = {place.queue: {} for place in self.places}
         for place in self.telling:
             found[place.queue][place.name] = place.pid
@@ -298,9 +298,9 @@ class Fleet:
 
     @property
     def endings(self) -> list[Ending]:
-        """Of all processes that have ended."""
+        """Returns the ends of all processes so far."""
         return [ending for place in self.places for ending in place.endings]
 
     def ends(self, queue: Queue) -> Counter[str]:
-        """Why processes of this queue ended, and how often."""
+        """Returns the reasons for which processes of this queue ended, with their numbers."""
         return Counter(ending.reason for ending in self.endings if ending.queue is queue)

@@ -1,8 +1,8 @@
 """Processes that end with their owner, however it dies.
 
-Workers die every second or two in a run, and to import torch takes longer than to live. So each is
-a fork of a process that has imported all it needs. It is a process of its own all the same: it
-opens its connections, loads its model and starts its threads itself.
+Workers die every second or two in a run, and importing torch takes longer than their life. So each
+worker is a fork of a process that has imported its libraries. Like any other worker, it opens its
+connections, loads its model and starts its threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_LINE = 2**20
 class ProcessGroup:
     """A process group whose first member is a shell that waits on a pipe from the owner.
 
-    When the pipe closes it ends the whole group, itself included.
+    When the pipe closes, the shell ends the whole group, itself included.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ProcessGroup:
         self._members = [it for it in self._members if it.returncode is None] + [member]
 
     async def end(self) -> None:
-        """End at once whatever is left of it."""
+        """End all remaining processes at once."""
         if self._shell is not None and self._shell.stdin is not None:
             self._shell.stdin.close()
             await self._shell.wait()
@@ -74,12 +74,12 @@ class ProcessGroup:
 
 
 def warm_up(server: ForkServer) -> None:
-    """Wait until it has imported everything, which the first fork would do otherwise."""
+    """Wait until the server has imported everything. Otherwise the first fork would wait."""
     ForkedProcess([server.python, "-c", "pass"], server=server).wait()
 
 
 class ForkedWorker:
-    """A fork, as asyncio's own processes are used."""
+    """A fork with the interface of asyncio's processes."""
 
     def __init__(self, process: ForkedProcess) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""Tiny models, one for each kind of layer, that take the shipped model's place."""
+"""Tiny models, one for each kind of layer, that replace the shipped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of a run, or its cluster: it writes down every command, dies, and comes back."""
+"""The server of a run, or its cluster. It persists every command, is killed, and starts again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PersistentServer:
 
     @contextmanager
     def opened(self) -> Iterator[redis.Redis]:
-        """A client that may do everything."""
+        """Yields a client that may do everything."""
         with redis.Redis(port=self.port) as client:
             yield client
 
@@ -52,11 +52,11 @@ class PersistentServer:
             yield from (name.decode() for name in client.scan_iter(count=1000))
 
     def refusals(self) -> list[str]:
-        """Returns the commands that it refused to any role since it started."""
+        """Returns the commands that the server has refused to any role since its start."""
         return refusals(self.url)
 
     async def start(self) -> None:
-        """Start it on what it wrote down before, and wait until it answers."""
+        """Start it with its persisted data, and wait until it answers."""
         command = [server_program()]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
@@ -70,23 +70,23 @@ class PersistentServer:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """End it; what it has written down stays."""
+        """End it. Its persisted data stays."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(how)
             await self._process.wait()
 
 
 _NODE_TIMEOUT_MS = 3000
-"""Longer than this machine stands still under load: nobody but the run kills a primary, and a move
-key by key does not outlive the loss of one of its two nodes."""
+"""Longer than this machine stands still under load. Only the run may kill primaries, because a move
+key by key fails if one of its two nodes is lost."""
 
 
 class ChaoticCluster:
     """Three primaries, each with a replica; primaries die, and the queues' slots move.
 
     Replication is asynchronous, so a primary that dies may have accepted what its replica never
-    got. So that nothing is lost here, it accepts no writes any more just before it dies. With
-    `may_lose` it dies without that.
+    got. So that nothing is lost, a primary stops accepting writes just before it is killed. With
+    `may_lose` it does not.
     """
 
     def __init__(self, kind: str, *, may_lose: bool = False) -> None:
@@ -128,7 +128,7 @@ class ChaoticCluster:
         until(primary.is_in_step)
 
     def unasked(self) -> Iterator[Violation]:
-        """Primaries that lost their place alive, and with it what their replica did not have."""
+        """Yields primaries that were replaced alive, so that unreplicated writes were lost."""
         count = sum(node.num_elections for node in self._cluster.nodes) - self._num_kills
         if count > 0:
             yield Violation(

@@ -1,7 +1,7 @@
 """Shared parts of the programs' scripts: their calls, the right answers, and their reports.
 
-A script runs in the environment of its program, so this module needs Python alone. It knows what is
-right from a plain call of the gateway: a program must hand over the same text, usage and reason.
+A script runs in the environment of its program, so this module needs Python alone. A plain call of
+the gateway shows the right answer: a program must return the same text, usage and reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 URL = os.environ["OPENAI_BASE_URL"]
-"""Where the program sends its calls, with /v1; what passes there is kept."""
+"""The URL to which the program sends its calls, with /v1. The traffic is recorded."""
 ROOT_URL = URL.removesuffix("/v1")
 KEY = os.environ["OPENAI_API_KEY"]
 MODEL = os.environ["COMPAT_MODEL"]
@@ -38,7 +38,7 @@ ENOUGH_TOKENS = 100
 PROMPT = "Once upon a time, there was a fox"
 MAX_TOKENS = 24
 LONG = "once " * 20_000
-"""More than the model accepts."""
+"""A prompt that is longer than the model accepts."""
 UNKNOWN = "no-such-model"
 
 SCHEMA: dict[str, Any] = {
@@ -50,7 +50,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["hero", "friends"],
     "additionalProperties": False,
 }
-"""Short whatever the model would prefer to say; `is_tale` says whether something follows it."""
+"""A schema with short values only; `is_tale` checks whether a value follows it."""
 FUNCTION: dict[str, Any] = {
     "name": "paint",
     "description": "Paint a hero.",
@@ -61,7 +61,7 @@ TOOL_CHOICE: dict[str, Any] = {"type": "function", "function": {"name": "paint"}
 
 
 def is_tale(got: Any) -> None:
-    """Raises AssertionError if it does not follow SCHEMA; takes JSON as text, too."""
+    """Raises AssertionError if a value does not follow SCHEMA. Accepts JSON as text, too."""
     value = json.loads(got) if isinstance(got, str) else got
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="json")
@@ -72,11 +72,11 @@ def is_tale(got: Any) -> None:
 
 
 TEXTS = [QUESTION, "The rain in the valley"]
-"""To be embedded."""
+"""Texts to embed."""
 
 
 def are_vectors(vectors: list[list[float]]) -> str:
-    """Raises AssertionError unless they are those of two different texts."""
+    """Raises AssertionError unless the vectors belong to two different texts."""
     same("vectors", len(vectors), len(TEXTS))
     assert len(vectors[0]) > 1, "a vector has no length"
     assert vectors[0] != vectors[1], "different texts have one vector"
@@ -88,7 +88,7 @@ def same(what: str, got: Any, wanted: Any) -> None:
 
 
 def says(error: BaseException, *words: str) -> str:
-    """The program must show its user an error with these words."""
+    """Checks that an error of the program has these words."""
     code = getattr(error, "code", None)
     told = f"{type(error).__name__}: {error}" + (f" ({code})" if isinstance(code, str) else "")
     for word in words:
@@ -97,12 +97,12 @@ def says(error: BaseException, *words: str) -> str:
 
 
 UNKNOWN_SAYS = (UNKNOWN, MODEL)
-"""The wrong name, and one that would be right."""
+"""The wrong name, and a right one."""
 LONG_SAYS = ("characters",)
 
 
 def fails(call: Callable[[], Any], *words: str) -> str:
-    """The call must raise an error that says these words."""
+    """Checks that the call raises an error with these words."""
     try:
         got = call()
     except Exception as error:
@@ -123,7 +123,7 @@ def plain(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """A plain answer: what a program must hand over."""
+    """A plain answer, which a program must return, too."""
 
     text: str
     finish_reason: str
@@ -152,7 +152,7 @@ def completion(prompt: str = PROMPT) -> Answer:
 
 
 def _answer(answer: dict[str, Any], text: str, *, is_cut: bool) -> Answer:
-    """Of an answer that MAX_TOKENS cut, more is known than what the gateway says."""
+    """Returns a plain answer. Checks reason and length of one that MAX_TOKENS should cut."""
     usage, reason = answer["usage"], answer["choices"][0]["finish_reason"]
     tokens = (usage["prompt_tokens"], usage["completion_tokens"])
     if is_cut:
@@ -164,9 +164,9 @@ _LOOP = asyncio.new_event_loop()
 
 
 def attempt(tried: str) -> Callable[[Callable[[], Any]], None]:
-    """Run what it decorates at once and tell how it went; a coroutine, too.
+    """Run the decorated function or coroutine at once and report the result.
 
-    What the function returns is what the program got. An exception says why it does not pass.
+    The function returns what the program got. An exception is the reason why the attempt fails.
     """
 
     def run(function: Callable[[], Any]) -> None:

@@ -47,10 +47,10 @@ def copied(name: str, to: Path, **settings: Any) -> Path:
     ("name", "settings", "expected"),
     [
         ("gptq", {"quant_method": "hqq"}, "quantized by the method 'hqq', and those of"),
-        ("gptq", {"bits": 3}, "gptq: its weights have 3 bits, and 4 or 8 are read"),
-        ("gptq", {"checkpoint_format": "marlin"}, "gptq: its format 'marlin' is none of"),
+        ("gptq", {"bits": 3}, "gptq: its weights have 3 bits, but only 4 or 8 are supported"),
+        ("gptq", {"checkpoint_format": "marlin"}, "gptq: its format 'marlin' is not one of"),
         ("awq", {"version": "gemv", "format": "gemv"}, "awq: its version is 'gemv'"),
-        ("ct-w4a16", {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is none of"),
+        ("ct-w4a16", {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not one of"),
         ("ct-w4a16", {"sparsity_config": {"format": "sparse-24"}}, "weights are sparse"),
         ("ct-w4a16", {"transform_config": {"config_groups": {"u": {}}}}, "it transforms inputs"),
         (

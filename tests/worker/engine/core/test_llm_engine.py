@@ -264,7 +264,7 @@ def test_a_runner_that_samples_too_little_is_caught_before_anything_is_committed
     for sequence_id in (1, 2):
         engine.add(make_request(sequence_id))
     runner.drop_a_token = True
-    with pytest.raises(RuntimeError, match=r"sampled \[1\] tokens where \[1, 1\] were to come"):
+    with pytest.raises(RuntimeError, match=r"sampled \[1\] tokens instead of \[1, 1\]"):
         engine.step()
     runner.drop_a_token = False
     assert run_to_end(engine)[1][0] == tokens_of(1, 10)

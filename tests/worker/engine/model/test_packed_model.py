@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "index_head_dim": 8,
             "index_block_size": 4,
         },
-        "layer 1 asks its attention for 'block_indices'",
+        "layer 1 calls its attention with the unknown argument 'block_indices'",
     ),
 }
 
@@ -256,8 +256,10 @@ def test_a_backend_without_fp32_is_checked_in_its_own_type() -> None:
 def test_a_backend_is_asked_for_by_name() -> None:
     options = LoadOptions(kv_cache_memory=10**6, attention="torch")
     runner = ModelRunner.of(loaded_model("llama"), options)
-    assert runner.why_no_own_code == "--attention torch was asked for"
-    with pytest.raises(ConfigurationError, match=r"--attention: 'best' is none of auto, .*torch"):
+    assert runner.why_no_own_code == "--attention torch was requested"
+    with pytest.raises(
+        ConfigurationError, match=r"--attention: 'best' is not one of auto, .*torch"
+    ):
         ModelRunner.of(loaded_model("llama"), replace(options, attention="best"))
     with pytest.raises(ConfigurationError, match=r"--attention: 'triton' runs on cuda, .* is cpu"):
         ModelRunner.of(loaded_model("llama"), replace(options, attention="triton"))

@@ -287,9 +287,9 @@ def test_other_families_are_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"quantization": "int3"}, "'int3' is none of none, int8, int4"),
+        ({"quantization": "int3"}, "'int3' is not one of none, int8, int4"),
         ({"native": False}, "needs promptq's code; omit --no-native"),
-        ({"attention": "torch"}, "--attention torch was asked for"),
+        ({"attention": "torch"}, "--attention torch was requested"),
         ({"dtype": "float16"}, "the weights are torch.float16"),
     ],
 )

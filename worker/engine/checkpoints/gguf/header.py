@@ -19,7 +19,7 @@ class GGUFHeader:
     """Maps the file. Tensors are read when they are used."""
 
     def __init__(self, source: str) -> None:
-        """Raises ModelNotFoundError if the file cannot be read."""
+        """Reads the header. Raises ModelNotFoundError if the file cannot be read."""
         try:
             self._reader: Any = _Reader(source)
             self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
@@ -35,8 +35,7 @@ class GGUFHeader:
             )
         except (*LOADING_ERRORS, struct.error) as error:
             raise ModelNotFoundError(
-                f"{source}: is no GGUF file that can be read, or is incomplete:"
-                f" {first_sentence(error)}"
+                f"{source}: is not a readable GGUF file, or is incomplete: {first_sentence(error)}"
             ) from error
 
     @property
@@ -73,7 +72,7 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads all fields, but of an array only the length.
+    """Reads all fields, but only the lengths of arrays.
 
     The package and transformers make a numpy array of each element, which takes seconds for a
     vocabulary of 150,000 tokens.

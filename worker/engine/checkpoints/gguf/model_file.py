@@ -38,7 +38,7 @@ class GGUFFile:
     generation_config: GenerationConfig | None = None
 
     def __init__(self, source: str) -> None:
-        """Raises ModelNotFoundError, and UnsupportedModelError for a model that is not served."""
+        """Reads the header. Raises ModelNotFoundError; UnsupportedModelError for other models."""
         self.source = source
         self._header = header = GGUFHeader(source)
         self._tensors = header.tensors

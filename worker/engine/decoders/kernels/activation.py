@@ -31,7 +31,7 @@ class Activation:
     """Whether each number of the gate is beside that of `up`. Otherwise, the whole gate is first.
     """
     limits: Limits = _UNLIMITED
-    """Its result is rounded once."""
+    """The limits of a limited gate, whose result is rounded once."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns [T, size] for `inputs` [T, 2 * size], or without a gate [T, size]."""

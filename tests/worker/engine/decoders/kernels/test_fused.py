@@ -383,7 +383,7 @@ def test_what_is_asked_for_decides() -> None:
     assert own_decoders(cuda, LoadOptions(attention="triton"), "") == ([FusedDecoder], "")
     for options, reason in (
         (LoadOptions(native=False), "it is turned off"),
-        (LoadOptions(attention="torch"), "--attention torch was asked for"),
+        (LoadOptions(attention="torch"), "--attention torch was requested"),
     ):
         assert own_decoders(cuda, options, "") == ([], reason)
 
