@@ -83,11 +83,11 @@ class BodyOptions(BaseModel):
 
     @classmethod
     def names_in(cls, fields: Mapping[str, Any]) -> dict[str, str]:
-        """The names of a payload's fields that a body has under other names; see `in_api_names`."""
+        """Returns the body's name of each field that has another name in the payload."""
         return {}
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
-        """The call with these fields of a payload. `answer` are other fields of the call."""
+        """Returns the call with these fields of a payload. `answer` has the call's other fields."""
         answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
         return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 

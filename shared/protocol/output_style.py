@@ -88,7 +88,7 @@ class OutputStyle:
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
     def can_name(self, name: str) -> bool:
-        """Whether a reader finds a tool of this name in a call."""
+        """Whether the parser of this style can read this name of a tool from a call."""
         if self.form == OBJECT:
             return True
         if self.form in (CHANNELS, LITERALS):

@@ -87,8 +87,8 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
 async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
     """Put requests of crashed processes back into their queues.
 
-    A queue whose model is not loaded has no worker that does that. Only for waiting requests is a
-    model loaded.
+    While no model of a queue is loaded, no worker of the queue does this, and a model is loaded
+    only for requests that wait.
     """
     reapers = [Reaper(queue) for queue in queues]
     while True:

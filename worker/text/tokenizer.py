@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a `decode` for which the special tokens in these marks are text."""
+        """Returns a `decode` that keeps the special tokens which the texts `marks` contain."""
         ...
 
     def added_token(self, text: str) -> int | None:

@@ -1,8 +1,9 @@
 """The events of a response's stream, and the whole object at its end.
 
-Each event takes one sequence number, and a piece of text or arguments takes one for each of its
-characters; an event has the last number that it takes. So a number names a place in the output,
-wherever the pieces begin, and a client can continue after any number at any gateway.
+An event with a piece of text or arguments takes one sequence number for each of the piece's
+characters, any other event takes one. An event is sent with the last number that it takes. So a
+number names a place in the output, wherever the pieces begin, and a client can continue after any
+number at any gateway.
 """
 
 from __future__ import annotations

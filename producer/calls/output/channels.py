@@ -87,7 +87,7 @@ class ChannelText:
         return self._read_message() if self._kind else self._read_start()
 
     def _read_start(self) -> bool:
-        """Reads what is in front of a header, or of a text without one."""
+        """Reads up to the header of a message, or to the text of a message without a header."""
         begun = self._held.lstrip()
         self._blank.append(self._held[: len(self._held) - len(begun)])
         self._held = begun

@@ -44,10 +44,10 @@ def longest_chunk(layout: StepLayout) -> int:
 class PrefillWork:
     """Work lists of a step's tiles, one for each size of tile that layers request.
 
-    With `room`, (most rows, most chunks), `fill` may replace the step by another one. The lists
-    then keep their addresses, as replayed graphs need, and end with tiles without rows. Lists that
-    came to the device with the step's inputs are in `fill`'s `lists`, or without `room` in the
-    layout.
+    `room` is the largest step, as (rows, chunks). With it, `fill` may replace the step by another
+    one: the lists then keep their addresses, as replayed graphs need, and end with tiles without
+    rows. Some lists were copied to the device together with the step's inputs. With `room`, `fill`
+    gets these as `lists`; otherwise they are `lists` of the layout.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:

@@ -58,8 +58,8 @@ class PromptLookup:
     def find(self, token_ids: list[int], count: int) -> list[int]:
         """Returns `count` tokens that may follow; none if the end of the text is new.
 
-        `token_ids` may only grow between calls. The longest match wins, then the latest. A match
-        that reaches the end of the text repeats itself.
+        `token_ids` may only grow between calls. The longest match wins, then the latest. If fewer
+        than `count` tokens follow the match, they are repeated.
         """
         end = len(token_ids)
         for place in range(max(self._num_indexed, _SHORTEST), end):

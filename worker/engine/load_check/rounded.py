@@ -52,7 +52,9 @@ class Expectation:
     def of(
         cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
     ) -> Expectation | None:
-        """Computes the logits in fp32 on the unpacked weights. The formula was checked before.
+        """Computes the expected logits, in fp32 with the unpacked weights.
+
+        `checked` shows that the decoder computes the same formula as the model's modules.
 
         The model will serve sequences of up to `max_length` tokens on the cache. Returns None if
         there is too little memory.

@@ -128,7 +128,8 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """Returns a grammar whose recipient follows the channel, or precedes it as in templates."""
+        """Returns a grammar that accepts the recipient after the channel, as models write it, and
+        before the channel, as chat templates write it."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]

@@ -287,9 +287,10 @@ class LLGrammar:
 def _choice(
     wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
 ) -> str:
-    """Returns a Lark grammar. One terminal has all texts of letters: rules would make masks slow.
+    """Returns a Lark grammar. One terminal has all texts without added tokens: a rule for each text
+    would make masks slow.
 
-    Raises ValueError for a text with a special token, which is no text.
+    Raises ValueError if a text contains a special token, because outputs never show these tokens.
     """
     added = any_of(tuple(added_tokens))
     letters: list[str] = []
