@@ -85,7 +85,7 @@ class QuantizedWeight:
 
     @property
     def has_native_products(self) -> bool:
-        """Whether groups have a size that native code multiplies (linear/quantized_linear.h)."""
+        """Whether groups have a size that native code multiplies (linear/quantized_weights.h)."""
         if self.group >= self.inputs:
             return True
         if self.bits == 4:

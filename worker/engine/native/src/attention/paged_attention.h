@@ -116,13 +116,53 @@ void over_blocks(
   }
 }
 
+// The parts of attend() that have the same code for all sizes of heads.
+template <typename R, typename T>
+struct Around {
+  // Lays out the queries [num_queries, padded size]. `widened` is memory for one row.
+  [[gnu::noinline]] static void lay_out_queries(const Piece<T>& piece, R* widened, Factor<R>* queries) {
+    const int64_t size = piece.size;
+    for (int64_t query = 0; query < piece.num_queries(); ++query, queries += spans_of(size) * kSpan) {
+      const T* row = piece.query + offset_of(piece, query);
+      if constexpr (std::is_same_v<R, T>) {
+        lay_out(row, size, queries);
+      } else {
+        for (int64_t d = 0; d < size; ++d) store(widened[d], load(row[d]));
+        lay_out(widened, size, queries);
+      }
+    }
+  }
+
+  // Turns the scores [num_queries, length] into weights.
+  [[gnu::noinline]] static void weigh(const Piece<T>& piece, int64_t begin, int64_t length, float* scores) {
+    for (int64_t query = 0; query < piece.num_queries(); ++query)
+      piece.template weigh<Factor<R>>(
+          query / piece.queries_each(), query % piece.queries_each(), begin, scores + query * length);
+  }
+
+  // Rounds the sums [num_queries, padded size] to their places.
+  [[gnu::noinline]] static void place_output(const Piece<T>& piece, const float* sums) {
+    const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
+    for (int64_t query = 0; query < piece.num_queries(); ++query, sums += padded_size) {
+      T* out = piece.out + offset_of(piece, query);
+      for (int64_t place = 0; place < padded_size; ++place)
+        if (const int64_t d = place / kSpan * kSpan + TwoValues<R>::index_of(place % kSpan); d < size)
+          store(out[d], sums[place]);
+    }
+  }
+
+ private:
+  static int64_t offset_of(const Piece<T>& piece, int64_t query) {
+    return piece.offset_of(query / piece.queries_each(), query % piece.queries_each());
+  }
+};
+
 // Computes attention of one piece over rows of type R in the cache, or of integers that are widened to R.
 // `scratch` is memory that calls reuse.
 template <int NumSpans, typename R, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();
-  const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
-  const int64_t queries_each = piece.queries_each(), num_queries = queries_each * piece.num_kv_heads;
+  const int64_t size = piece.size, padded_size = spans_of(size) * kSpan, num_queries = piece.num_queries();
   const int64_t begin = piece.begin(), length = piece.num_scores();
   scratch.assign(num_queries * (2 * padded_size + length) + kLanes * size, 0.0f);
   float* sums = scratch.data();                      // [num_queries, padded_size]
@@ -130,35 +170,20 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   auto* queries = reinterpret_cast<Factor<R>*>(scores + num_queries * length);  // [num_queries, padded_size]
   auto* widened = reinterpret_cast<R*>(scores + num_queries * (length + padded_size));  // [kLanes, size]
 
-  for (int64_t query = 0; query < num_queries; ++query) {
-    const T* row = piece.query + piece.offset_of(query / queries_each, query % queries_each);
-    if constexpr (std::is_same_v<R, T>) {
-      lay_out(row, size, queries + query * padded_size);
-    } else {
-      for (int64_t d = 0; d < size; ++d) store(widened[d], load(row[d]));
-      lay_out(widened, size, queries + query * padded_size);
-    }
-  }
+  Around<R, T>::lay_out_queries(piece, widened, queries);
   over_blocks(piece, stretches, piece.keys, begin, widened, [&](auto group, int64_t query, int64_t i,
                                                                 const R* const* rows) {
     score<group(), NumSpans>(
         queries + query * padded_size, rows, size, scores + query * length + i, length);
   });
-  for (int64_t query = 0; query < num_queries; ++query)
-    piece.template weigh<Factor<R>>(
-        query / queries_each, query % queries_each, begin, scores + query * length);
+  Around<R, T>::weigh(piece, begin, length, scores);
   over_blocks(piece, stretches, piece.values, begin, widened, [&](auto group, int64_t query, int64_t i,
                                                                   const R* const* rows) {
     accumulate<group(), NumSpans>(
         reinterpret_cast<const Factor<R>*>(scores + query * length) + i, rows, size,
         sums + query * padded_size, length * sizeof(float) / sizeof(Factor<R>));
   });
-  for (int64_t query = 0; query < num_queries; ++query) {
-    T* out = piece.out + piece.offset_of(query / queries_each, query % queries_each);
-    for (int64_t place = 0; place < padded_size; ++place)
-      if (const int64_t d = place / kSpan * kSpan + TwoValues<R>::index_of(place % kSpan); d < size)
-        store(out[d], sums[query * padded_size + place]);
-  }
+  Around<R, T>::place_output(piece, sums);
 }
 
 template <typename R, typename T>

@@ -82,6 +82,7 @@ struct Piece {
   Scoring scoring;  // with the sinks of these heads
 
   int64_t queries_each() const { return num_rows * group; }  // of a KV head
+  int64_t num_queries() const { return queries_each() * num_kv_heads; }
   int64_t position_of(int64_t query) const { return rows[query / group].position; }
   int64_t offset_of(int64_t head, int64_t query) const {  // in `query` and `out`
     return rows[query / group].index * row_stride + (head * group + query % group) * size;

@@ -17,15 +17,23 @@ void with_constant(int64_t value, const Work& work) {
   work(std::integral_constant<int, Most>());
 }
 
-// Calls work(std::integral_constant<int, Group>, first row) for groups of all rows. Groups are as equal as
+// Calls work(first row, group) for groups of all rows, of at most `most` rows each. Groups are as equal as
 // possible, because a small group takes nearly as long as a large one.
-template <int Most, typename Work>
-void for_groups(int64_t rows, const Work& work) {
-  const int64_t num_groups = ceil_div(rows, Most);
+template <typename Work>
+void over_groups(int64_t rows, int64_t most, const Work& work) {
+  const int64_t num_groups = ceil_div(rows, most);
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t row = rows * group / num_groups;
-    with_constant<Most>(rows * (group + 1) / num_groups - row, [&](auto size) { work(size, row); });
+    work(row, rows * (group + 1) / num_groups - row);
   }
+}
+
+// Calls work(std::integral_constant<int, group>, first row) for the groups of over_groups().
+template <int Most, typename Work>
+void for_groups(int64_t rows, const Work& work) {
+  over_groups(rows, Most, [&](int64_t row, int64_t group) {
+    with_constant<Most>(group, [&](auto size) { work(size, row); });
+  });
 }
 
 // work(std::integral_constant<int, i>) for each i below Count. As the places of sums are constants, the

@@ -38,17 +38,20 @@ class UnpackedLinear : public Packed<float> {
             sums[r()] += its * load_as<Vector>(from + (row + r()) * padded + i);
           });
         }
-        for (int64_t r = 0; r < group(); ++r) {
-          float total = bias ? bias[output] : 0.0f;
-          for (int lane = 0; lane < kLanes; ++lane) total += sums[r][lane];
-          y[(row + r) * stride + output] = total;
-        }
+        for (int64_t r = 0; r < group(); ++r)
+          y[(row + r) * stride + output] = total(bias ? bias[output] : 0.0f, sums[r]);
       });
     }
   }
 
  private:
   static constexpr int64_t kRows = 8;
+
+  // Adds the lanes in their order.
+  [[gnu::noinline]] static float total(float first, const Vector& lanes) {
+    for (int lane = 0; lane < kLanes; ++lane) first += lanes[lane];
+    return first;
+  }
 
   const Matrix weight_;
 };

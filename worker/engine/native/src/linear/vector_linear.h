@@ -114,19 +114,22 @@ class VectorLinear : public Packed<T> {
   // The rows of each group side by side, [steps, group].
   static void lay_out_rows(const T* x, int64_t rows, int64_t inputs, Factor* factors) {
     const int64_t num_steps = ceil_div(inputs, kInputs);
-    for_groups<kRows>(rows, [&](auto group, int64_t row) {
-      Factor* to = factors + row * num_steps;
-      for (int64_t r = 0; r < group(); ++r) {
-        const T* from = x + (row + r) * inputs;
-        for (int64_t step = 0; step < num_steps; ++step)
-          if constexpr (!kByPairs) {
-            to[step * group() + r] = load(from[step]);
-          } else {
-            const uint32_t high = 2 * step + 1 < inputs ? from[2 * step + 1] : 0;
-            to[step * group() + r] = from[2 * step] | high << 16;
-          }
-      }
+    over_groups(rows, kRows, [&](int64_t row, int64_t group) {
+      if (group == 1) return lay_out_row(x + row * inputs, inputs, 1, factors + row * num_steps);
+      for (int64_t r = 0; r < group; ++r)
+        lay_out_row(x + (row + r) * inputs, inputs, group, factors + row * num_steps + r);
     });
+  }
+
+  // to[step * group] = the inputs of a row in a step
+  static void lay_out_row(const T* from, int64_t inputs, int64_t group, Factor* to) {
+    for (int64_t step = 0; step < ceil_div(inputs, kInputs); ++step)
+      if constexpr (!kByPairs) {
+        to[step * group] = load(from[step]);
+      } else {
+        const uint32_t high = 2 * step + 1 < inputs ? from[2 * step + 1] : 0;
+        to[step * group] = from[2 * step] | high << 16;
+      }
   }
 
   template <int Rows, int Tiles>
@@ -145,27 +148,36 @@ class VectorLinear : public Packed<T> {
           columns.add_to(a[row()][tile()], b[row()][tile()], factors[row()]);
         });
       });
-    float biases[Tiles * kColumns] = {};
-    const int64_t num_outputs = std::min<int64_t>(Tiles * kColumns, target.num_outputs);
-    for (int64_t i = 0; target.bias && i < num_outputs; ++i) biases[i] = load(target.bias[i]);
+    float sums[Rows][Tiles * kColumns];
     each<Rows>([&](auto row) __attribute__((always_inline)) {
-      float numbers[Tiles * kColumns];
       each<Tiles>([&](auto tile) __attribute__((always_inline)) {
-        store_pair(numbers + tile() * kColumns, {a[row()][tile()], b[row()][tile()]});
+        store_pair(sums[row()] + tile() * kColumns, {a[row()][tile()], b[row()][tile()]});
       });
-      T* y = target.y + row() * target.stride;
-      if (num_outputs == Tiles * kColumns)
-        add_rounded<Tiles * kColumns>(numbers, biases, y);
-      else
-        for (int64_t i = 0; i < num_outputs; ++i) store(y[i], numbers[i] + biases[i]);
     });
+    store_rows<Tiles * kColumns>(sums[0], Rows, target);
+  }
+
+  // y = sums + bias, where `sums` is [rows, Columns]. The products of all groups of rows share this code, which
+  // takes long to compile and little time to run.
+  template <int64_t Columns>
+  [[gnu::noinline]] static void store_rows(const float* sums, int64_t rows, const Target& target) {
+    float biases[Columns] = {};
+    const int64_t num_outputs = std::min(Columns, target.num_outputs);
+    for (int64_t i = 0; target.bias && i < num_outputs; ++i) biases[i] = load(target.bias[i]);
+    for (int64_t row = 0; row < rows; ++row, sums += Columns) {
+      T* y = target.y + row * target.stride;
+      if (num_outputs == Columns)
+        add_rounded<Columns>(sums, biases, y);
+      else
+        for (int64_t i = 0; i < num_outputs; ++i) store(y[i], sums[i] + biases[i]);
+    }
   }
 
   // y = sums + biases
-  template <int Size>
+  template <int64_t Size>
   static void add_rounded(const float* sums, const float* biases, T* y) {
 #pragma omp simd
-    for (int i = 0; i < Size; ++i) store(y[i], sums[i] + biases[i]);
+    for (int64_t i = 0; i < Size; ++i) store(y[i], sums[i] + biases[i]);
   }
 
   T* numbers_;
