@@ -8,7 +8,7 @@ and reads `S'^T q`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +30,18 @@ _DECAY = {"A_log", "dt_bias", "conv1d"}
 _OF_NEXT = _DECAY | {"in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}
 _OF_QWEN35 = _DECAY | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"}
 _OF_OLMO = _DECAY | {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"}
+_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 
 class _Projected(NamedTuple):
-    qkv: torch.Tensor  # [T, key heads x key size x 2 + value heads x value size]
-    gate: torch.Tensor  # [T, value heads x value size]
-    b: torch.Tensor  # [T, value heads]
-    a: torch.Tensor  # [T, value heads]
+    qkv: torch.Tensor  # [..., key heads x key size x 2 + value heads x value size]
+    gate: torch.Tensor  # [..., value heads x value size]
+    b: torch.Tensor  # [..., value heads]
+    a: torch.Tensor  # [..., value heads]
 
 
 class _Tokens(NamedTuple):
@@ -68,7 +73,8 @@ class GatedDeltaNet(Mixer):
         norm, output = self._norm_and_output
         of_keys: int = module.num_k_heads * module.head_k_dim
         return RecurrenceParts(
-            inputs=tuple(self._inputs()),
+            inputs=RowsOfLinear.arranged(self._projections, self._arranged),
+            input_scale=None,
             convolution=module.conv1d,
             activation=ACT2FN[module.activation],
             is_delta=True,
@@ -89,27 +95,27 @@ class GatedDeltaNet(Mixer):
             output=output,
         )
 
-    def _inputs(self) -> Iterator[RowsOfLinear]:
+    @property
+    def _projections(self) -> list[Any]:
+        names = next(names for names in _PROJECTIONS if hasattr(self.module, names[0]))
+        return [getattr(self.module, name) for name in names]
+
+    def _arranged(self, outputs: Sequence[torch.Tensor]) -> _Projected:
+        """Names the outputs [..., outputs of one projection] of all projections."""
         module = self.module
-        if not hasattr(module, "in_proj_qkvz"):
-            separate = (
-                ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-                if hasattr(module, "q_proj")
-                else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-            )
-            yield from (RowsOfLinear.all_of(getattr(module, name)) for name in separate)
-            return
+        if len(outputs) == len(_PROJECTIONS[0]):
+            query, key, value, gate, b, a = outputs
+            return _Projected(torch.cat([query, key, value], dim=-1), gate, b, a)
+        if len(outputs) == len(_PROJECTIONS[1]):
+            return _Projected(*outputs)
         # Each key head's query, key, values and gates follow each other.
+        heads = module.num_k_heads, -1
+        qkvz, ba = (each.reshape(*each.shape[:-1], *heads) for each in outputs)
         served = module.num_v_heads // module.num_k_heads
-        key_size, of_values = module.head_k_dim, served * module.head_v_dim
-        sizes_of = {
-            module.in_proj_qkvz: (key_size, key_size, of_values, of_values),
-            module.in_proj_ba: (served, served),
-        }
-        for linear, sizes in sizes_of.items():
-            for index, size in enumerate(sizes):
-                for head in range(module.num_k_heads):
-                    yield RowsOfLinear(linear, head * sum(sizes) + sum(sizes[:index]), size)
+        sizes = [*[module.head_k_dim] * 2, *[served * module.head_v_dim] * 2]
+        *qkv, gate = (each.flatten(-2) for each in torch.split(qkvz, sizes, dim=-1))
+        b, a = (each.flatten(-2) for each in torch.split(ba, served, dim=-1))
+        return _Projected(torch.cat(qkv, dim=-1), gate, b, a)
 
     @property
     def _most_rate(self) -> float:
@@ -126,7 +132,7 @@ class GatedDeltaNet(Mixer):
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         module, (windows, states) = self.module, pool
-        projected = self._project(hidden)
+        projected = self._arranged([linear(hidden) for linear in self._projections])
         convolved = convolve(projected.qkv, module.conv1d, rows, windows)
         tokens = self._tokens(ACT2FN[module.activation](convolved), projected)
         read = rows.scan(tokens, states, _decode, _compute_chunks)
@@ -135,25 +141,6 @@ class GatedDeltaNet(Mixer):
         normed = norm(read.to(hidden.dtype).view(-1, size), projected.gate.reshape(-1, size))
         mixed: torch.Tensor = output(normed.view(len(hidden), -1))
         return mixed
-
-    def _project(self, hidden: torch.Tensor) -> _Projected:
-        module = self.module
-        if hasattr(module, "q_proj"):
-            qkv = [linear(hidden) for linear in (module.q_proj, module.k_proj, module.v_proj)]
-            gate, b = module.g_proj(hidden), module.b_proj(hidden)
-            return _Projected(torch.cat(qkv, dim=-1), gate, b, module.a_proj(hidden))
-        if hasattr(module, "in_proj_qkv"):
-            qkv, gate = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
-            return _Projected(qkv, gate, module.in_proj_b(hidden), module.in_proj_a(hidden))
-        # Each key head's query, key, values and gates follow each other.
-        key_size = module.head_k_dim
-        served = module.num_v_heads // module.num_k_heads
-        by_head = module.in_proj_qkvz(hidden).unflatten(-1, (module.num_k_heads, -1))
-        sizes = [key_size, key_size, *[served * module.head_v_dim] * 2]
-        *qkv, gate = (each.flatten(1) for each in by_head.split(sizes, dim=-1))
-        rates = module.in_proj_ba(hidden).unflatten(-1, (module.num_k_heads, -1))
-        b, a = (each.flatten(1) for each in rates.split(served, dim=-1))
-        return _Projected(torch.cat(qkv, dim=-1), gate, b, a)
 
     def _tokens(self, convolved: torch.Tensor, projected: _Projected) -> _Tokens:
         module = self.module

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,6 +23,28 @@ class RowsOfLinear:
     @classmethod
     def all_of(cls, linear: nn.Linear) -> RowsOfLinear:
         return cls(linear, 0, linear.out_features)
+
+    @classmethod
+    def arranged(
+        cls,
+        linears: Sequence[nn.Linear],
+        arrange: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
+    ) -> tuple[RowsOfLinear, ...]:
+        """Returns the outputs of linear layers in the order in which `arrange` puts them."""
+        sizes = [linear.out_features for linear in linears]
+        firsts = [*accumulate((size + 1 for size in sizes[:-1]), initial=0)]
+        numbers = [
+            torch.arange(first, first + size, device="cpu")
+            for first, size in zip(firsts, sizes, strict=True)
+        ]
+        order = torch.cat([*arrange(numbers)])
+        begins = (order.diff() != 1).nonzero().flatten() + 1
+        rows = []
+        for begin, end in pairwise([0, *begins.tolist(), len(order)]):
+            number = int(order[begin])
+            index = bisect(firsts, number) - 1
+            rows.append(cls(linears[index], number - firsts[index], end - begin))
+        return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +82,7 @@ class RecurrenceParts:
     inputs: tuple[RowsOfLinear, ...]
     """Their outputs, one after the other: the channels of the convolution; a gate for each value;
     in the delta rule, a rate for each value head; a time step for each value head."""
+    input_scale: torch.Tensor | None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
     """The activation that follows the convolution."""
@@ -76,7 +102,8 @@ class RecurrenceParts:
     most_rate: float
     """The delta rule's rate is this number times a sigmoid."""
     skip: torch.Tensor | None  # [value heads], the part of a value that is read as it is
-    norm: GatedNorm
+    norm: GatedNorm | None
+    """None: what a row read is only multiplied with SiLU of its gate."""
     output: nn.Linear
 
     @property

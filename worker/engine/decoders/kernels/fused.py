@@ -34,7 +34,6 @@ from promptq.worker.engine.decoders.layer_parts import (
     Attention,
     Layer,
     ModelParts,
-    Recurrent,
 )
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
@@ -107,23 +106,21 @@ class FusedDecoder(Decoder):
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
         parts = ModelParts.of(model, len(caches))
-        attentions = [_attention(layer) for layer in parts.layers]
-        for layer in parts.layers:
-            _require_known(layer)
+        known = [_attention_and_mlp(layer) for layer in parts.layers]
         self._parts = parts
         is_scaled = embedding_scale(parts.embedding) is not None
         self._embedding_scale = 1.0 if is_scaled else parts.embedding_scale
         self._head = fused(parts.head)
         tables: dict[Rotation | None, RotationTables | None] = {None: None}
         self._attentions: list[_Attention] = []
-        for attention, cache, pattern in zip(attentions, caches, patterns, strict=True):
+        for (attention, _), cache, pattern in zip(known, caches, patterns, strict=True):
             rotation = attention.rotation
             if rotation is not None and rotation not in tables:
                 tables[rotation] = rotation.tables(max_length, parts.norm.weight)
             self._attentions.append(
                 _Attention(attention, tables[rotation], cache, pattern, backend)
             )
-        self._mlps: list[Product] = [fused_mlp(layer.mlp) for layer in parts.layers]
+        self._mlps: list[Product] = [fused_mlp(mlp) for _, mlp in known]
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         hidden, update = self._last_sum(step)
@@ -149,7 +146,7 @@ class FusedDecoder(Decoder):
         """Returns the final norm of some rows of the last sum."""
         hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
         last = self._parts.layers[-1]
-        return add_norm(hidden, update, self._parts.norm, last.after_mlp, last.residual_scale)
+        return add_norm(hidden, update, self._parts.norm, last.after_mlp, last.mlp_scale)
 
     def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the hidden state [T, hidden size] before the last MLP, and that MLP's output."""
@@ -163,10 +160,10 @@ class FusedDecoder(Decoder):
         ):
             normed = add_norm(hidden, update, layer.before_mixer, after, scale)
             update = attention(normed, step)
-            after, scale = layer.after_mixer, layer.residual_scale
+            after, scale = layer.after_mixer, layer.mixer_scale
             inner = add_norm(hidden, update, layer.before_mlp, after, scale)
             update = mlp(normed if layer.is_parallel else inner)
-            after = layer.after_mlp
+            after, scale = layer.after_mlp, layer.mlp_scale
         assert update is not None  # there is a layer
         return hidden, update
 
@@ -179,29 +176,30 @@ class FusedDecoder(Decoder):
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:
         for layer in ModelParts.of(model).layers:
-            fused(*_attention(layer).qkv)
-            mlp = layer.mlp
+            attention, mlp = _attention_and_mlp(layer)
+            fused(*attention.qkv)
             if isinstance(mlp, ExpertParts) and isinstance(mlp.fused, QuantizedExperts):
                 joined_experts(mlp.fused)
             if (dense := _dense(mlp)) is not None:
                 fused(*dense.inputs)
 
 
-def _attention(layer: Layer) -> Attention:
-    if isinstance(layer.mixer, Recurrent):
-        kind = layer.mixer.mixer.name
-        raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
-    return layer.mixer
-
-
 def _dense(mlp: MLP) -> DenseMLP | None:
     return mlp.shared if isinstance(mlp, ExpertParts) else mlp
 
 
-def _require_known(layer: Layer) -> None:
+def _attention_and_mlp(layer: Layer) -> tuple[Attention, MLP]:
     """Raises NotOfThisKindError if the layer has a part that these kernels do not compute."""
-    attention, dense = _attention(layer), _dense(layer.mlp)
+    if (recurrent := layer.recurrent) is not None:
+        kind = recurrent.mixer.name
+        raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
+    attention, mlp = layer.mixer, layer.mlp
+    if not isinstance(attention, Attention) or mlp is None:
+        raise NotOfThisKindError("it has layers of one part, without fused kernels")
+    dense = _dense(mlp)
     require(not attention.is_gated, "gates of heads")
+    require(not isinstance(mlp, ExpertParts) or mlp.is_gated, "experts without gates")
+    require(dense is None or dense.gate_scale == 1.0, "an MLP that scales its gate")
     for linears in (attention.qkv, () if dense is None else dense.inputs):
         num_biases = sum(linear.bias is not None for linear in linears)
         require(num_biases in (0, len(linears)), "biases in some of the projections")
@@ -209,3 +207,4 @@ def _require_known(layer: Layer) -> None:
     if query is not None and key is not None and not attention.norms_whole_rows:
         formulas = {(norm.formula, norm.epsilon, norm.bias is None) for norm in (query, key)}
         require(len(formulas) == 1, "norms of queries and keys with different formulas")
+    return attention, mlp
