@@ -275,6 +275,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB_SIZE,
+        "attention_k_eq_v": True,
+        "use_double_wide_mlp": True,
     },
     "deepseek_v3": LATENT,
     "gpt_bigcode": GPT_SHAPED,
@@ -300,7 +302,7 @@ NATIVE = {
     *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
     *("cohere2", "helium", "starcoder2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid"),
-    *("bamba", "lfm2"),
+    *("bamba", "lfm2", "gemma4_text"),
     *MIXTURES,
 }
 """Families of which all parts have native code."""
@@ -332,7 +334,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     return model.eval()
 

@@ -7,7 +7,7 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -122,13 +122,8 @@ class ExpertParts:
     shared: DenseMLP | None
 
     @classmethod
-    def of(
-        cls, mlp: Any, dense_mlp: Callable[[Any], DenseMLP], found: Found | None = None
-    ) -> ExpertParts:
-        """Returns the parts of a layer's MLP. `dense_mlp` takes a dense MLP apart.
-
-        Raises NotOfThisKindError if the MLP has an unknown part.
-        """
+    def of(cls, mlp: Any, found: Found | None = None) -> ExpertParts:
+        """Takes a layer's MLP apart. Raises NotOfThisKindError for an unknown part."""
         names = {name for name, _ in mlp.named_children()}
         require(names <= _PARTS, f"an MLP of {sorted(names)}")
         fused, router = mlp.experts, mlp.gate if "gate" in names else mlp.router
@@ -152,7 +147,7 @@ class ExpertParts:
             activation=activation,
             limits=limits,
             fused=fused,
-            shared=None if shared is None else dense_mlp(shared),
+            shared=None if shared is None else DenseMLP.of(shared),
         )
 
     @property

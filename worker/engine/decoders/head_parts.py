@@ -43,11 +43,13 @@ class HeadParts:
         require(head.post_norm is not None, "a head without a final norm")
         is_swapped = getattr(head.config, "mtp_hidden_states_first", False)
         require(not is_swapped, "a head whose hidden states come first")
+        layer = layer_of(head.mtp_block, rotary, {})
+        require(layer.input is None, "a head whose layer has inputs beside its hidden states")
         return cls(
             of_embedding=Norm.of(head.enorm),
             of_state=Norm.of(head.hnorm),
             projection=head.eh_proj,
-            layer=layer_of(head.mtp_block, rotary, {}),
+            layer=layer,
             last=Norm.of(head.post_norm),
         )
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
+from promptq.worker.engine.decoders.named_parts import linears_of, parts_of
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
+
+_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
@@ -31,6 +34,20 @@ class DenseMLP:
     is_gated: bool
     activation: str
     """Its name in ACTIVATIONS."""
+
+    @classmethod
+    def of(cls, mlp: Any) -> DenseMLP:
+        """Takes an MLP apart. Raises NotOfThisKindError for an unknown part."""
+        parts = parts_of(mlp)
+        names = parts.keys() - {"down_proj", "act_fn"}
+        inputs = next((each for each in _INPUTS if names == {*each}), ())
+        require(bool(inputs and "down_proj" in parts), f"an MLP of {sorted(parts)}")
+        return cls(
+            inputs=linears_of(parts, inputs),
+            down=linears_of(parts, ("down_proj",))[0],
+            is_gated=inputs != ("up_proj",),
+            activation=activation_of(parts.get("act_fn", nn.functional.silu)),
+        )
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_void_p, pointer
 from typing import Any, cast
 
 import torch
@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
+from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts, Recurrent
+from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
 from promptq.worker.engine.decoders.native_weights import NativeWeights, native_cache
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
 from promptq.worker.engine.device.memory import give_back
@@ -75,6 +76,8 @@ class NativeDecoder(NativeWeights, Decoder):
             head=self._weight(parts.head),
             head_bias=self._address(parts.head.bias),
         )
+        if parts.inputs is not None:
+            weights.inputs = pointer(self._inputs(parts.inputs, len(parts.layers)))
         self._vocab_size, self._size = vocab_size, size
         self._native: Any = load_native()
         self._decoder = c_void_p()

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
+from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
-from promptq.worker.engine.decoders.layer_parts import Attention, Layer, Recurrent
+from promptq.worker.engine.decoders.layer_inputs import LayerInput, LayerInputs
+from promptq.worker.engine.decoders.layer_parts import Layer, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
@@ -60,6 +62,7 @@ class NativeWeights:
             after_mlp=self._norm(layer.after_mlp),
             is_parallel=layer.is_parallel,
             residual_scale=layer.residual_scale,
+            output_scale=layer.output_scale,
         )
         if isinstance(mixer, Attention):
             weights.attention = pointer(self._attention(mixer, *next(attended)))
@@ -71,6 +74,8 @@ class NativeWeights:
             weights.experts = pointer(self._experts(mlp))
         else:
             weights.mlp = self._mlp(mlp)
+        if layer.input is not None:
+            weights.input = pointer(self._input(layer.input))
         return weights
 
     def _attention(
@@ -83,6 +88,7 @@ class NativeWeights:
             bias = self._bias_of(_gates_last(attention))
         return library.AttentionWeights(
             num_heads=attention.num_heads,
+            shares_kv=attention.shares_kv,
             is_gated=attention.is_gated,
             query=query,
             key=key,
@@ -90,6 +96,7 @@ class NativeWeights:
             qkv_bias=bias,
             query_norm=self._norm(attention.query_norm),
             key_norm=self._norm(attention.key_norm),
+            value_norm=self._norm(attention.value_norm),
             norms_whole_rows=attention.norms_whole_rows,
             norms_rotated=attention.norms_rotated,
             rotation=self._rotation(attention.rotation),
@@ -164,6 +171,27 @@ class NativeWeights:
             num_channels=weight.shape[1],
             size=weight.shape[0],
             windows=self._address(windows),
+        )
+
+    def _inputs(self, inputs: LayerInputs, num_layers: int) -> library.LayerInputsWeights:
+        return library.LayerInputsWeights(
+            num_layers=num_layers,
+            size=len(inputs.norm.weight),
+            table=self._weight(inputs.table, keeps=self._is_packed),
+            table_scale=inputs.table_scale,
+            projection=self._weight(inputs.projection),
+            projection_scale=inputs.projection_scale,
+            norm=self._norm(inputs.norm),
+            scale=inputs.scale,
+        )
+
+    def _input(self, layer: LayerInput) -> library.LayerInputWeights:
+        return library.LayerInputWeights(
+            size=layer.gate.out_features,
+            activation=[*ACTIVATIONS].index(layer.activation),
+            gate=self._weight(layer.gate),
+            output=self._weight(layer.output),
+            after=self._norm(layer.after),
         )
 
     def _mlp(self, mlp: DenseMLP) -> library.MlpWeights:

@@ -76,21 +76,42 @@ class Weight(Structure):
     )
 
 
+class LayerInputsWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "num_layers", "size"),
+        ("table", Weight),
+        ("table_scale", c_double),
+        ("projection", Weight),
+        ("projection_scale", c_double),
+        ("norm", Norm),
+        ("scale", c_double),
+    )
+
+
+class LayerInputWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "size", "activation"),
+        *_all(Weight, "gate", "output"),
+        ("after", Norm),
+    )
+
+
 class ModelWeights(Structure):
     _fields_ = (
         ("embedding", Weight),
         ("norm", Norm),
         ("head", Weight),
         ("head_bias", c_void_p),
+        ("inputs", POINTER(LayerInputsWeights)),
     )
 
 
 class AttentionWeights(Structure):
     _fields_ = (
-        *_all(c_int64, "num_heads", "is_gated"),
+        *_all(c_int64, "num_heads", "shares_kv", "is_gated"),
         *_all(Weight, "query", "key", "value"),
         ("qkv_bias", c_void_p),
-        *_all(Norm, "query_norm", "key_norm"),
+        *_all(Norm, "query_norm", "key_norm", "value_norm"),
         *_all(c_int64, "norms_whole_rows", "norms_rotated"),
         ("rotation", Rotation),
         ("scoring", Scoring),
@@ -174,6 +195,8 @@ class LayerWeights(Structure):
         ("recurrence", POINTER(RecurrenceWeights)),
         ("mlp", MlpWeights),
         ("experts", POINTER(ExpertWeights)),
+        ("input", POINTER(LayerInputWeights)),
+        ("output_scale", c_double),
     )
 
 

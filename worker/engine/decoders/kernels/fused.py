@@ -20,6 +20,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
+from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.kernels.activation import Activation
@@ -29,13 +30,7 @@ from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
-from promptq.worker.engine.decoders.layer_parts import (
-    MLP,
-    Attention,
-    Layer,
-    ModelParts,
-    Recurrent,
-)
+from promptq.worker.engine.decoders.layer_parts import MLP, Layer, ModelParts, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
@@ -202,6 +197,10 @@ def _require_known(layer: Layer) -> None:
     """Raises NotOfThisKindError if the layer has a part that these kernels do not compute."""
     attention, dense = _attention(layer), _dense(layer.mlp)
     require(not attention.is_gated, "gates of heads")
+    require(not attention.shares_kv, "layers that share keys and values")
+    require(attention.value_norm is None, "norms of values")
+    require(layer.input is None, "inputs of layers beside the hidden states")
+    require(layer.output_scale == 1.0, "layers that scale the hidden states")
     for linears in (attention.qkv, () if dense is None else dense.inputs):
         num_biases = sum(linear.bias is not None for linear in linears)
         require(num_biases in (0, len(linears)), "biases in some of the projections")

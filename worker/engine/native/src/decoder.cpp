@@ -4,8 +4,8 @@
 //   each layer: hidden += after(mixer(before(hidden))); hidden += after(mlp(before(hidden)))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// A layer may lack norms, and may scale what it adds. A head that drafts is one more layer, with another input
-// and another norm:
+// A layer may lack norms, may scale what it adds and the hidden states after it, and may have further inputs
+// (layers/layer_inputs.h). A head that drafts is one more layer, with another input and another norm:
 //
 //   hidden = projection(norm(embed(ids)), norm(states of the rows before))
 //
@@ -25,6 +25,7 @@
 #include "layers/attention.h"
 #include "layers/dense_mlp.h"
 #include "layers/experts.h"
+#include "layers/layer_inputs.h"
 #include "layers/norm.h"
 #include "layers/recurrence.h"
 #include "layers/short_convolution.h"
@@ -43,12 +44,16 @@ class DecoderOf : public Decoder {
         norm_(weights.norm), num_threads_(num_threads), packed_(shape.is_packed ? &memory_ : nullptr),
         head_(
             shape.vocab_size, side_by_side({matrix(weights.head, shape.vocab_size, shape.size)}),
-            static_cast<const T*>(weights.head_bias), kGranule, num_threads, packed_, kHeadSlices) {}
+            static_cast<const T*>(weights.head_bias), kGranule, num_threads, packed_, kHeadSlices) {
+    if (weights.inputs)
+      inputs_ = std::make_unique<LayerInputs<T>>(*weights.inputs, shape_, num_threads, packed_);
+  }
 
   void add_layer(const LayerWeights& weights) override {
     layers_.push_back(Layer{
         weights.before_mixer, weights.after_mixer, weights.before_mlp, weights.after_mlp,
-        weights.is_parallel != 0, static_cast<float>(weights.residual_scale)});
+        weights.is_parallel != 0, static_cast<float>(weights.residual_scale),
+        static_cast<float>(weights.output_scale)});
     Layer& layer = layers_.back();
     const auto make = [&]<typename Part, typename Weights>(std::unique_ptr<Part>& part, const Weights* given) {
       if (given) part = std::make_unique<Part>(*given, shape_.size, num_threads_, packed_);
@@ -58,6 +63,7 @@ class DecoderOf : public Decoder {
     make(layer.recurrence, weights.recurrence);
     make(layer.experts, weights.experts);
     if (!layer.experts) make(layer.mlp, &weights.mlp);
+    make(layer.input, weights.input);
     if (layer.attention) {
       const auto is_like = [&](size_t first) {
         return layers_[first].attention->has_pieces_of(*layer.attention);
@@ -73,6 +79,7 @@ class DecoderOf : public Decoder {
     mixed_size_ = std::max(mixed_size_, layer.output().inputs());
     if (layer.convolution) products_size_ = std::max(products_size_, layer.convolution->channels());
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
+    if (layer.input) inner_size_ = std::max(inner_size_, layer.input->size());
   }
 
   void run(const Step& step) override { compute(step, {0, num_layers()}, norm_, nullptr); }
@@ -163,6 +170,8 @@ class DecoderOf : public Decoder {
         qkv_.reserve(num_rows * qkv_size_), query_.reserve(num_rows * query_size_),
         gates_.reserve(num_rows * gates_size_), mixed};
     T *last = last_.reserve(step.num_outputs * size), *states = static_cast<T*>(step.states);
+    const int64_t inputs_size = inputs_ ? inputs_->row_size() : 0;
+    T* inputs = layer_inputs_.reserve(num_rows * inputs_size);
     for (int64_t row = 0; row < num_rows; ++row) embed(step.ids[row], hidden + row * size);
     const auto first_layer = layers_.begin() + some_layers.first;
     const auto end_of_layers = first_layer + some_layers.count;
@@ -180,9 +189,11 @@ class DecoderOf : public Decoder {
     Team::run(num_threads_, [&](Team& team) {
       std::vector<float> scratch;
       const Norm* pending = nullptr;  // of `update`, which is not yet added to `hidden`
+      float scale = 1.0f;             // of what a layer's parts add
+      float scale_after = 1.0f;       // of the hidden states, at the end of a layer
       // Begins a part of a layer: adds what is pending, and returns before(hidden).
-      const auto enter = [&](const Norm& before, float scale) -> const T* {
-        if (pending || before) {
+      const auto enter = [&](const Norm& before) -> const T* {
+        if (pending || before || scale_after != 1.0f) {
           constexpr int64_t kRows = 8;  // of an item
           team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
             for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row) {
@@ -191,15 +202,17 @@ class DecoderOf : public Decoder {
                 norm_row(part, *pending, size, part);
                 add_scaled(sum, part, scale, size);
               }
+              if (scale_after != 1.0f) scale_row(sum, scale_after, size);
               if (before) norm_row(sum, before, size, normed + row * size);
             }
           });
         }
         pending = nullptr;
+        scale_after = 1.0f;
         return before ? normed : hidden;
       };
       // Ends a part of a layer: hidden += after(product), at once or pending.
-      const auto leave = [&](const auto& multiply, const Norm& after, float scale) {
+      const auto leave = [&](const auto& multiply, const Norm& after) {
         multiply([&](T* y, Range rows, Range columns) {
           for (int64_t i = 0; i < rows.count; ++i) {
             T* row = y + i * columns.count;
@@ -212,11 +225,13 @@ class DecoderOf : public Decoder {
         });
         if (after) pending = &after;
       };
-      if (given_states) join(team, given_states, num_rows, both, hidden);
-      float scale = 1.0f;
+      if (given_states)
+        join(team, given_states, num_rows, both, hidden);
+      else if (inputs_)
+        inputs_->compute(team, step.ids, hidden, num_rows, inputs);
       for (auto place = first_layer; place != end_of_layers; ++place) {
         const Layer& layer = *place;
-        const T* x = enter(layer.before_mixer, scale);
+        const T* x = enter(layer.before_mixer);
         scale = layer.residual_scale;
         if (layer.attention)
           layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
@@ -225,16 +240,23 @@ class DecoderOf : public Decoder {
         else
           layer.recurrence->mix(team, x, num_rows, *chunks, recurrence_memory_, mixed);
         const auto output = [&](const auto& use) { layer.output().multiply(team, mixed, num_rows, use); };
-        leave(output, layer.after_mixer, scale);
-        if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
+        leave(output, layer.after_mixer);
+        if (!layer.is_parallel) x = enter(layer.before_mlp);
         const auto mlp = [&](const auto& use) {
           if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
           layer.mlp->activate(team, x, num_rows, inner);
           layer.mlp->down().multiply(team, inner, num_rows, use);
         };
-        leave(mlp, layer.after_mlp, scale);
+        leave(mlp, layer.after_mlp);
+        if (const LayerInput<T>* input = layer.input.get()) {
+          const T* given = inputs + (place - layers_.begin()) * input->size();
+          input->activate(team, enter(Norm{}), num_rows, given, inputs_size, inner);
+          const auto output = [&](const auto& use) { input->output().multiply(team, inner, num_rows, use); };
+          leave(output, input->after());
+        }
+        scale_after = layer.output_scale;
       }
-      enter(Norm{}, scale);
+      enter(Norm{});
       const auto norm_rows = [&](const int64_t* rows, int64_t count, T* out) {
         team.share(count, [&](int64_t i) {
           norm_row(hidden + rows[i] * size, last_norm, size, out + i * size);
@@ -254,12 +276,13 @@ class DecoderOf : public Decoder {
   struct Layer {
     Norm before_mixer, after_mixer, before_mlp, after_mlp;
     bool is_parallel;
-    float residual_scale;
+    float residual_scale, output_scale;
     std::unique_ptr<Attention<T>> attention;  // one of these three
     std::unique_ptr<ShortConvolution<T>> convolution;
     std::unique_ptr<Recurrence<T>> recurrence;
     std::unique_ptr<DenseMlp<T>> mlp;  // one of these two
     std::unique_ptr<Experts<T>> experts;
+    std::unique_ptr<LayerInput<T>> input;
     size_t pieces;  // the index of the attention's pieces in a step
 
     const Linear<T>& output() const {  // of the mixer
@@ -285,11 +308,7 @@ class DecoderOf : public Decoder {
       norm_row(hidden + row * size, head_input_->of_embedding, size, to);
       norm_row(states + row * size, head_input_->of_state, size, to + size);
     });
-    head_input_->projection.multiply(team, both, num_rows, [&](const T* y, Range rows, Range columns) {
-      for (int64_t i = 0; i < rows.count; ++i)
-        std::copy_n(
-            y + i * columns.count, columns.count, hidden + (rows.first + i) * size + columns.first);
-    });
+    head_input_->projection.multiply_into(team, both, num_rows, hidden);
   }
 
   // sum += scale * part, rounded after each operation. Scales `part` in place.
@@ -317,13 +336,14 @@ class DecoderOf : public Decoder {
   WeightMemory memory_;
   WeightMemory* const packed_;  // null: weights are read where they are
   Linear<T> head_;
+  std::unique_ptr<LayerInputs<T>> inputs_;
   std::vector<Layer> layers_;
   std::vector<size_t> with_other_pieces_;  // than the layers before
   bool has_states_ = false;
   // The largest of all layers.
   int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, products_size_ = 0, inner_size_ = 0;
   std::unique_ptr<HeadInput> head_input_;
-  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, products_, inner_, last_;
+  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, products_, inner_, last_, layer_inputs_;
   Buffer<T> both_, draft_logits_, draft_states_[2];
   ExpertsMemory<T> experts_memory_;
   RecurrenceMemory<T> recurrence_memory_;

@@ -38,22 +38,45 @@ inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
           weight.row_stride, weight.column_stride};
 }
 
-// The caller keeps these as long as the decoder, except the head if weights are packed.
+// The inputs that layers have beside the hidden states of the layer before (layers/layer_inputs.h).
+struct LayerInputsWeights {
+  int64_t num_layers, size;         // numbers of a layer's inputs
+  Weight table;                     // [vocab_size, num_layers size]
+  double table_scale;
+  Weight projection;                // [num_layers size, size of hidden states]
+  double projection_scale;
+  Norm norm;                        // [size]
+  double scale;
+};
+
+// The part of a layer that reads its inputs.
+struct LayerInputWeights {
+  int64_t size, activation;
+  Weight gate;                      // [size, size of hidden states]
+  Weight output;                    // [size of hidden states, size]
+  Norm after;                       // [size of hidden states]
+};
+
+// The caller keeps these as long as the decoder, except the head and the inputs' projection if weights are
+// packed.
 struct ModelWeights {
   Weight embedding;       // [vocab_size, size]
   Norm norm;              // [size]
   Weight head;            // [vocab_size, size]
   const void* head_bias;  // [vocab_size], may be null
+  const LayerInputsWeights* inputs;  // null: layers have no such inputs
 };
 
 // `cache` has the head size and the number of KV heads.
 struct AttentionWeights {
   int64_t num_heads;
+  int64_t shares_kv;                // K and V of `cache` are those of an earlier layer; there are only queries
   int64_t is_gated;                 // a row of a query head is followed by one of its gate, in `query`
   Weight query, key, value;         // [num_heads head_size, size] and [num_kv_heads head_size, size]; without
                                     // numbers in `key`, `query` has the rows of all three
   const void* qkv_bias;             // of all three, one after the other, then of the gates
   Norm query_norm, key_norm;        // of each head; `norms_whole_rows`: of all heads of a row together
+  Norm value_norm;                  // of each head
   int64_t norms_whole_rows, norms_rotated;  // `norms_rotated`: they follow the rotation
   Rotation rotation;
   Scoring scoring;
@@ -140,6 +163,8 @@ struct LayerWeights {
   const RecurrenceWeights* recurrence;
   MlpWeights mlp;
   const ExpertWeights* experts;     // in place of `mlp`, or null
+  const LayerInputWeights* input;   // follows the MLP; may be null
+  double output_scale;              // of the hidden states at the end of the layer
 };
 
 // A head that drafts tokens: a layer whose input is made of a token's embedding and of the final hidden state

@@ -42,9 +42,10 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerSpec, Pattern
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.kernels import linear
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
-from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts
+from promptq.worker.engine.decoders.layer_parts import ModelParts
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
@@ -65,7 +66,9 @@ from tests.worker.engine.tiny_models import (
 BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
-FUSED = NATIVE - {*RECURRENT_FAMILIES}
+WITHOUT_KERNELS = {**dict.fromkeys(RECURRENT_FAMILIES, "recurrent layers"), "gemma4_text": "values"}
+"""Parts of families that have no fused kernels."""
+FUSED = NATIVE - {*WITHOUT_KERNELS}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -269,11 +272,11 @@ def test_other_families_are_refused(family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(NATIVE - FUSED))
-def test_recurrent_layers_are_refused(family: str, seed: int) -> None:
+def test_families_with_other_parts_are_refused(family: str, seed: int) -> None:
     model = make_model(family, seed)
     mixers = [layer.mixer for layer in ModelParts.of(model).layers]
     caches: Any = [None] * sum(isinstance(mixer, Attention) for mixer in mixers)
-    with pytest.raises(NotOfThisKindError, match="recurrent layers"):
+    with pytest.raises(NotOfThisKindError, match=WITHOUT_KERNELS[family]):
         FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
 
 

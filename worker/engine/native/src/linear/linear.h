@@ -69,6 +69,14 @@ inline WeightsOf one_after_another(const std::vector<Matrix>& weights) {
   };
 }
 
+// Copies the results of some rows and columns to their places in `to`, whose rows have `size` numbers.
+template <typename T>
+void place_results(const T* results, Range rows, Range columns, T* to, int64_t size) {
+  for (int64_t i = 0; i < rows.count; ++i)
+    std::copy_n(
+        results + i * columns.count, columns.count, to + (rows.first + i) * size + columns.first);
+}
+
 template <typename T>
 class Linear {
  public:
@@ -77,7 +85,8 @@ class Linear {
   // null.
   Linear(
       int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
-      WeightMemory* memory, int64_t slices_each = 1) {
+      WeightMemory* memory, int64_t slices_each = 1)
+      : outputs_(outputs) {
     const int64_t granules = ceil_div(outputs, granule);
     slices_.resize(std::min(slices_each * num_threads, granules));
     const int64_t count = slices_.size();
@@ -99,6 +108,13 @@ class Linear {
     team.share(num_parts * num_slices, [&](int64_t item) {
       const int64_t part = item / num_slices, first = num_rows * part / num_parts;
       multiply_slice(item % num_slices, x, {first, num_rows * (part + 1) / num_parts - first}, use);
+    });
+  }
+
+  // One phase: y = x w' + b [num_rows, outputs], for a layer with one result of each output.
+  void multiply_into(Team& team, const T* x, int64_t num_rows, T* y) const {
+    multiply(team, x, num_rows, [&](const T* results, Range rows, Range columns) {
+      place_results(results, rows, columns, y, outputs_);
     });
   }
 
@@ -182,6 +198,7 @@ class Linear {
     return pack<T>(whole, memory);
   }
 
+  const int64_t outputs_;
   std::vector<Slice> slices_;
 };
 
