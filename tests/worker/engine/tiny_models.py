@@ -241,6 +241,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {**LLAMA_SHAPED, **MIXED_LAYERS, "sliding_window_pattern": None},
     "nemotron": {**LLAMA_SHAPED, "mlp_bias": True},
     "arcee": {**LLAMA_SHAPED, "mlp_bias": True},
+    "apertus": {
+        **LLAMA_SHAPED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "cohere2": {**LLAMA_SHAPED, **MIXED_LAYERS},
     "helium": LLAMA_SHAPED,
     "starcoder2": LLAMA_SHAPED,
@@ -302,7 +306,7 @@ NATIVE = {
     *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
     *("cohere2", "helium", "starcoder2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid"),
-    *("bamba", "lfm2", "gemma4_text"),
+    *("bamba", "lfm2", "gemma4_text", "apertus"),
     *MIXTURES,
 }
 """Families of which all parts have native code."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from ctypes import pointer
+from ctypes import c_double, pointer
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from promptq.worker.engine.recurrent.parts import (
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
+
+_ACTIVATIONS = (*ACTIVATIONS, "limited", "xielu")
+"""The activations as native/src/layers/activation.h numbers them."""
 
 
 class NativeWeights:
@@ -188,7 +191,7 @@ class NativeWeights:
     def _input(self, layer: LayerInput) -> library.LayerInputWeights:
         return library.LayerInputWeights(
             size=layer.gate.out_features,
-            activation=[*ACTIVATIONS].index(layer.activation),
+            activation=_ACTIVATIONS.index(layer.activation),
             gate=self._weight(layer.gate),
             output=self._weight(layer.output),
             after=self._norm(layer.after),
@@ -200,7 +203,8 @@ class NativeWeights:
             gate, up = up, gate
         return library.MlpWeights(
             inner_size=mlp.down.in_features,
-            activation=[*ACTIVATIONS].index(mlp.activation),
+            activation=_ACTIVATIONS.index(mlp.activation),
+            numbers=(c_double * 4)(*(mlp.curve or ())),
             is_gated=mlp.is_gated,
             gate=gate,
             up=up,
@@ -239,10 +243,9 @@ class NativeWeights:
         self._read(expert)
         return library.MlpWeights(
             inner_size=expert.up.shape[0],
-            activation=[*ACTIVATIONS].index(parts.activation),
+            activation=_ACTIVATIONS.index("limited" if parts.limits.limit else parts.activation),
+            numbers=(c_double * 4)(*parts.limits),
             is_gated=True,
-            alpha=parts.limits.alpha,
-            limit=parts.limits.limit,
             gate=self._weight_at(expert.gate),
             up=self._weight_at(expert.up),
             input_bias=self._address(expert.input_bias),

@@ -124,7 +124,7 @@ class AttentionWeights(Structure):
 class MlpWeights(Structure):
     _fields_ = (
         *_all(c_int64, "inner_size", "activation", "is_gated"),
-        *_all(c_double, "alpha", "limit"),
+        ("numbers", c_double * 4),
         *_all(Weight, "gate", "up"),
         ("input_bias", c_void_p),
         ("down", Weight),

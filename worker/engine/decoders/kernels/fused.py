@@ -201,6 +201,7 @@ def _require_known(layer: Layer) -> None:
     require(attention.value_norm is None, "norms of values")
     require(layer.input is None, "inputs of layers beside the hidden states")
     require(layer.output_scale == 1.0, "layers that scale the hidden states")
+    require(dense is None or dense.curve is None, "an activation with learned numbers")
     for linears in (attention.qkv, () if dense is None else dense.inputs):
         num_biases = sum(linear.bias is not None for linear in linears)
         require(num_biases in (0, len(linears)), "biases in some of the projections")

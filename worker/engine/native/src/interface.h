@@ -87,7 +87,7 @@ struct AttentionWeights {
 
 struct MlpWeights {
   int64_t inner_size, activation, is_gated;
-  double alpha, limit;              // of a limited gate (layers/activation.h); limit 0: of none
+  double numbers[4];                // of the activation (layers/activation.h)
   Weight gate, up;                  // [inner_size, size]; without numbers in `up`, `gate` has the rows of both
   const void* input_bias;           // of both, one after the other
   Weight down;                      // [size, inner_size]

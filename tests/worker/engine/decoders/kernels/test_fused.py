@@ -66,7 +66,11 @@ from tests.worker.engine.tiny_models import (
 BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
-WITHOUT_KERNELS = {**dict.fromkeys(RECURRENT_FAMILIES, "recurrent layers"), "gemma4_text": "values"}
+WITHOUT_KERNELS = {
+    **dict.fromkeys(RECURRENT_FAMILIES, "recurrent layers"),
+    "gemma4_text": "norms of values",
+    "apertus": "an activation with learned numbers",
+}
 """Parts of families that have no fused kernels."""
 FUSED = NATIVE - {*WITHOUT_KERNELS}
 TAKEN: dict[str, dict[str, Any]] = {

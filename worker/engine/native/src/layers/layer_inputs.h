@@ -76,7 +76,7 @@ class LayerInput {
       for (int64_t i = 0; i < rows.count; ++i) {
         const int64_t row = rows.first + i;
         activate_row(
-            activation_, y + i * columns.count, inputs + row * stride + columns.first, columns.count,
+            activation_, nullptr, y + i * columns.count, inputs + row * stride + columns.first, columns.count,
             inner + row * size_ + columns.first);
       }
     });
