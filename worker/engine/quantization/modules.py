@@ -22,9 +22,10 @@ from promptq.worker.engine.device.expert_weights import (
 )
 from promptq.worker.engine.device.precision import embedding_scale, product
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.quantization.weight import ExpertsWeight, QuantizedWeight
 
 FewBits = QuantizedWeight | FP8Weight
+SavedWeight = FewBits | ExpertsWeight
 
 
 class QuantizedLinear(nn.Linear):
@@ -88,17 +89,27 @@ class QuantizedExperts(nn.Module):
     quantized: list[tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]]
     """Gate, up and down of each expert."""
 
-    def __init__(self, plain: nn.Module, bits: int, group: int | None) -> None:
-        """Rounds the weights of the library's module `plain`, and frees them."""
+    def __init__(self, plain: nn.Module, weight: ExpertsWeight) -> None:
+        """Frees the weights of the library's module `plain`."""
         super().__init__()
         self.plain = plain
-        rounded = partial(QuantizedWeight.of, bits=bits, group=group)
-        self.quantized = []
-        for index in range(len(self.plain.down_proj)):
-            gate, up, down = map(rounded, expert_weights(plain, index))
-            self.quantized.append((gate, up, down))
+        self.quantized = weight.experts
         for parameter in (self.plain.gate_up_proj, self.plain.down_proj):
             parameter.data = parameter.new_empty(0)
+
+    @classmethod
+    def rounded(cls, plain: Any, bits: int, group: int | None) -> QuantizedExperts:
+        """Rounds the weights of the library's module `plain`, and frees them."""
+        rounded = partial(QuantizedWeight.of, bits=bits, group=group)
+        experts = []
+        for index in range(len(plain.down_proj)):
+            gate, up, down = map(rounded, expert_weights(plain, index))
+            experts.append((gate, up, down))
+        return cls(plain, ExpertsWeight(experts))
+
+    @property
+    def weight(self) -> ExpertsWeight:
+        return ExpertsWeight(self.quantized)
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
@@ -121,7 +132,7 @@ def quantize_model(
     group: int | None = None,
     *,
     embeddings: bool = False,
-    saved: Mapping[str, FewBits] | None = None,
+    saved: Mapping[str, SavedWeight] | None = None,
 ) -> None:
     """Replaces linear layers and experts by quantized ones, and frees their weights.
 
@@ -138,7 +149,9 @@ def quantize_model(
     def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> FewBits | None:
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
             return None
-        if (weight := saved.get(names[module])) is None and bits is not None:
+        weight = saved.get(names[module])
+        assert not isinstance(weight, ExpertsWeight), "it has the name of experts"
+        if weight is None and bits is not None:
             weight = QuantizedWeight.of(module.weight, bits, group if bits == 4 else None)
         return None if weight is None else weight.to(module.weight.device)
 
@@ -146,8 +159,11 @@ def quantize_model(
         is_inner = type(module) is nn.Linear and module is not head
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
+        elif isinstance(of_experts := saved.get(name), ExpertsWeight):
+            model.set_submodule(name, QuantizedExperts(module, of_experts))
         elif bits is not None and has_experts(module):
-            model.set_submodule(name, QuantizedExperts(module, bits, group if bits == 4 else None))
+            rounded = QuantizedExperts.rounded(module, bits, group if bits == 4 else None)
+            model.set_submodule(name, rounded)
     bits_of_ends = 8 if bits is not None and embeddings else None
     is_tied = head.weight is embedding.weight
     of_embedding = quantized(embedding, bits_of_ends)
@@ -168,6 +184,11 @@ def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
             if id(weight) not in moved:
                 moved[id(weight)] = weight.to(device)
             module.quantized = moved[id(weight)]
+        elif isinstance(module, QuantizedExperts):
+            module.quantized = [
+                (gate.to(device), up.to(device), down.to(device))
+                for gate, up, down in module.quantized
+            ]
 
 
 def with_plain_modules(model: PreTrainedModel) -> None:
@@ -179,6 +200,11 @@ def with_plain_modules(model: PreTrainedModel) -> None:
         if (module := model.get_submodule(name)) is not head:
             linear = cast("QuantizedLinear", module)
             model.set_submodule(name, _plain_linear(linear, _plain_weight(linear)))
+    experts = [(name, it) for name, it in model.named_modules() if isinstance(it, QuantizedExperts)]
+    for name, quantized in experts:
+        for part, weight in quantized.weight.dequantized().items():
+            getattr(quantized.plain, part).data = weight.to(model.dtype)
+        model.set_submodule(name, quantized.plain)
     if isinstance(embedding, QuantizedEmbedding):
         shape, scale = embedding.quantized.shape, embedding_scale(embedding)
         plain = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -119,10 +120,46 @@ class QuantizedWeight:
             groups.mul_(scales).add_(self.offsets.float().unsqueeze(-1))
         return groups.flatten(-2)[..., : self.inputs]
 
+    def split(self, count: int) -> list[QuantizedWeight]:
+        """Returns `count` weights with as many outputs each."""
+        size = len(self.numbers) // count
+        return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
+
     def released(self) -> QuantizedWeight:
         """Returns this weight without its numbers, once they are no longer needed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeight:
+    """The weights of all experts of a layer."""
+
+    experts: list[tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]]
+    """Gate, up and down of each expert."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """The shapes of the parameters of the library's module, by their names."""
+        gate, _, down = self.experts[0]
+        count, (inner_size, size) = len(self.experts), gate.shape
+        return {"gate_up_proj": (count, 2 * inner_size, size), "down_proj": (count, *down.shape)}
+
+    @property
+    def parts(self) -> list[QuantizedWeight]:
+        return [*chain(*self.experts)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for part in self.parts for tensor in part.tensors]
+
+    def dequantized(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters of the library's module in fp32, by their names."""
+        experts = [[each.dequantized() for each in expert] for expert in self.experts]
+        return {
+            "gate_up_proj": torch.stack([torch.cat((gate, up)) for gate, up, _ in experts]),
+            "down_proj": torch.stack([down for _, _, down in experts]),
+        }
 
 
 def _as_kept(factors: torch.Tensor, bits: int) -> torch.Tensor:
