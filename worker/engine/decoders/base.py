@@ -13,7 +13,6 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
 
@@ -58,8 +57,8 @@ class Decoder(ABC):
         """See PackedModel."""
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        """Adds a head that drafts, with K and V in `cache`. Raises NotOfThisKindError."""
-        raise NotOfThisKindError("there is no code for heads that draft")
+        """Adds a head that drafts, with K and V in `cache`."""
+        raise NotImplementedError
 
     def draft(self, step: DraftStep) -> torch.Tensor:
         """Returns the tokens [most drafted, S] that the head drafts after the rows of a step. Those

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
-from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
-from promptq.worker.engine.decoders.native_weights import NativeWeights, native_cache
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
+from promptq.worker.engine.decoders.native_weights import NativeWeights
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.build import NativeCodeError
@@ -127,19 +126,11 @@ class NativeDecoder(NativeWeights, Decoder):
         return logits, states
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        projection = head.projection
-        require(projection.bias is None, "a head whose projection has a bias")
-        mixer, kv = head.layer.mixer, native_cache(cache, FULL)
-        fits = isinstance(mixer, Attention) and (mixer.num_kv_heads, mixer.head_size) == (
-            kv.num_kv_heads,
-            kv.head_size,
-        )
-        require(fits, "a head with other attention than the model's")
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
         weights = library.HeadWeights(
             of_embedding=self._norm(head.of_embedding),
             of_state=self._norm(head.of_state),
-            projection=self._weight(projection),
+            projection=self._weight(head.projection),
             layer=layer,
             last=self._norm(head.last),
         )

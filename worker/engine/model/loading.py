@@ -219,11 +219,11 @@ def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None,
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
-        if not (weights := files.head_weights()):
+        if not files.head_files():
             return None, ""
         if files.is_quantized:
             return None, "its weights are quantized"
-        return load_head(model, weights), ""
+        return load_head(model, files.head_weights()), ""
     except (NoHeadError, StopIteration, *LOADING_ERRORS) as error:
         return None, first_sentence(error)
 
