@@ -194,17 +194,14 @@ class DecoderOf : public Decoder {
       // Begins a part of a layer: adds what is pending, and returns before(hidden).
       const auto enter = [&](const Norm& before) -> const T* {
         if (pending || before || scale_after != 1.0f) {
-          constexpr int64_t kRows = 8;  // of an item
-          team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
-            for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row) {
-              T *sum = hidden + row * size, *part = update + row * size;
-              if (pending) {
-                norm_row(part, *pending, size, part);
-                add_scaled(sum, part, scale, size);
-              }
-              if (scale_after != 1.0f) scale_row(sum, scale_after, size);
-              if (before) norm_row(sum, before, size, normed + row * size);
+          team.share_rows(num_rows, [&](int64_t row) {
+            T *sum = hidden + row * size, *part = update + row * size;
+            if (pending) {
+              norm_row(part, *pending, size, part);
+              add_scaled(sum, part, scale, size);
             }
+            if (scale_after != 1.0f) scale_row(sum, scale_after, size);
+            if (before) norm_row(sum, before, size, normed + row * size);
           });
         }
         pending = nullptr;
@@ -432,10 +429,7 @@ const char* experts(
       mixture.reserve(rows, memory);
       Team::run(num_threads, [&](Team& team) {
         mixture.multiply(team, from, rows, memory, [&](const T* result, Range range, Range columns) {
-          for (int64_t i = 0; i < range.count; ++i)
-            std::copy_n(
-                result + i * columns.count, columns.count,
-                static_cast<T*>(y) + (range.first + i) * size + columns.first);
+          place_results(result, range, columns, static_cast<T*>(y), size);
         });
       });
     });

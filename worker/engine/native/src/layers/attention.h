@@ -96,11 +96,7 @@ class Attention {
 
   // Two phases: the norms need all heads of a row.
   void place_whole_rows(Team& team, const T* x, const Step& step, const HeadRows<T>& rows) const {
-    qkv_.multiply(team, x, step.num_rows, [&](const T* y, Range some, Range columns) {
-      for (int64_t i = 0; i < some.count; ++i)
-        std::copy_n(
-            y + i * columns.count, columns.count, rows.qkv + (some.first + i) * qkv_size() + columns.first);
-    });
+    qkv_.multiply_into(team, x, step.num_rows, rows.qkv);
     team.share(step.num_rows, [&](int64_t row) {
       T *query = rows.qkv + row * qkv_size(), *key = query + query_size();
       norm_row(query, weights_.query_norm, query_size(), query);

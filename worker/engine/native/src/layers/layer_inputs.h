@@ -32,7 +32,7 @@ class LayerInputs {
   // Computes `inputs` [T, row_size()] of the tokens `ids`, in two phases. `embedded` are their embeddings.
   void compute(Team& team, const int64_t* ids, const T* embedded, int64_t num_rows, T* inputs) const {
     projection_.multiply_into(team, embedded, num_rows, inputs);
-    team.share(num_rows, [&](int64_t row) {
+    team.share_rows(num_rows, [&](int64_t row) {
       thread_local Buffer<T> memory;
       T *sums = inputs + row * row_size_, *entry = memory.reserve(row_size_);
       copy_row(table_, ids[row], entry);

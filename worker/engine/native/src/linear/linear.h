@@ -39,6 +39,15 @@ struct Range {
   int64_t first, count;
 };
 
+// One of `num_parts` parts of `count`, which are as equal as possible.
+inline Range part_of(int64_t count, int64_t part, int64_t num_parts) {
+  const int64_t first = count * part / num_parts;
+  return {first, count * (part + 1) / num_parts - first};
+}
+
+// The most rows that are multiplied at once: enough to read weights rarely, few enough to stay in the cache.
+constexpr int64_t kMostRows = 256;
+
 // Slices of weights end at multiples of this number of columns, unless heads must stay whole.
 constexpr int64_t kGranule = 64;
 
@@ -104,10 +113,15 @@ class Linear {
   // `x` [num_rows, inputs].
   template <typename Use>
   void multiply(Team& team, const T* x, int64_t num_rows, const Use& use) const {
+    share(team, num_rows, [&](int64_t slice, Range rows) { multiply_slice(slice, x, rows, use); });
+  }
+
+  // One phase: calls work(slice, rows) so that all slices are multiplied with all rows.
+  template <typename Work>
+  void share(Team& team, int64_t num_rows, const Work& work) const {
     const int64_t num_slices = slices_.size(), num_parts = ceil_div(num_rows, kMostRows);
     team.share(num_parts * num_slices, [&](int64_t item) {
-      const int64_t part = item / num_slices, first = num_rows * part / num_parts;
-      multiply_slice(item % num_slices, x, {first, num_rows * (part + 1) / num_parts - first}, use);
+      work(item % num_slices, part_of(num_rows, item / num_slices, num_parts));
     });
   }
 
@@ -144,9 +158,6 @@ class Linear {
     std::vector<T> bias;
     Range outputs;
   };
-
-  // The most rows of one item: enough to read weights rarely, few enough to stay in the cache.
-  static constexpr int64_t kMostRows = 256;
 
   // Memory of this thread for the results of an item.
   static T* results(int64_t count) {
