@@ -50,6 +50,8 @@ class Routing:
     """Whether a row's shares sum to 1. Their sum counts as at least `least_sum`."""
     least_sum: float = 1e-20
     scale: float = 1.0
+    expert_scales: torch.Tensor | None = None
+    """fp32 [num_experts], factors of the shares."""
     jitter: float = 0.0
     """Half of the distance, relative to the best logit, that rules out others (sparsemixer)."""
 
@@ -68,6 +70,8 @@ class Routing:
         shares = scores.gather(-1, chosen)
         if self.normalizes:
             shares = shares / shares.sum(-1, keepdim=True).clamp_min(self.least_sum)
+        if self.expert_scales is not None:
+            shares = shares * self.expert_scales[chosen]
         return torch.zeros_like(scores).scatter(-1, chosen, self.scale * shares)
 
     def _mixed(self, logits: torch.Tensor) -> torch.Tensor:
@@ -126,9 +130,7 @@ class ExpertParts:
         """Takes a layer's MLP apart. Raises NotOfThisKindError for an unknown part."""
         names = {name for name, _ in mlp.named_children()}
         require(names <= _PARTS, f"an MLP of {sorted(names)}")
-        fused, router = mlp.experts, mlp.gate if "gate" in names else mlp.router
-        plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
-        require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
+        router = mlp.gate if "gate" in names else mlp.router
         routing = _routing(mlp, router, {} if found is None else found)
         weight, bias = router.weight.float(), getattr(router, "bias", None)
         if gate := getattr(mlp, "shared_expert_gate", None):
@@ -139,15 +141,27 @@ class ExpertParts:
             weight = torch.cat([weight, of_gate])
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
         shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+        return replace(
+            cls.routed(mlp.experts, routing, weight),
+            router_bias=None if bias is None else bias.float(),
+            shared=None if shared is None else DenseMLP.of(shared),
+        )
+
+    @classmethod
+    def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
+        """Takes the library's module with the experts apart. Raises NotOfThisKindError for unknown
+        experts."""
+        plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
+        require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)
         return cls(
             routing=routing,
-            router=weight,
-            router_bias=None if bias is None else bias.float(),
+            router=router,
+            router_bias=None,
             activation=activation,
             limits=limits,
             fused=fused,
-            shared=None if shared is None else DenseMLP.of(shared),
+            shared=None,
         )
 
     @property

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
+from promptq.worker.engine.decoders.experts_beside import PARTS_BESIDE, ExpertsBeside
 from promptq.worker.engine.decoders.layer_inputs import (
     PARTS_OF_LAYER,
     PARTS_OF_MODEL,
@@ -98,6 +99,8 @@ class Layer:
     is_parallel: bool
     """Whether the MLP has the input of the mixer."""
     residual_scale: float
+    beside: ExpertsBeside | None
+    """Experts whose results are added to those of the MLP."""
     input: LayerInput | None
     """The part that reads the layer's inputs of ModelParts, after the MLP."""
     output_scale: float
@@ -105,8 +108,9 @@ class Layer:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules of the large weights."""
-        further = self.input.linears if self.input else ()
-        return (*self.mixer.linears, *self.mlp.modules, *further)
+        of_input = self.input.linears if self.input else ()
+        beside = self.beside.experts.modules if self.beside else ()
+        return (*self.mixer.linears, *self.mlp.modules, *beside, *of_input)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,8 @@ def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
     parts = parts_of(layer)
     mixing = _MIXERS & parts.keys()
     of_input = PARTS_OF_LAYER if parts.keys() >= PARTS_OF_LAYER else set()
-    norms = frozenset(parts.keys() - mixing - of_input - {"mlp", "shared_mlp"})
+    beside = PARTS_BESIDE if parts.keys() >= PARTS_BESIDE else set()
+    norms = frozenset(parts.keys() - mixing - of_input - beside - {"mlp", "shared_mlp"})
     is_known = norms in _NORM_PLACES and len(mixing) == 1 and {"mlp", "shared_mlp"} & parts.keys()
     require(bool(is_known), f"a layer of {sorted(parts)}")
     places, mixer = _NORM_PLACES[norms], parts[mixing.pop()]
@@ -182,6 +187,7 @@ def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
         Norm.of(parts[name], found) if name else None for name in places
     )
     recurrent = mixer_of(mixer)
+    require(not beside or after_mlp is not None, "experts beside an MLP without a norm")
     scale = getattr(layer, "layer_scalar", None)
     return Layer(
         mixer=Attention.of(mixer, rotary, found) if recurrent is None else _recurrent(recurrent),
@@ -192,6 +198,7 @@ def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
         after_mlp=after_mlp,
         is_parallel=not any(places[1:]),
         residual_scale=getattr(layer, "residual_multiplier", 1.0),
+        beside=ExpertsBeside.of(parts, found) if beside else None,
         input=LayerInput.of(parts, found) if of_input else None,
         output_scale=1.0 if scale is None or scale.is_meta else float(scale),
     )

@@ -13,6 +13,7 @@ from torch import nn
 from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
 from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
+from promptq.worker.engine.decoders.experts_beside import ExpertsBeside
 from promptq.worker.engine.decoders.layer_inputs import LayerInput, LayerInputs
 from promptq.worker.engine.decoders.layer_parts import Layer, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
@@ -77,6 +78,8 @@ class NativeWeights:
             weights.experts = pointer(self._experts(mlp))
         else:
             weights.mlp = self._mlp(mlp)
+        if layer.beside is not None:
+            weights.beside = pointer(self._beside(layer.beside))
         if layer.input is not None:
             weights.input = pointer(self._input(layer.input))
         return weights
@@ -231,12 +234,22 @@ class NativeWeights:
                 least_sum=routing.least_sum,
                 scale=routing.scale,
                 jitter=routing.jitter,
+                expert_scales=self._in_float32(routing.expert_scales),
             ),
             router=library.Weight(numbers=parts.router.data_ptr(), bits=32),
             router_bias=self._in_float32(parts.router_bias),
             has_shared_gate=parts.has_shared_gate,
             num_mlps=len(mlps),
             mlps=(library.MlpWeights * len(mlps))(*mlps),
+        )
+
+    def _beside(self, beside: ExpertsBeside) -> library.ExpertsBesideWeights:
+        return library.ExpertsBesideWeights(
+            experts=self._experts(beside.experts),
+            before_router=self._norm(beside.before_router),
+            before=self._norm(beside.before),
+            after=self._norm(beside.after),
+            after_mlp=self._norm(beside.after_mlp),
         )
 
     def _expert(self, expert: Expert, parts: ExpertParts) -> library.MlpWeights:

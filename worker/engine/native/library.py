@@ -138,6 +138,7 @@ class Routing(Structure):
         ("choice_bias", c_void_p),
         *_all(c_int64, "num_groups", "top_groups", "normalizes"),
         *_all(c_double, "least_sum", "scale", "jitter"),
+        ("expert_scales", c_void_p),
     )
 
 
@@ -148,6 +149,13 @@ class ExpertWeights(Structure):
         ("router_bias", c_void_p),
         *_all(c_int64, "has_shared_gate", "num_mlps"),
         ("mlps", POINTER(MlpWeights)),
+    )
+
+
+class ExpertsBesideWeights(Structure):
+    _fields_ = (
+        ("experts", ExpertWeights),
+        *_all(Norm, "before_router", "before", "after", "after_mlp"),
     )
 
 
@@ -195,6 +203,7 @@ class LayerWeights(Structure):
         ("recurrence", POINTER(RecurrenceWeights)),
         ("mlp", MlpWeights),
         ("experts", POINTER(ExpertWeights)),
+        ("beside", POINTER(ExpertsBesideWeights)),
         ("input", POINTER(LayerInputWeights)),
         ("output_scale", c_double),
     )

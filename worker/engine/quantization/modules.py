@@ -157,6 +157,7 @@ def quantize_model(
 
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head
+        is_inner = is_inner and not name.endswith(".router.proj")  # its choice is all or nothing
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
         elif isinstance(of_experts := saved.get(name), ExpertsWeight):
@@ -200,7 +201,9 @@ def with_plain_modules(model: PreTrainedModel) -> None:
         if (module := model.get_submodule(name)) is not head:
             linear = cast("QuantizedLinear", module)
             model.set_submodule(name, _plain_linear(linear, _plain_weight(linear)))
-    experts = [(name, it) for name, it in model.named_modules() if isinstance(it, QuantizedExperts)]
+    experts = [
+        (name, each) for name, each in model.named_modules() if isinstance(each, QuantizedExperts)
+    ]
     for name, quantized in experts:
         for part, weight in quantized.weight.dequantized().items():
             getattr(quantized.plain, part).data = weight.to(model.dtype)

@@ -111,7 +111,7 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
     ids=["qwen3_moe", "mixtral", "partly wide"],
 )
 def test_experts_keep_their_bits(family: str, kinds: dict[str, str], tmp_path: Path) -> None:
-    """Their numbers are those of the file, wide and quantized, in the library's modules and ours."""
+    """Wide and quantized, in the library's code and in ours, they have the numbers of the file."""
     print(f"seed {SEED}")
     file = tmp_path / "experts.gguf"
     wanted = save_gguf(file, family, kinds)

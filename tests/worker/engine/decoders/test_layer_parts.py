@@ -102,14 +102,6 @@ def test_an_unknown_part_is_named(reason: str, seed: int) -> None:
         ModelParts.of(model)
 
 
-def test_experts_beside_an_mlp_are_named(seed: int) -> None:
-    """Those of the larger Gemma 4."""
-    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
-    model = make_model("gemma4_text", seed, enable_moe_block=True, **experts)
-    with pytest.raises(NotOfThisKindError, match=r"a layer of .*experts.*router"):
-        ModelParts.of(model)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_known_before_weights_are_loaded(family: str) -> None:
     """Whether a saved format is kept is decided for a model without values."""

@@ -112,14 +112,23 @@ def test_heads_of_all_shapes(
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+
+
 @pytest.mark.parametrize(
     "shape",
     [
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
         {"num_key_value_heads": 1, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0},
         {"attention_k_eq_v": False, "num_kv_shared_layers": 1},
+        GEMMA_4_EXPERTS,
     ],
-    ids=["no further inputs", "heads of both sizes", "keys apart from values"],
+    ids=["no further inputs", "heads of both sizes", "keys apart from values", "experts"],
 )
 def test_gemma_4_in_its_variants(shape: dict[str, Any], tmp_path: Path) -> None:
     directory = save_model(tmp_path, "gemma4_text", SEED, **shape)

@@ -199,6 +199,7 @@ def _require_known(layer: Layer) -> None:
     require(not attention.is_gated, "gates of heads")
     require(not attention.shares_kv, "layers that share keys and values")
     require(attention.value_norm is None, "norms of values")
+    require(layer.beside is None, "experts beside an MLP")
     require(layer.input is None, "inputs of layers beside the hidden states")
     require(layer.output_scale == 1.0, "layers that scale the hidden states")
     require(dense is None or dense.curve is None, "an activation with learned numbers")

@@ -25,6 +25,7 @@
 #include "layers/attention.h"
 #include "layers/dense_mlp.h"
 #include "layers/experts.h"
+#include "layers/experts_beside.h"
 #include "layers/layer_inputs.h"
 #include "layers/norm.h"
 #include "layers/recurrence.h"
@@ -63,6 +64,7 @@ class DecoderOf : public Decoder {
     make(layer.recurrence, weights.recurrence);
     make(layer.experts, weights.experts);
     if (!layer.experts) make(layer.mlp, &weights.mlp);
+    make(layer.beside, weights.beside);
     make(layer.input, weights.input);
     if (layer.attention) {
       const auto is_like = [&](size_t first) {
@@ -76,6 +78,7 @@ class DecoderOf : public Decoder {
       qkv_size_ = std::max(qkv_size_, layer.attention->whole_row_size());
     }
     has_states_ = has_states_ || !layer.attention;
+    has_beside_ = has_beside_ || layer.beside;
     mixed_size_ = std::max(mixed_size_, layer.output().inputs());
     if (layer.convolution) products_size_ = std::max(products_size_, layer.convolution->channels());
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
@@ -163,7 +166,7 @@ class DecoderOf : public Decoder {
   void compute(const Step& step, Range some_layers, const Norm& last_norm, const T* given_states) {
     const int64_t num_rows = step.num_rows, size = shape_.size;
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
-    T* both = given_states ? both_.reserve(2 * num_rows * size) : nullptr;
+    T* both = given_states || has_beside_ ? both_.reserve(2 * num_rows * size) : nullptr;
     T *update = update_.reserve(num_rows * size), *inner = inner_.reserve(num_rows * inner_size_);
     T *mixed = mixed_.reserve(num_rows * mixed_size_), *products = products_.reserve(num_rows * products_size_);
     const HeadRows<T> heads{
@@ -177,6 +180,7 @@ class DecoderOf : public Decoder {
     const auto end_of_layers = first_layer + some_layers.count;
     for (auto layer = first_layer; layer != end_of_layers; ++layer) {
       if (layer->experts) layer->experts->reserve(num_rows, experts_memory_);
+      if (layer->beside) layer->beside->reserve(num_rows, experts_memory_);
       if (layer->recurrence) layer->recurrence->reserve(num_rows, recurrence_memory_);
     }
     std::optional<Chunks> chunks;
@@ -240,11 +244,12 @@ class DecoderOf : public Decoder {
         leave(output, layer.after_mixer);
         if (!layer.is_parallel) x = enter(layer.before_mlp);
         const auto mlp = [&](const auto& use) {
-          if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
+          if (layer.experts) return layer.experts->multiply(team, x, x, num_rows, experts_memory_, use);
           layer.mlp->activate(team, x, num_rows, inner);
           layer.mlp->down().multiply(team, inner, num_rows, use);
         };
         leave(mlp, layer.after_mlp);
+        if (layer.beside) layer.beside->add(team, hidden, num_rows, experts_memory_, both, update);
         if (const LayerInput<T>* input = layer.input.get()) {
           const T* given = inputs + (place - layers_.begin()) * input->size();
           input->activate(team, enter(Norm{}), num_rows, given, inputs_size, inner);
@@ -279,6 +284,7 @@ class DecoderOf : public Decoder {
     std::unique_ptr<Recurrence<T>> recurrence;
     std::unique_ptr<DenseMlp<T>> mlp;  // one of these two
     std::unique_ptr<Experts<T>> experts;
+    std::unique_ptr<ExpertsBeside<T>> beside;
     std::unique_ptr<LayerInput<T>> input;
     size_t pieces;  // the index of the attention's pieces in a step
 
@@ -336,7 +342,7 @@ class DecoderOf : public Decoder {
   std::unique_ptr<LayerInputs<T>> inputs_;
   std::vector<Layer> layers_;
   std::vector<size_t> with_other_pieces_;  // than the layers before
-  bool has_states_ = false;
+  bool has_states_ = false, has_beside_ = false;
   // The largest of all layers.
   int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, products_size_ = 0, inner_size_ = 0;
   std::unique_ptr<HeadInput> head_input_;
@@ -428,7 +434,7 @@ const char* experts(
       ExpertsMemory<T> memory;
       mixture.reserve(rows, memory);
       Team::run(num_threads, [&](Team& team) {
-        mixture.multiply(team, from, rows, memory, [&](const T* result, Range range, Range columns) {
+        mixture.multiply(team, from, from, rows, memory, [&](const T* result, Range range, Range columns) {
           place_results(result, range, columns, static_cast<T*>(y), size);
         });
       });

@@ -104,6 +104,7 @@ struct Routing {
   int64_t num_groups, top_groups;   // experts are chosen from the best groups, of equal size
   int64_t normalizes;               // whether shares sum to 1; their sum counts as at least `least_sum`
   double least_sum, scale, jitter;
+  const float* expert_scales;       // [num_experts], of the shares; may be null
 };
 
 struct ExpertWeights {
@@ -113,6 +114,12 @@ struct ExpertWeights {
   int64_t has_shared_gate;          // whether the last output of the router scales the shared experts
   int64_t num_mlps;
   const MlpWeights* mlps;           // of the experts, then of the shared ones
+};
+
+// Experts of a layer that also has a dense MLP (layers/experts_beside.h).
+struct ExpertsBesideWeights {
+  ExpertWeights experts;
+  Norm before_router, before, after, after_mlp;  // [size]
 };
 
 struct ShortConvolutionWeights {
@@ -163,6 +170,7 @@ struct LayerWeights {
   const RecurrenceWeights* recurrence;
   MlpWeights mlp;
   const ExpertWeights* experts;     // in place of `mlp`, or null
+  const ExpertsBesideWeights* beside;  // of `mlp`; may be null
   const LayerInputWeights* input;   // follows the MLP; may be null
   double output_scale;              // of the hidden states at the end of the layer
 };

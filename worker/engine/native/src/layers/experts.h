@@ -66,10 +66,12 @@ class Experts {
   }
 
   // Some phases: calls use(y, rows, outputs) with the results y [rows, size] for some rows of `x` [num_rows,
-  // size].
+  // size]. The router has the rows `of_router`.
   template <typename Use>
-  void multiply(Team& team, const T* x, int64_t num_rows, ExpertsMemory<T>& memory, const Use& use) const {
-    route(team, x, num_rows, memory);
+  void multiply(
+      Team& team, const T* x, const T* of_router, int64_t num_rows, ExpertsMemory<T>& memory,
+      const Use& use) const {
+    route(team, of_router, num_rows, memory);
     team.share(1, [&](int64_t) { group(num_rows, memory); });
     T *inner = memory.inner.data(), *results = memory.results.data();
     share_slices(team, memory, &DenseMlp<T>::inputs, [&](const ExpertRows& rows, int64_t slice) {
