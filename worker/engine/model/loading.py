@@ -24,7 +24,6 @@ from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.layer_parts import has_known_parts
 from promptq.worker.engine.device.expert_weights import has_experts, take_any_sizes
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
-from promptq.worker.engine.device.precision import embedding_scale
 from promptq.worker.engine.model.draft_heads import LoadedHead, NoHeadError, load_head
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import (
@@ -238,12 +237,11 @@ def _widen_others(
         makes: Any = AutoModelForCausalLM
         with torch.device("meta"):
             model = makes.from_config(files.config)
+        embedding = model.get_input_embeddings()
         plain = {
             name
             for name, each in model.named_modules()
-            if type(each) in (nn.Linear, nn.Embedding)
-            or embedding_scale(each) is not None
-            or has_experts(each)
+            if type(each) is nn.Linear or each is embedding or has_experts(each)
         }
         if has_known_parts(model) and saved.quantized.keys() <= plain:
             is_exact = saved.dtype == torch.float32  # slow with weights in fp8

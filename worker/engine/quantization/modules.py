@@ -137,14 +137,15 @@ def quantize_model(
     """Replaces linear layers and experts by quantized ones, and frees their weights.
 
     Modules get the quantized weights that `saved` has under their names. With `bits`, the other
-    weights are rounded. The embedding and the output layer are rounded only with `embeddings`, and
-    to 8 bits. Raises NativeError if a weight cannot be rounded.
+    weights are rounded. Embeddings and the output layer are rounded only with `embeddings`, and to
+    8 bits. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}
     whole: Any = model  # its class is only partly typed
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     dtype = model.dtype
     names = {module: name for name, module in model.named_modules()}
+    bits_of_ends = 8 if bits is not None and embeddings else None
 
     def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> FewBits | None:
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
@@ -158,6 +159,7 @@ def quantize_model(
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head
         is_inner = is_inner and not name.endswith(".router.proj")  # its choice is all or nothing
+        scale = embedding_scale(module)
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
         elif isinstance(of_experts := saved.get(name), ExpertsWeight):
@@ -165,7 +167,9 @@ def quantize_model(
         elif bits is not None and has_experts(module):
             rounded = QuantizedExperts.rounded(module, bits, group if bits == 4 else None)
             model.set_submodule(name, rounded)
-    bits_of_ends = 8 if bits is not None and embeddings else None
+        elif module is not embedding and scale is not None and bits_of_ends is not None:
+            of_table = QuantizedWeight.of(cast("nn.Embedding", module).weight, bits_of_ends)
+            model.set_submodule(name, QuantizedEmbedding(of_table, dtype, scale))
     is_tied = head.weight is embedding.weight
     of_embedding = quantized(embedding, bits_of_ends)
     of_head = of_embedding if is_tied else quantized(head, bits_of_ends)
