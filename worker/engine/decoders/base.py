@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,23 @@ from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The cache and the sequences that a decoder serves."""
+
+    caches: Sequence[LayerCache]
+    """One for each layer that attends, like `patterns`."""
+    patterns: Sequence[Pattern]
+    backend: AttentionBackend
+    """The attention backend that serves the model."""
+    max_length: int
+    """Positions are below it."""
+    num_slots: int = 0
+    """The number of sequences for which recurrent layers have states."""
+    releases: bool = False
+    """Whether the decoder may free weights of the model of which it has copies."""
+
+
 class Decoder(ABC):
     """Computes packed steps like PackedModel, without the library's modules."""
 
@@ -27,24 +45,8 @@ class Decoder(ABC):
     """The states of recurrent layers, if there are any."""
 
     @abstractmethod
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        caches: Sequence[LayerCache],
-        patterns: Sequence[Pattern],
-        backend: AttentionBackend,
-        max_length: int,
-        *,
-        num_slots: int = 0,
-        releases: bool = False,
-    ) -> None:
-        """Builds a decoder for positions below `max_length`; each layer that attends has a cache
-        and a pattern, and recurrent layers have states for `num_slots` sequences.
-
-        `backend` is the attention backend that serves the model. `releases`: the decoder may free
-        weights of the model of which it has copies. Raises NotOfThisKindError if the model has a
-        part that the decoder does not know.
-        """
+    def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
+        """Raises NotOfThisKindError if the model has a part that the decoder does not know."""
 
     @abstractmethod
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from ctypes import byref, c_void_p, pointer
 from typing import Any, cast
 
@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
-from promptq.worker.engine.decoders.base import Decoder
+from promptq.worker.engine.attention.types import FULL, LayerCache
+from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.layer_parts import ModelParts, Recurrent
 from promptq.worker.engine.decoders.native_weights import NativeWeights
@@ -42,24 +41,14 @@ _FREED_BYTES = 2**26
 class NativeDecoder(NativeWeights, Decoder):
     """Computes packed steps in one call that releases the interpreter lock."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        caches: Sequence[LayerCache],
-        patterns: Sequence[Pattern],
-        backend: AttentionBackend,
-        max_length: int,
-        *,
-        num_slots: int = 0,
-        releases: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
         """See Decoder. This decoder has its own attention and ignores the backend."""
-        parts = ModelParts.of(model, len(caches))
+        parts = ModelParts.of(model, len(placement.caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
         dtype = parts.norm.weight.dtype if self._is_packed else torch.float32
-        super().__init__(dtype, max_length)
+        super().__init__(dtype, placement.max_length)
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
             is_packed=self._is_packed,
@@ -85,15 +74,18 @@ class NativeDecoder(NativeWeights, Decoder):
         freed = weakref.finalize(self, self._native.decoder_free, self._decoder)
         freed.atexit = False  # a step may still run then, on the engine's thread
         mixers = [each.mixer.mixer for each in parts.layers if isinstance(each.mixer, Recurrent)]
+        num_slots = placement.num_slots
         self.states = StatePool(mixers, num_slots, torch.device("cpu")) if mixers else None
-        attended = zip(caches, patterns, strict=True)
+        attended = zip(placement.caches, placement.patterns, strict=True)
         states = iter(self.states.tensors if self.states else ())
         freed_bytes = 0
         for layer in parts.layers:
             weights_of_layer = self._layer(layer, attended, states)
             self._native.decoder_add_layer(self._decoder, weights_of_layer)
             self._copied.clear()
-            if releases and (freed_bytes := freed_bytes + release(layer.modules)) >= _FREED_BYTES:
+            if placement.releases:
+                freed_bytes += release(layer.modules)
+            if freed_bytes >= _FREED_BYTES:
                 give_back(parts.norm.weight.device)
                 freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)

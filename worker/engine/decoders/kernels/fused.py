@@ -11,17 +11,14 @@ hidden state anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 from promptq.worker.engine.decoders.attention_parts import Attention
-from promptq.worker.engine.decoders.base import Decoder
+from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.kernels.activation import Activation
 from promptq.worker.engine.decoders.kernels.experts import Experts, joined_experts
@@ -88,20 +85,11 @@ class FusedDecoder(Decoder):
     The parameters of `model` become views of the fused weights, so the model can still compute.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        caches: Sequence[LayerCache],
-        patterns: Sequence[Pattern],
-        backend: AttentionBackend,
-        max_length: int,
-        *,
-        num_slots: int = 0,
-        releases: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
+        backend = placement.backend
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
-        parts = ModelParts.of(model, len(caches))
+        parts = ModelParts.of(model, len(placement.caches))
         attentions = [_attention(layer) for layer in parts.layers]
         for layer in parts.layers:
             _require_known(layer)
@@ -111,10 +99,11 @@ class FusedDecoder(Decoder):
         self._head = fused(parts.head)
         tables: dict[Rotation | None, RotationTables | None] = {None: None}
         self._attentions: list[_Attention] = []
-        for attention, cache, pattern in zip(attentions, caches, patterns, strict=True):
+        attended = zip(attentions, placement.caches, placement.patterns, strict=True)
+        for attention, cache, pattern in attended:
             rotation = attention.rotation
             if rotation is not None and rotation not in tables:
-                tables[rotation] = rotation.tables(max_length, parts.norm.weight)
+                tables[rotation] = rotation.tables(placement.max_length, parts.norm.weight)
             self._attentions.append(
                 _Attention(attention, tables[rotation], cache, pattern, backend)
             )
