@@ -28,6 +28,7 @@ from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerSpec, StepLayout
 from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.decoders.base import Placement
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.model.packed_model import PackedModel
 
@@ -215,7 +216,8 @@ def _on_meta(
     row = zeros.unsqueeze(0)
     step = PackedStep([], row, row, layout, zeros, zeros[:0].double(), zeros[:0])
     if fused:
-        return FusedDecoder(model, cache.layers, patterns, backend, context), step
+        placement = Placement(cache.layers, patterns, backend, context)
+        return FusedDecoder(model, placement), step
     modules = [layer.self_attn for layer in model.model.layers]
     return PackedModel(model, modules, cache.layers, patterns, backend), step
 

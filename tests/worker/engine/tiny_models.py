@@ -253,6 +253,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {**LLAMA_SHAPED, **MIXED_LAYERS, "sliding_window_pattern": None},
     "nemotron": {**LLAMA_SHAPED, "mlp_bias": True},
     "arcee": {**LLAMA_SHAPED, "mlp_bias": True},
+    "apertus": {
+        **LLAMA_SHAPED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "cohere2": {**LLAMA_SHAPED, **MIXED_LAYERS},
     "helium": LLAMA_SHAPED,
     "starcoder2": LLAMA_SHAPED,
@@ -287,6 +291,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB_SIZE,
+        "attention_k_eq_v": True,
+        "use_double_wide_mlp": True,
     },
     "deepseek_v3": LATENT,
     "gpt_bigcode": GPT_SHAPED,
@@ -312,7 +318,7 @@ NATIVE = {
     *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
     *("cohere2", "helium", "starcoder2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid"),
-    *("bamba", "lfm2", "falcon_h1", "nemotron_h"),
+    *("bamba", "lfm2", "falcon_h1", "nemotron_h", "gemma4_text", "apertus"),
     *MIXTURES,
 }
 """Families of which all parts have native code."""
@@ -344,7 +350,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     return model.eval()
 

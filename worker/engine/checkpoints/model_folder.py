@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from math import prod
@@ -34,6 +34,8 @@ from promptq.worker.engine.checkpoints.safe_files import (
 )
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.modules import FewBits
+
+_PART_OF_HEAD = re.compile(r"(^|\.)(mtp|eh_proj|enorm|hnorm|shared_head)\.")
 
 
 class Format(Protocol):
@@ -150,6 +152,8 @@ class ModelFolder:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(file, "pt")) for file in self._files()]
             places = {name: file for file in files for name in file.keys()}  # noqa: SIM118 # no dict
+            for name in self._of_head(places):
+                del places[name]  # no code reads a quantized head
             marked = {_module(name) for name in places if _part(name) == self._format.marker}
             layers: dict[str, dict[str, Any]] = defaultdict(dict)
             for name, file in places.items():
@@ -168,23 +172,40 @@ class ModelFolder:
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
 
-    def head_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the head that predicts further tokens, by name; empty if the files
-        have none. The names of its tensors are those of a layer after the last one (DeepSeek-V3,
-        GLM-4.5), or begin with `mtp` (Qwen3-Next). The head may also lie in the folder `mtp`, which
-        programs without support for heads do not read."""
+    def head_files(self) -> dict[str, Path]:
+        """Returns the files of the tensors of the head that predicts further tokens, by the names
+        of the tensors; empty if the files have no head.
+
+        The names are those of a layer after the last one (DeepSeek-V3, GLM-4.5), or begin with
+        `mtp` (Qwen3-Next). The head may also lie in the folder `mtp`, which programs without
+        support for heads do not read.
+        """
         folder = self._folder(is_loaded=True)
-        first = self.config.get_text_config(decoder=True).num_hidden_layers
-        names = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
-        shared = (".embed_tokens.weight", ".shared_head.head.weight")  # copies of the model's
-        weights = {}
+        places: dict[str, Path] = {}
         further = (folder / HEAD_FOLDER).glob("*.safetensors")
         for file in (*self._files_in(folder), *sorted(further)):
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 # no dict
-                    if names.fullmatch(name) and not name.endswith(shared):
-                        weights[name] = tensors.get_tensor(name)
+                places |= dict.fromkeys(tensors.keys(), file)
+        shared = (".embed_tokens.weight", ".shared_head.head.weight")  # copies of the model's
+        return {name: places[name] for name in self._of_head(places) if not name.endswith(shared)}
+
+    def head_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of `head_files` by name."""
+        places = self.head_files()
+        weights: dict[str, torch.Tensor] = {}
+        for file in {*places.values()}:
+            with safe_open(file, "pt") as tensors:
+                of_file = [name for name in places if places[name] == file]
+                weights |= {name: tensors.get_tensor(name) for name in of_file}
         return weights
+
+    def _of_head(self, names: Iterable[str]) -> list[str]:
+        """Returns the names of a head's tensors: those of a layer after the last one that has parts
+        of a head (DeepSeek-V3, GLM-4.5), or names that begin with `mtp` (Qwen3-Next)."""
+        first = self.config.get_text_config(decoder=True).num_hidden_layers
+        of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
+        found = [name for name in names if of_head.fullmatch(name)]
+        return found if any(map(_PART_OF_HEAD.search, found)) else []
 
     def _weight(
         self, format: Format, module: str, parts: dict[str, torch.Tensor]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from promptq.worker.engine.quantization.modules import FewBits
+from promptq.worker.engine.quantization.modules import SavedWeight
+from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 
 @dataclass(slots=True)
@@ -20,20 +21,34 @@ class SavedWeights:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """All parameters by name, in `dtype`. A quantized one has only its shape, and no memory, until
     it is widened."""
-    quantized: dict[str, FewBits] = field(default_factory=dict)
+    quantized: dict[str, SavedWeight] = field(default_factory=dict)
     """The weights that have fewer bits, by the name of their module."""
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a parameter that is not quantized."""
         self.tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def add(self, module: str, weight: FewBits | torch.Tensor) -> None:
-        """Adds the weight of a linear layer or an embedding."""
-        if not isinstance(weight, torch.Tensor):
-            self.quantized[module] = weight
-            weight = weight.scales.new_zeros(1, dtype=self.dtype).expand(weight.shape)
-        self.add_tensor(f"{module}.weight", weight)
+    def add(self, module: str, weight: SavedWeight | torch.Tensor) -> None:
+        """Adds the weight of a linear layer, an embedding or a layer's experts."""
+        if isinstance(weight, torch.Tensor):
+            self.add_tensor(f"{module}.weight", weight)
+            return
+        self.quantized[module] = weight
+        for name, shape in shapes_of(module, weight).items():
+            self.tensors[name] = torch.zeros(1, dtype=self.dtype).expand(shape)
 
     def widen(self, module: str) -> None:
-        """Replaces the tensor without memory by the weight's numbers in `dtype`."""
-        self.add_tensor(f"{module}.weight", self.quantized[module].dequantized())
+        """Replaces the tensors without memory by the weight's numbers in `dtype`."""
+        weight = self.quantized[module]
+        if isinstance(weight, ExpertsWeight):
+            for part, numbers in weight.dequantized().items():
+                self.add_tensor(f"{module}.{part}", numbers)
+        else:
+            self.add_tensor(f"{module}.weight", weight.dequantized())
+
+
+def shapes_of(module: str, weight: SavedWeight) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a module's parameters by name, that `weight` has in fewer bits."""
+    if isinstance(weight, ExpertsWeight):
+        return {f"{module}.{part}": shape for part, shape in weight.shapes.items()}
+    return {f"{module}.weight": weight.shape}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,9 +14,25 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The cache and the sequences that a decoder serves."""
+
+    caches: Sequence[LayerCache]
+    """One for each layer that attends, like `patterns`."""
+    patterns: Sequence[Pattern]
+    backend: AttentionBackend
+    """The attention backend that serves the model."""
+    max_length: int
+    """Positions are below it."""
+    num_slots: int = 0
+    """The number of sequences for which recurrent layers have states."""
+    releases: bool = False
+    """Whether the decoder may free weights of the model of which it has copies."""
 
 
 class Decoder(ABC):
@@ -28,24 +45,8 @@ class Decoder(ABC):
     """The states of recurrent layers, if there are any."""
 
     @abstractmethod
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        caches: Sequence[LayerCache],
-        patterns: Sequence[Pattern],
-        backend: AttentionBackend,
-        max_length: int,
-        *,
-        num_slots: int = 0,
-        releases: bool = False,
-    ) -> None:
-        """Builds a decoder for positions below `max_length`; each layer that attends has a cache
-        and a pattern, and recurrent layers have states for `num_slots` sequences.
-
-        `backend` is the attention backend that serves the model. `releases`: the decoder may free
-        weights of the model of which it has copies. Raises NotOfThisKindError if the model has a
-        part that the decoder does not know.
-        """
+    def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
+        """Raises NotOfThisKindError if the model has a part that the decoder does not know."""
 
     @abstractmethod
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -58,8 +59,8 @@ class Decoder(ABC):
         """See PackedModel."""
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        """Adds a head that drafts, with K and V in `cache`. Raises NotOfThisKindError."""
-        raise NotOfThisKindError("there is no code for heads that draft")
+        """Adds a head that drafts, with K and V in `cache`."""
+        raise NotImplementedError
 
     def draft(self, step: DraftStep) -> torch.Tensor:
         """Returns the tokens [most drafted, S] that the head drafts after the rows of a step. Those

@@ -7,7 +7,7 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -50,6 +50,8 @@ class Routing:
     """Whether a row's shares sum to 1. Their sum counts as at least `least_sum`."""
     least_sum: float = 1e-20
     scale: float = 1.0
+    expert_scales: torch.Tensor | None = None
+    """fp32 [num_experts], factors of the shares."""
     jitter: float = 0.0
     """Half of the distance, relative to the best logit, that rules out others (sparsemixer)."""
 
@@ -68,6 +70,8 @@ class Routing:
         shares = scores.gather(-1, chosen)
         if self.normalizes:
             shares = shares / shares.sum(-1, keepdim=True).clamp_min(self.least_sum)
+        if self.expert_scales is not None:
+            shares = shares * self.expert_scales[chosen]
         return torch.zeros_like(scores).scatter(-1, chosen, self.scale * shares)
 
     def _mixed(self, logits: torch.Tensor) -> torch.Tensor:
@@ -124,19 +128,15 @@ class ExpertParts:
     shared: DenseMLP | None
 
     @classmethod
-    def of(
-        cls, mlp: Any, dense_mlp: Callable[[Any], DenseMLP], found: Found | None = None
-    ) -> ExpertParts:
-        """Returns the parts of a layer's MLP. `dense_mlp` takes a dense MLP apart.
+    def of(cls, mlp: Any, found: Found | None = None) -> ExpertParts:
+        """Returns the parts of a layer's MLP.
 
         Raises NotOfThisKindError if the MLP has an unknown part.
         """
         children = mlp.named_children()
         names = {name for name, each in children if type(each) is not nn.Identity}
         require(names <= _PARTS, f"an MLP of {sorted(names)}")
-        fused, router = mlp.experts, mlp.gate if "gate" in names else mlp.router
-        plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
-        require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
+        router = mlp.gate if "gate" in names else mlp.router
         routing = _routing(mlp, router, {} if found is None else found)
         weight, bias = router.weight.float(), getattr(router, "bias", None)
         if gate := getattr(mlp, "shared_expert_gate", None):
@@ -147,16 +147,28 @@ class ExpertParts:
             weight = torch.cat([weight, of_gate])
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
         shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+        return replace(
+            cls.routed(mlp.experts, routing, weight),
+            router_bias=None if bias is None else bias.float(),
+            shared=None if shared is None else DenseMLP.of(shared),
+        )
+
+    @classmethod
+    def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
+        """Takes the library's module with the experts apart. Raises NotOfThisKindError for unknown
+        experts."""
+        plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
+        require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)
         return cls(
             routing=routing,
-            router=weight,
-            router_bias=None if bias is None else bias.float(),
+            router=router,
+            router_bias=None,
             is_gated=plain.has_gate,
             activation=activation,
             limits=limits,
             fused=fused,
-            shared=None if shared is None else dense_mlp(shared),
+            shared=None,
         )
 
     @property

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from promptq.worker.engine.attention.types import StepLayout
+from promptq.worker.engine.attention.types import LayerSpec, StepLayout
 from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.layer_parts import Layer, layer_of
 from promptq.worker.engine.decoders.norm_parts import Norm, require
 from promptq.worker.engine.sampling.sampler import Sampler
@@ -38,16 +39,25 @@ class HeadParts:
     last: Norm
 
     @classmethod
-    def of(cls, head: Any, rotary: nn.Module | None) -> HeadParts:
-        """Takes the library's `MtpLayer` apart. Raises NotOfThisKindError for an unknown part."""
+    def of(cls, head: Any, rotary: nn.Module | None, spec: LayerSpec) -> HeadParts:
+        """Takes the library's `MtpLayer` apart, whose attention must have the K and V of `spec`.
+        Raises NotOfThisKindError for an unknown part."""
         require(head.post_norm is not None, "a head without a final norm")
         is_swapped = getattr(head.config, "mtp_hidden_states_first", False)
         require(not is_swapped, "a head whose hidden states come first")
+        require(head.eh_proj.bias is None, "a head whose projection has a bias")
+        layer = layer_of(head.mtp_block, rotary, {})
+        fits = isinstance(layer.mixer, Attention) and (
+            (layer.mixer.num_kv_heads, layer.mixer.head_size)
+            == (spec.num_kv_heads, spec.in_float32().key_size)
+        )
+        require(fits, "a head with other attention than the model's")
+        require(layer.input is None, "a head whose layer has inputs beside its hidden states")
         return cls(
             of_embedding=Norm.of(head.enorm),
             of_state=Norm.of(head.hnorm),
             projection=head.eh_proj,
-            layer=layer_of(head.mtp_block, rotary, {}),
+            layer=layer,
             last=Norm.of(head.post_norm),
         )
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.activations import XIELUActivation
 
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
+from promptq.worker.engine.decoders.named_parts import linears_of, parts_of
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
+
+_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
@@ -18,7 +22,27 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": nn.functional.relu,
     "relu2": lambda x: nn.functional.relu(x).square(),
 }
-"""Known activations, in the order of native/src/layers/activation.h."""
+"""Known activations without parameters, in the order of native/src/layers/activation.h."""
+
+
+class XIELU(NamedTuple):
+    """An activation (https://arxiv.org/abs/2411.13010) with learned numbers for each layer:
+    `positive * x^2 + slope * x` above 0, else `negative * (e^min(x, most) - 1 - x) + slope * x`."""
+
+    positive: float
+    negative: float
+    slope: float
+    most: float
+
+    @classmethod
+    def of(cls, module: Any) -> XIELU:
+        """Returns the numbers of the library's module, in its dtype."""
+        if module.alpha_p.is_meta:  # it has no values yet
+            return cls(0.0, 0.0, 0.0, 0.0)
+        learned = module.alpha_p.detach(), module.alpha_n.detach()
+        positive, negative = map(nn.functional.softplus, learned)
+        numbers = positive, module.beta + negative, module.beta, module.eps
+        return cls(*map(float, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +55,28 @@ class DenseMLP:
     down: nn.Linear
     is_gated: bool
     activation: str
-    """Its name in ACTIVATIONS."""
+    """Its name in ACTIVATIONS, or `xielu`."""
     gate_scale: float
+    curve: XIELU | None = None
+    """The numbers of `xielu`."""
+
+    @classmethod
+    def of(cls, mlp: Any) -> DenseMLP:
+        """Returns the parts of an MLP. Raises NotOfThisKindError if the MLP has an unknown part."""
+        parts = parts_of(mlp)
+        names = parts.keys() - {"down_proj", "act_fn"}
+        inputs = next((each for each in _INPUTS if names == {*each}), ())
+        require(bool(inputs and "down_proj" in parts), f"an MLP of {sorted(parts)}")
+        activation = parts.get("act_fn", nn.functional.silu)
+        is_curve = type(activation) is XIELUActivation
+        return cls(
+            inputs=linears_of(parts, inputs),
+            down=linears_of(parts, ("down_proj",))[0],
+            is_gated=inputs != ("up_proj",),
+            activation="xielu" if is_curve else activation_of(activation),
+            gate_scale=getattr(mlp, "gate_multiplier", 1.0),
+            curve=XIELU.of(activation) if is_curve else None,
+        )
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

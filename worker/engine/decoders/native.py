@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from ctypes import byref, c_void_p
+from collections.abc import Iterable
+from ctypes import byref, c_void_p, pointer
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
-from promptq.worker.engine.decoders.base import Decoder
+from promptq.worker.engine.attention.types import FULL, LayerCache
+from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts
-from promptq.worker.engine.decoders.native_weights import NativeWeights, native_cache
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
+from promptq.worker.engine.decoders.layer_parts import ModelParts
+from promptq.worker.engine.decoders.native_weights import NativeWeights
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.build import NativeCodeError
@@ -42,24 +41,14 @@ _FREED_BYTES = 2**26
 class NativeDecoder(NativeWeights, Decoder):
     """Computes packed steps in one call that releases the interpreter lock."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        caches: Sequence[LayerCache],
-        patterns: Sequence[Pattern],
-        backend: AttentionBackend,
-        max_length: int,
-        *,
-        num_slots: int = 0,
-        releases: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
         """See Decoder. This decoder has its own attention and ignores the backend."""
-        parts = ModelParts.of(model, len(caches))
+        parts = ModelParts.of(model, len(placement.caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
             raise NotOfThisKindError("it has a head of another size than its embedding")
         dtype = parts.norm.weight.dtype if self._is_packed else torch.float32
-        super().__init__(dtype, max_length)
+        super().__init__(dtype, placement.max_length)
         shape = library.ModelShape(
             is_bf16=self._dtype == torch.bfloat16,
             is_packed=self._is_packed,
@@ -75,6 +64,8 @@ class NativeDecoder(NativeWeights, Decoder):
             head=self._weight(parts.head),
             head_bias=self._address(parts.head.bias),
         )
+        if parts.inputs is not None:
+            weights.inputs = pointer(self._inputs(parts.inputs, len(parts.layers)))
         self._vocab_size, self._size = vocab_size, size
         self._native: Any = load_native()
         self._decoder = c_void_p()
@@ -84,15 +75,18 @@ class NativeDecoder(NativeWeights, Decoder):
         freed.atexit = False  # a step may still run then, on the engine's thread
         recurrent = [each.recurrent for each in parts.layers]
         mixers = [each.mixer for each in recurrent if each is not None]
+        num_slots = placement.num_slots
         self.states = StatePool(mixers, num_slots, torch.device("cpu")) if mixers else None
-        attended = zip(caches, patterns, strict=True)
+        attended = zip(placement.caches, placement.patterns, strict=True)
         states = iter(self.states.tensors if self.states else ())
         freed_bytes = 0
         for layer in parts.layers:
             weights_of_layer = self._layer(layer, attended, states)
             self._native.decoder_add_layer(self._decoder, weights_of_layer)
             self._copied.clear()
-            if releases and (freed_bytes := freed_bytes + release(layer.modules)) >= _FREED_BYTES:
+            if placement.releases:
+                freed_bytes += release(layer.modules)
+            if freed_bytes >= _FREED_BYTES:
                 give_back(parts.norm.weight.device)
                 freed_bytes = 0
         self._no_rows = torch.empty(0, dtype=torch.int64)
@@ -125,19 +119,11 @@ class NativeDecoder(NativeWeights, Decoder):
         return logits, states
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        projection = head.projection
-        require(projection.bias is None, "a head whose projection has a bias")
-        mixer, kv = head.layer.mixer, native_cache(cache, FULL)
-        fits = isinstance(mixer, Attention) and (mixer.num_kv_heads, mixer.head_size) == (
-            kv.num_kv_heads,
-            kv.head_size,
-        )
-        require(fits, "a head with other attention than the model's")
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
         weights = library.HeadWeights(
             of_embedding=self._norm(head.of_embedding),
             of_state=self._norm(head.of_state),
-            projection=self._weight(projection),
+            projection=self._weight(head.projection),
             layer=layer,
             last=self._norm(head.last),
         )

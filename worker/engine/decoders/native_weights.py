@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from ctypes import pointer
+from ctypes import c_double, pointer
 from typing import Any
 
 import torch
 from torch import nn
 
 from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Pattern
+from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
-from promptq.worker.engine.decoders.layer_parts import Attention, Layer, Recurrent
+from promptq.worker.engine.decoders.experts_beside import ExpertsBeside
+from promptq.worker.engine.decoders.layer_inputs import LayerInput, LayerInputs
+from promptq.worker.engine.decoders.layer_parts import Layer, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
@@ -27,6 +30,9 @@ from promptq.worker.engine.recurrent.parts import (
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
+
+_ACTIVATIONS = (*ACTIVATIONS, "limited", "xielu")
+"""The activations as native/src/layers/activation.h numbers them."""
 
 
 class NativeWeights:
@@ -61,6 +67,7 @@ class NativeWeights:
             mixer_scale=layer.mixer_scale,
             beside_scale=layer.beside_scale,
             mlp_scale=layer.mlp_scale,
+            output_scale=layer.output_scale,
         )
         if isinstance(layer.mixer, Attention):
             weights.attention = pointer(self._attention(layer.mixer, *next(attended)))
@@ -74,6 +81,10 @@ class NativeWeights:
             weights.experts = pointer(self._experts(layer.mlp))
         elif layer.mlp is not None:
             weights.mlp = pointer(self._mlp(layer.mlp))
+        if layer.experts_beside is not None:
+            weights.experts_beside = pointer(self._beside(layer.experts_beside))
+        if layer.input is not None:
+            weights.input = pointer(self._input(layer.input))
         return weights
 
     def _attention(
@@ -86,6 +97,7 @@ class NativeWeights:
             bias = self._bias_of(_gates_last(attention))
         return library.AttentionWeights(
             num_heads=attention.num_heads,
+            shares_kv=attention.shares_kv,
             is_gated=attention.is_gated,
             query=query,
             key=key,
@@ -93,6 +105,7 @@ class NativeWeights:
             qkv_bias=bias,
             query_norm=self._norm(attention.query_norm),
             key_norm=self._norm(attention.key_norm),
+            value_norm=self._norm(attention.value_norm),
             norms_whole_rows=attention.norms_whole_rows,
             norms_rotated=attention.norms_rotated,
             rotation=self._rotation(attention.rotation),
@@ -170,13 +183,35 @@ class NativeWeights:
             windows=self._address(windows),
         )
 
+    def _inputs(self, inputs: LayerInputs, num_layers: int) -> library.LayerInputsWeights:
+        return library.LayerInputsWeights(
+            num_layers=num_layers,
+            size=len(inputs.norm.weight),
+            table=self._weight(inputs.table, keeps=self._is_packed),
+            table_scale=inputs.table_scale,
+            projection=self._weight(inputs.projection),
+            projection_scale=inputs.projection_scale,
+            norm=self._norm(inputs.norm),
+            scale=inputs.scale,
+        )
+
+    def _input(self, layer: LayerInput) -> library.LayerInputWeights:
+        return library.LayerInputWeights(
+            size=layer.gate.out_features,
+            activation=_ACTIVATIONS.index(layer.activation),
+            gate=self._weight(layer.gate),
+            output=self._weight(layer.output),
+            after=self._norm(layer.after),
+        )
+
     def _mlp(self, mlp: DenseMLP) -> library.MlpWeights:
         gate, up = self._weights(mlp.inputs, 2)
         if not mlp.is_gated:
             gate, up = up, gate
         return library.MlpWeights(
             inner_size=mlp.down.in_features,
-            activation=[*ACTIVATIONS].index(mlp.activation),
+            activation=_ACTIVATIONS.index(mlp.activation),
+            numbers=(c_double * 4)(*(mlp.curve or ())),
             is_gated=mlp.is_gated,
             gate_scale=mlp.gate_scale,
             gate=gate,
@@ -204,6 +239,7 @@ class NativeWeights:
                 least_sum=routing.least_sum,
                 scale=routing.scale,
                 jitter=routing.jitter,
+                expert_scales=self._in_float32(routing.expert_scales),
             ),
             router=library.Weight(numbers=parts.router.data_ptr(), bits=32),
             router_bias=self._in_float32(parts.router_bias),
@@ -212,15 +248,23 @@ class NativeWeights:
             mlps=(library.MlpWeights * len(mlps))(*mlps),
         )
 
+    def _beside(self, beside: ExpertsBeside) -> library.ExpertsBesideWeights:
+        return library.ExpertsBesideWeights(
+            experts=self._experts(beside.experts),
+            before_router=self._norm(beside.before_router),
+            before=self._norm(beside.before),
+            after=self._norm(beside.after),
+            after_mlp=self._norm(beside.after_mlp),
+        )
+
     def _expert(self, expert: Expert, parts: ExpertParts) -> library.MlpWeights:
         self._read(expert)
         return library.MlpWeights(
             inner_size=expert.up.shape[0],
-            activation=[*ACTIVATIONS].index(parts.activation),
+            activation=_ACTIVATIONS.index("limited" if parts.limits.limit else parts.activation),
+            numbers=(c_double * 4)(*parts.limits),
             is_gated=parts.is_gated,
             gate_scale=1.0,
-            alpha=parts.limits.alpha,
-            limit=parts.limits.limit,
             gate=library.Weight() if expert.gate is None else self._weight_at(expert.gate),
             up=self._weight_at(expert.up),
             input_bias=self._address(expert.input_bias),

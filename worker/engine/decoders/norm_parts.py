@@ -73,23 +73,29 @@ class Norm:
     formula: NormFormula
 
     @classmethod
-    def of(cls, module: Any, found: Found | None = None) -> Norm:
-        """Returns a module's norm. Raises NotOfThisKindError if the module computes no norm."""
+    def of(cls, module: Any, found: Found | None = None, size: int | None = None) -> Norm:
+        """Returns a module's norm. `size` is the size of a norm without a weight.
+
+        Raises NotOfThisKindError if the module computes no norm.
+        """
         found = {} if found is None else found
         name = type(module).__name__
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        has_weight = weight is not None
+        if not has_weight and size is not None:
+            weight = torch.ones(size, device="cpu")
         epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
         if not (isinstance(weight, torch.Tensor) and weight.dim() == 1 and epsilon):
             raise NotOfThisKindError(f"it has a norm of type {name}")
-        key = type(module), weight.shape, bias is None, epsilon
+        key = type(module), weight.shape, has_weight, bias is None, epsilon
         if key not in found:
-            found[key] = _formula(module, float(epsilon))
+            found[key] = _formula(module, weight.shape, float(epsilon))
         if (formula := found[key]) is None:
             raise NotOfThisKindError(f"it has a norm of type {name}")
         return cls(weight, bias, float(epsilon), formula)
 
 
-def _formula(norm: Any, epsilon: float) -> NormFormula | None:
+def _formula(norm: Any, shape: torch.Size, epsilon: float) -> NormFormula | None:
     """Returns the formula that computes the same as the module; None if there is none.
 
     Weights are random, because those of the module may be on another device, or without values.
@@ -98,15 +104,14 @@ def _formula(norm: Any, epsilon: float) -> NormFormula | None:
     names = [name for name, _ in norm.named_parameters()]
     if not {*names} <= {"weight", "bias"}:
         return None
-    drawn = {
-        name: torch.randn(norm.weight.shape, generator=generator, device="cpu") for name in names
-    }
-    rows = torch.randn(8, *norm.weight.shape, generator=generator, device="cpu") * 0.01
+    drawn = {name: torch.randn(shape, generator=generator, device="cpu") for name in names}
+    rows = torch.randn(8, *shape, generator=generator, device="cpu") * 0.01
+    ones = torch.ones(shape, device="cpu")
 
     def distances(dtype: torch.dtype) -> list[float]:
         x, given = rows.to(dtype), {name: each.to(dtype) for name, each in drawn.items()}
         wanted = functional_call(norm, given, (x,))
-        weight, bias = given["weight"], given.get("bias")
+        weight, bias = given.get("weight", ones), given.get("bias")
         found = [formula(x, weight, bias, epsilon) for formula in _FORMULAS]
         return [float((each - wanted).abs().mean()) for each in found]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -112,10 +113,13 @@ class Rotation:
             .view(shape)
         )
         whole = heads[None, None]
+        # Some families rotate queries and keys by one call each.
+        whole_each = (whole,) if "x" in signature(self.apply).parameters else (whole, whole)
         try:
-            found = self.apply(whole, whole, cosine[None, few].float(), sine[None, few].float())[0]
+            found = self.apply(*whole_each, cosine[None, few].float(), sine[None, few].float())
         except (RuntimeError, TypeError):  # of tables with another size
             return False
+        found = found if len(whole_each) == 1 else found[0]
         return torch.allclose(found[0, 0], tables.rotated(heads), atol=1e-5)
 
 

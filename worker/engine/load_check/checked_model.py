@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.types import LayerSpec
-from promptq.worker.engine.decoders.base import Decoder
+from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.model.backend_choice import TURNED_OFF
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
 from promptq.worker.engine.recurrent.mixer import Mixer
@@ -76,15 +76,10 @@ class CheckedModel:
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:
             last = max_position or max_length
-            return self.decoder(
-                model,
-                cache.layers,
-                patterns,
-                self.backend,
-                last,
-                num_slots=num_slots,
-                releases=releases,
+            placement = Placement(
+                cache.layers, patterns, self.backend, last, num_slots=num_slots, releases=releases
             )
+            return self.decoder(model, placement)
         return PackedModel(
             model,
             self.modules,

@@ -97,6 +97,12 @@ def head_spec(specs: list[LayerSpec]) -> LayerSpec:
     raise NoHeadError("all of the model's layers have windows")
 
 
+def rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    """Returns the module that computes the model's rotations."""
+    whole: Any = model  # its class is only partly typed
+    return getattr(whole.get_decoder(), "rotary_emb", None)
+
+
 def _cost(model: PreTrainedModel, head: nn.Module) -> float:
     """Returns the time of a token that the head drafts as a share of that of a step, by the numbers
     of weights that both read. The output layer belongs to both. A step also has work besides."""
@@ -117,20 +123,23 @@ class HeadOfModules:
         cache: LayerCache,
         backend: AttentionBackend,
     ) -> None:
-        """`head` is an `MtpLayer`. Raises NoHeadError."""
+        """`head` is an `MtpLayer` that passes `check`."""
         whole: Any = model  # its class is only partly typed
         self._head = head
         self._head.config._attn_implementation = SEAM
         self._embedding, self._output = whole.get_input_embeddings(), whole.get_output_embeddings()
-        rotary: Any = getattr(whole.get_decoder(), "rotary_emb", None)
+        self._rotary: Any = rotary_of(model)
+        self._context = SeamContext(backend)
+        join_seam(head.mtp_block.self_attn, SeamLayer(self._context, cache, FULL))
+
+    @staticmethod
+    def check(model: PreTrainedModel, head: Any) -> None:
+        """Raises NoHeadError if the library's modules cannot compute the head."""
+        rotary = rotary_of(model)
         if rotary is None or "layer_type" in inspect.signature(rotary.forward).parameters:
             raise NoHeadError("its layer has a rotation of another kind")
-        attention = getattr(self._head.mtp_block, "self_attn", None)
-        if attention is None:
+        if getattr(head.mtp_block, "self_attn", None) is None:
             raise NoHeadError("its layer does not attend")
-        self._rotary = rotary
-        self._context = SeamContext(backend)
-        join_seam(attention, SeamLayer(self._context, cache, FULL))
 
     def draft(self, step: DraftStep) -> torch.Tensor:
         """See Decoder."""
@@ -185,15 +194,32 @@ def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
     after those of a step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
-    at = torch.tensor(places, device=device)
-    blocks = layout.block_tables[:count].gather(1, (at // layout.block_size).unsqueeze(1))
-    return replace(
-        layout,
-        query_starts=[*range(count + 1)],
-        context_lens=[place + 1 for place in places],
-        block_tables=layout.block_tables[:count],
-        write_blocks=blocks.squeeze(1),
-        write_offsets=at % layout.block_size,
-        plans={},
-        lists={},
+    return layout_of_rows(
+        [*range(count + 1)],
+        [place + 1 for place in places],
+        layout.block_tables[:count],
+        torch.arange(count, device=device),
+        torch.tensor(places, device=device),
+        layout.block_size,
+    )
+
+
+def layout_of_rows(
+    query_starts: list[int],
+    context_lens: list[int],
+    block_tables: torch.Tensor,
+    sequences: torch.Tensor,
+    places: torch.Tensor,
+    block_size: int,
+) -> StepLayout:
+    """Returns the layout of rows that a head computes. Row i belongs to the sequence
+    `sequences[i]`, and its K and V get the place `places[i]` in that sequence's blocks."""
+    return StepLayout(
+        num_decodes=0,
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        write_blocks=block_tables[sequences, places // block_size],
+        write_offsets=places % block_size,
+        block_size=block_size,
     )

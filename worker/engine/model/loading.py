@@ -19,19 +19,19 @@ from promptq.worker.engine.checkpoints.configurations import end_token_ids
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
-from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
+from promptq.worker.engine.checkpoints.saved_weights import SavedWeights, shapes_of
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.layer_parts import has_known_parts
-from promptq.worker.engine.device.expert_weights import take_any_sizes
+from promptq.worker.engine.device.expert_weights import has_experts, take_any_sizes
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
-from promptq.worker.engine.device.precision import embedding_scale
 from promptq.worker.engine.model.draft_heads import LoadedHead, NoHeadError, load_head
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import (
-    FewBits,
+    SavedWeight,
     move_quantized,
     quantize_model,
 )
+from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 if TYPE_CHECKING:
     from promptq.worker.engine.checkpoints.gguf.model_file import GGUFFile
@@ -218,18 +218,18 @@ def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None,
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
-        if not (weights := files.head_weights()):
+        if not files.head_files():
             return None, ""
         if files.is_quantized:
             return None, "its weights are quantized"
-        return load_head(model, weights), ""
+        return load_head(model, files.head_weights()), ""
     except (NoHeadError, StopIteration, *LOADING_ERRORS) as error:
         return None, first_sentence(error)
 
 
 def _widen_others(
     saved: SavedWeights, files: ModelFiles, decoder: type[Decoder] | None
-) -> dict[str, FewBits]:
+) -> dict[str, SavedWeight]:
     """Widen the quantized weights that `decoder` cannot use, and return the others. Keeps none if
     the library renames or joins weights while it loads this family."""
     kept = {}
@@ -237,20 +237,23 @@ def _widen_others(
         makes: Any = AutoModelForCausalLM
         with torch.device("meta"):
             model = makes.from_config(files.config)
+        embedding = model.get_input_embeddings()
         plain = {
             name
             for name, each in model.named_modules()
-            if type(each) in (nn.Linear, nn.Embedding) or embedding_scale(each) is not None
+            if type(each) is nn.Linear or each is embedding or has_experts(each)
         }
         if has_known_parts(model) and saved.quantized.keys() <= plain:
             is_exact = saved.dtype == torch.float32  # slow with weights in fp8
             kept = {
                 name: weight
                 for name, weight in saved.quantized.items()
-                if decoder.takes(weight) and not (is_exact and isinstance(weight, FP8Weight))
+                if _takes(decoder, weight) and not (is_exact and isinstance(weight, FP8Weight))
             }
     wide = saved.quantized.keys() - kept.keys()
-    numbers = sum(prod(saved.quantized[name].shape) for name in wide)
+    numbers = sum(
+        prod(shape) for name in wide for shape in shapes_of(name, saved.quantized[name]).values()
+    )
     require_memory(
         files.source, numbers * saved.dtype.itemsize, torch.device("cpu"), is_widened=True
     )
@@ -259,9 +262,15 @@ def _widen_others(
     return kept
 
 
-def _bytes_of(saved: SavedWeights, kept: Mapping[str, FewBits]) -> int:
+def _takes(decoder: type[Decoder], weight: SavedWeight) -> bool:
+    if isinstance(weight, ExpertsWeight):
+        return all(map(decoder.takes, weight.parts))
+    return decoder.takes(weight)
+
+
+def _bytes_of(saved: SavedWeights, kept: Mapping[str, SavedWeight]) -> int:
     """Returns the bytes of the weights, with those that are `kept` in their saved format."""
-    names = {f"{module}.weight" for module in kept}
+    names = {name for module, weight in kept.items() for name in shapes_of(module, weight)}
     tensors = [tensor for name, tensor in saved.tensors.items() if name not in names]
     tensors += [each for weight in kept.values() for each in weight.tensors]
     return sum(tensor.nbytes for tensor in tensors)

@@ -76,21 +76,42 @@ class Weight(Structure):
     )
 
 
+class LayerInputsWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "num_layers", "size"),
+        ("table", Weight),
+        ("table_scale", c_double),
+        ("projection", Weight),
+        ("projection_scale", c_double),
+        ("norm", Norm),
+        ("scale", c_double),
+    )
+
+
+class LayerInputWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "size", "activation"),
+        *_all(Weight, "gate", "output"),
+        ("after", Norm),
+    )
+
+
 class ModelWeights(Structure):
     _fields_ = (
         ("embedding", Weight),
         ("norm", Norm),
         ("head", Weight),
         ("head_bias", c_void_p),
+        ("inputs", POINTER(LayerInputsWeights)),
     )
 
 
 class AttentionWeights(Structure):
     _fields_ = (
-        *_all(c_int64, "num_heads", "is_gated"),
+        *_all(c_int64, "num_heads", "shares_kv", "is_gated"),
         *_all(Weight, "query", "key", "value"),
         ("qkv_bias", c_void_p),
-        *_all(Norm, "query_norm", "key_norm"),
+        *_all(Norm, "query_norm", "key_norm", "value_norm"),
         *_all(c_int64, "norms_whole_rows", "norms_rotated"),
         ("rotation", Rotation),
         ("scoring", Scoring),
@@ -103,7 +124,8 @@ class AttentionWeights(Structure):
 class MlpWeights(Structure):
     _fields_ = (
         *_all(c_int64, "inner_size", "activation", "is_gated"),
-        *_all(c_double, "gate_scale", "alpha", "limit"),
+        ("gate_scale", c_double),
+        ("numbers", c_double * 4),
         *_all(Weight, "gate", "up"),
         ("input_bias", c_void_p),
         ("down", Weight),
@@ -117,6 +139,7 @@ class Routing(Structure):
         ("choice_bias", c_void_p),
         *_all(c_int64, "num_groups", "top_groups", "normalizes"),
         *_all(c_double, "least_sum", "scale", "jitter"),
+        ("expert_scales", c_void_p),
     )
 
 
@@ -127,6 +150,13 @@ class ExpertWeights(Structure):
         ("router_bias", c_void_p),
         *_all(c_int64, "has_shared_gate", "num_mlps"),
         ("mlps", POINTER(MlpWeights)),
+    )
+
+
+class ExpertsBesideWeights(Structure):
+    _fields_ = (
+        ("experts", ExpertWeights),
+        *_all(Norm, "before_router", "before", "after", "after_mlp"),
     )
 
 
@@ -168,12 +198,14 @@ class LayerWeights(Structure):
     _fields_ = (
         *_all(Norm, "before_mixer", "after_mixer", "before_mlp", "after_mlp"),
         ("is_parallel", c_int64),
-        *_all(c_double, "mixer_scale", "beside_scale", "mlp_scale"),
+        *_all(c_double, "mixer_scale", "beside_scale", "mlp_scale", "output_scale"),
         ("attention", POINTER(AttentionWeights)),
         ("convolution", POINTER(ShortConvolutionWeights)),
         ("recurrence", POINTER(RecurrenceWeights)),
         ("mlp", POINTER(MlpWeights)),
         ("experts", POINTER(ExpertWeights)),
+        ("experts_beside", POINTER(ExpertsBesideWeights)),
+        ("input", POINTER(LayerInputWeights)),
     )
 
 

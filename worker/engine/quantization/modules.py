@@ -23,9 +23,10 @@ from promptq.worker.engine.device.expert_weights import (
 )
 from promptq.worker.engine.device.precision import embedding_scale, product
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.quantization.weight import ExpertsWeight, ExpertWeight, QuantizedWeight
 
 FewBits = QuantizedWeight | FP8Weight
+SavedWeight = FewBits | ExpertsWeight
 
 
 class QuantizedLinear(nn.Linear):
@@ -86,21 +87,30 @@ class QuantizedExperts(nn.Module):
 
     plain: Any
     """The library's module, without weights."""
-    quantized: list[tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]]
-    """Gate, if there is one, up and down of each expert."""
+    quantized: list[ExpertWeight]
 
-    def __init__(self, plain: nn.Module, bits: int, group: int | None) -> None:
-        """Rounds the weights of the library's module `plain`, and frees them."""
+    def __init__(self, plain: nn.Module, weight: ExpertsWeight) -> None:
+        """Frees the weights of the library's module `plain`."""
         super().__init__()
         self.plain = plain
-        rounded = partial(QuantizedWeight.of, bits=bits, group=group)
-        self.quantized = []
-        for index in range(len(self.plain.down_proj)):
-            gate, up, down = expert_weights(plain, index)
-            of_gate = None if gate is None else rounded(gate)
-            self.quantized.append((of_gate, rounded(up), rounded(down)))
+        self.quantized = weight.experts
         for parameter in (input_weights(plain), self.plain.down_proj):
             parameter.data = parameter.new_empty(0)
+
+    @classmethod
+    def rounded(cls, plain: Any, bits: int, group: int | None) -> QuantizedExperts:
+        """Rounds the weights of the library's module `plain`, and frees them."""
+        rounded = partial(QuantizedWeight.of, bits=bits, group=group)
+        experts = []
+        for index in range(len(plain.down_proj)):
+            gate, up, down = expert_weights(plain, index)
+            of_gate = None if gate is None else rounded(gate)
+            experts.append((of_gate, rounded(up), rounded(down)))
+        return cls(plain, ExpertsWeight(experts))
+
+    @property
+    def weight(self) -> ExpertsWeight:
+        return ExpertsWeight(self.quantized)
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
@@ -125,34 +135,44 @@ def quantize_model(
     group: int | None = None,
     *,
     embeddings: bool = False,
-    saved: Mapping[str, FewBits] | None = None,
+    saved: Mapping[str, SavedWeight] | None = None,
 ) -> None:
     """Replaces linear layers and experts by quantized ones, and frees their weights.
 
     Modules get the quantized weights that `saved` has under their names. With `bits`, the other
-    weights are rounded. The embedding and the output layer are rounded only with `embeddings`, and
-    to 8 bits. Raises NativeError if a weight cannot be rounded.
+    weights are rounded. Embeddings and the output layer are rounded only with `embeddings`, and to
+    8 bits. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}
     whole: Any = model  # its class is only partly typed
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     dtype = model.dtype
     names = {module: name for name, module in model.named_modules()}
+    bits_of_ends = 8 if bits is not None and embeddings else None
 
     def quantized(module: nn.Linear | nn.Embedding, bits: int | None) -> FewBits | None:
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
             return None
-        if (weight := saved.get(names[module])) is None and bits is not None:
+        weight = saved.get(names[module])
+        assert not isinstance(weight, ExpertsWeight), "it has the name of experts"
+        if weight is None and bits is not None:
             weight = QuantizedWeight.of(module.weight, bits, group if bits == 4 else None)
         return None if weight is None else weight.to(module.weight.device)
 
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head
+        is_inner = is_inner and not name.endswith(".router.proj")  # its choice is all or nothing
+        scale = embedding_scale(module)
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
+        elif isinstance(of_experts := saved.get(name), ExpertsWeight):
+            model.set_submodule(name, QuantizedExperts(module, of_experts))
         elif bits is not None and has_experts(module):
-            model.set_submodule(name, QuantizedExperts(module, bits, group if bits == 4 else None))
-    bits_of_ends = 8 if bits is not None and embeddings else None
+            rounded = QuantizedExperts.rounded(module, bits, group if bits == 4 else None)
+            model.set_submodule(name, rounded)
+        elif module is not embedding and scale is not None and bits_of_ends is not None:
+            of_table = QuantizedWeight.of(cast("nn.Embedding", module).weight, bits_of_ends)
+            model.set_submodule(name, QuantizedEmbedding(of_table, dtype, scale))
     is_tied = head.weight is embedding.weight
     of_embedding = quantized(embedding, bits_of_ends)
     of_head = of_embedding if is_tied else quantized(head, bits_of_ends)
@@ -172,6 +192,11 @@ def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
             if id(weight) not in moved:
                 moved[id(weight)] = weight.to(device)
             module.quantized = moved[id(weight)]
+        elif isinstance(module, QuantizedExperts):
+            module.quantized = [
+                (None if gate is None else gate.to(device), up.to(device), down.to(device))
+                for gate, up, down in module.quantized
+            ]
 
 
 def with_plain_modules(model: PreTrainedModel) -> None:
@@ -183,6 +208,13 @@ def with_plain_modules(model: PreTrainedModel) -> None:
         if (module := model.get_submodule(name)) is not head:
             linear = cast("QuantizedLinear", module)
             model.set_submodule(name, _plain_linear(linear, _plain_weight(linear)))
+    experts = [
+        (name, each) for name, each in model.named_modules() if isinstance(each, QuantizedExperts)
+    ]
+    for name, quantized in experts:
+        for part, weight in quantized.weight.dequantized().items():
+            getattr(quantized.plain, part).data = weight.to(model.dtype)
+        model.set_submodule(name, quantized.plain)
     if isinstance(embedding, QuantizedEmbedding):
         shape, scale = embedding.quantized.shape, embedding_scale(embedding)
         plain = (

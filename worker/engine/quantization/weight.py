@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -119,10 +120,55 @@ class QuantizedWeight:
             groups.mul_(scales).add_(self.offsets.float().unsqueeze(-1))
         return groups.flatten(-2)[..., : self.inputs]
 
+    def split(self, count: int) -> list[QuantizedWeight]:
+        """Returns `count` weights with as many outputs each."""
+        size = len(self.numbers) // count
+        return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
+
     def released(self) -> QuantizedWeight:
         """Returns this weight without its numbers, once they are no longer needed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
+
+
+ExpertWeight = tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]
+"""Gate, if there is one, up and down of an expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeight:
+    """The weights of all experts of a layer."""
+
+    experts: list[ExpertWeight]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """The shapes of the parameters of the library's module, by their names."""
+        gate, up, down = self.experts[0]
+        count, (inner_size, size) = len(self.experts), up.shape
+        inputs = (count, inner_size if gate is None else 2 * inner_size, size)
+        return {self._inputs: inputs, "down_proj": (count, *down.shape)}
+
+    @property
+    def parts(self) -> list[QuantizedWeight]:
+        return [part for part in chain(*self.experts) if part is not None]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for part in self.parts for tensor in part.tensors]
+
+    def dequantized(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters of the library's module in fp32, by their names."""
+        inputs, downs = [], []
+        for *of_inputs, down in self.experts:
+            inputs.append(torch.cat([each.dequantized() for each in of_inputs if each is not None]))
+            downs.append(down.dequantized())
+        return {self._inputs: torch.stack(inputs), "down_proj": torch.stack(downs)}
+
+    @property
+    def _inputs(self) -> str:
+        """The name of the parameter of gates and ups, or of ups alone."""
+        return "up_proj" if self.experts[0][0] is None else "gate_up_proj"
 
 
 def _as_kept(factors: torch.Tensor, bits: int) -> torch.Tensor:

@@ -14,21 +14,21 @@ after which no row is missing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.kv_cache import KVCache
-from promptq.worker.engine.attention.types import LayerSpec, RequestedLists, StepLayout
+from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.decoders.native import NativeDecoder
+from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.async_copies import to_device_at_once
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.draft_heads import (
@@ -36,6 +36,8 @@ from promptq.worker.engine.model.draft_heads import (
     LoadedHead,
     NoHeadError,
     head_spec,
+    layout_of_rows,
+    rotary_of,
 )
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
@@ -184,45 +186,30 @@ class HeadDrafts:
         counts = [len(each.share.draft) for each in rows]
         input_ids: list[int] = []
         positions: list[int] = []
-        write_blocks: list[int] = []
+        of_sequence: list[int] = []
+        places: list[int] = []
         query_starts, context_lens, tables = [0], [], []
-        for each, count in zip(rows, counts, strict=True):
+        for index, (each, count) in enumerate(zip(rows, counts, strict=True)):
             sequence, end = each.share.sequence, each.end
             input_ids += sequence.token_ids[each.start + 1 : end + 1]
             positions += range(each.start, end)
-            table = sequence.block_table
-            write_blocks += [table[position // size] for position in range(each.start, end)]
+            of_sequence += [index] * (end - each.start)
+            first = each.first_block * size
+            places += range(each.start - first, end - first)
             query_starts.append(len(positions))
-            context_lens.append(end - each.first_block * size)
-            tables.append(table[each.first_block : num_blocks_for(end + count, size)])
+            context_lens.append(end - first)
+            last_block = num_blocks_for(end + count, size)
+            tables.append(sequence.block_table[each.first_block : last_block])
         block_tables = np.zeros((len(rows), max(map(len, tables))), dtype=np.int64)
         for row, table in zip(block_tables, tables, strict=True):
             row[: len(table)] = table
-        places = np.array(positions, dtype=np.int64)
-        ids, moved, blocks, at_blocks, at_offsets = to_device_at_once(
-            [
-                np.array([input_ids], dtype=np.int64),
-                places[None],
-                block_tables,
-                np.array(write_blocks, dtype=np.int64),
-                places % size,
-            ],
-            self._device,
-        )
-        layout = StepLayout(
-            num_decodes=0,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            block_tables=blocks,
-            write_blocks=at_blocks,
-            write_offsets=at_offsets,
-            block_size=size,
-            requested=RequestedLists(),
-        )
+        numbers = ([input_ids], [positions], of_sequence, places)
+        arrays = [np.array(each, dtype=np.int64) for each in numbers]
+        ids, moved, owners, at, blocks = to_device_at_once([*arrays, block_tables], self._device)
         return DraftStep(
             ids,
             moved,
-            layout,
+            layout_of_rows(query_starts, context_lens, blocks, owners, at, size),
             torch.cat([each.states for each in rows]),
             [each.share.sequence for each in rows],
             counts,
@@ -271,25 +258,28 @@ def attention_of_head(
         reason = "the library's modules compute recurrent layers"
         return replace(loaded, head=None, why_no_head=reason), []
     try:
-        return loaded, [head_spec(checked.specs)]
-    except NoHeadError as error:
+        spec = head_spec(checked.specs)
+        if checked.decoder is not None and issubclass(checked.decoder, NativeDecoder):
+            _parts_of(loaded.model, loaded.head, spec)
+        else:
+            HeadOfModules.check(loaded.model, loaded.head.module)
+    except (NoHeadError, NotOfThisKindError) as error:
         return replace(loaded, head=None, why_no_head=str(error)), []
+    return loaded, [spec]
 
 
 def code_of_head(
-    model: PreTrainedModel,
-    head: LoadedHead,
-    served: PackedModel | Decoder,
-    cache: KVCache,
-    backend: AttentionBackend,
+    loaded: LoadedModel, checked: CheckedModel, served: PackedModel | Decoder, cache: KVCache
 ) -> DraftHead:
-    """Returns the code for a model's head: native if the model is `served` by native code.
-
-    Raises NoHeadError or NotOfThisKindError.
-    """
+    """Returns the code for the head of `loaded`, which `attention_of_head` did not drop: native if
+    the model is `served` by native code."""
+    assert loaded.head is not None, "it was not dropped"
     if isinstance(served, NativeDecoder):
-        whole: Any = model  # its class is only partly typed
-        rotary = getattr(whole.get_decoder(), "rotary_emb", None)
-        served.add_head(HeadParts.of(head.module, rotary), cache.layers[0])
+        parts = _parts_of(loaded.model, loaded.head, head_spec(checked.specs))
+        served.add_head(parts, cache.layers[0])
         return served
-    return HeadOfModules(model, head.module, cache.layers[0], backend)
+    return HeadOfModules(loaded.model, loaded.head.module, cache.layers[0], checked.backend)
+
+
+def _parts_of(model: PreTrainedModel, head: LoadedHead, spec: LayerSpec) -> HeadParts:
+    return HeadParts.of(head.module, rotary_of(model), spec)

@@ -34,7 +34,6 @@ from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.scheduler import most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.decoders.native import NativeDecoder, release
-from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.memory import (
     MemoryPeak,
@@ -54,7 +53,6 @@ from promptq.worker.engine.model.backend_choice import (
     resolve_device,
     why_no_native_code,
 )
-from promptq.worker.engine.model.draft_heads import NoHeadError
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.model.packed_model import PackedModel
@@ -204,14 +202,10 @@ class ModelRunner:
         self._head_cost: float | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
-            try:
-                head = code_of_head(loaded.model, loaded.head, model, head_cache, checked.backend)
-            except (NoHeadError, NotOfThisKindError) as error:
-                self.why_no_head = str(error)
-            else:
-                self._head_cost = loaded.head.cost
-                sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
-                self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
+            head = code_of_head(loaded, checked, model, head_cache)
+            self._head_cost = loaded.head.cost
+            sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
+            self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
 
     @classmethod
     def load(

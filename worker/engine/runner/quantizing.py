@@ -19,7 +19,9 @@ from promptq.worker.engine.native.build import NativeCodeError
 from promptq.worker.engine.native.library import NativeError
 from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
 from promptq.worker.engine.quantization.modules import (
+    FewBits,
     QuantizedEmbedding,
+    QuantizedExperts,
     QuantizedLinear,
     quantize_model,
     with_plain_modules,
@@ -88,7 +90,7 @@ def quantize(
     bits, decoder = BITS.get(options.quantization), checked.decoder
     if loaded.format and bits is None and (wide := _wide(loaded)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
-    if not (rounding or _quantized_modules(loaded)):
+    if not (rounding or _quantized_weights(loaded)):
         return checked
     try:
         if rounding:
@@ -120,15 +122,20 @@ def _wide(loaded: LoadedModel) -> int:
 
 def _more_bytes(loaded: LoadedModel) -> int:
     """Returns the additional bytes of the quantized modules if they are widened."""
-    weights = {id(each.quantized): each.quantized for each in _quantized_modules(loaded)}.values()
+    weights = {id(weight): weight for weight in _quantized_weights(loaded)}.values()
     wide = sum(prod(weight.shape) for weight in weights) * loaded.model.dtype.itemsize
     return wide - sum(each.nbytes for weight in weights for each in weight.tensors)
 
 
-def _quantized_modules(loaded: LoadedModel) -> list[QuantizedLinear | QuantizedEmbedding]:
+def _quantized_weights(loaded: LoadedModel) -> list[FewBits]:
     model: nn.Module = loaded.model
-    kinds = (QuantizedLinear, QuantizedEmbedding)
-    return [module for module in model.modules() if isinstance(module, kinds)]
+    weights: list[FewBits] = []
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            weights.append(module.quantized)
+        elif isinstance(module, QuantizedExperts):
+            weights += module.weight.parts
+    return weights
 
 
 def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:

@@ -13,7 +13,6 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
-from promptq.worker.engine.decoders.layer_parts import dense_mlp
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.expert_weights import misread_experts
 from promptq.worker.engine.model.loading import LoadOptions
@@ -44,15 +43,11 @@ def mixture(family: str, seed: int) -> Any:
     return layer.block_sparse_moe if family == "granitemoe" else layer.mlp
 
 
-def parts_of(mlp: Any) -> ExpertParts:
-    return ExpertParts.of(mlp, dense_mlp)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_router_shows_its_formula(family: str, dtype: torch.dtype, seed: int) -> None:
     """Whatever rounding hides in 16 bits."""
-    parts = parts_of(mixture(family, seed).to(dtype))
+    parts = ExpertParts.of(mixture(family, seed).to(dtype))
     assert (parts.routing.scores, parts.routing.normalizes) == FORMULAS[family]
     assert parts.router.dtype == torch.float32
 
@@ -60,7 +55,7 @@ def test_a_router_shows_its_formula(family: str, dtype: torch.dtype, seed: int) 
 def test_two_models_of_a_family_may_have_different_formulas(seed: int) -> None:
     for normalizes in (True, False):
         model: Any = make_model("qwen3_moe", seed, norm_topk_prob=normalizes)
-        assert parts_of(model.model.layers[-1].mlp).routing.normalizes == normalizes
+        assert ExpertParts.of(model.model.layers[-1].mlp).routing.normalizes == normalizes
 
 
 class OtherRouter(Qwen2MoeTopKRouter):
@@ -98,10 +93,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("reason", CHANGES)
 def test_a_mixture_with_another_part_is_refused(reason: str, seed: int) -> None:
     mlp = mixture("qwen2_moe", seed)
-    parts_of(mlp)
+    ExpertParts.of(mlp)
     CHANGES[reason](mlp)
     with pytest.raises(NotOfThisKindError, match=reason):
-        parts_of(mlp)
+        ExpertParts.of(mlp)
 
 
 class SwappedExperts(modeling_qwen3_moe.Qwen3MoeExperts):

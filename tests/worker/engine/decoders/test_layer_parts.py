@@ -12,12 +12,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.qwen3 import modeling_qwen3
 
-from promptq.worker.engine.decoders.layer_parts import (
-    Attention,
-    Layer,
-    ModelParts,
-    has_known_parts,
-)
+from promptq.worker.engine.decoders.attention_parts import Attention
+from promptq.worker.engine.decoders.layer_parts import Layer, ModelParts, has_known_parts
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from tests.worker.engine.tiny_models import FAMILIES, NATIVE, make_model
@@ -47,6 +43,14 @@ class ScaledAttention(modeling_qwen3.Qwen3Attention):
     def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
         factor = 1.0 + torch.log(1.0 + torch.floor(others["position_ids"] / 8192.0))
         return super().forward(hidden_states * factor.unsqueeze(-1), **others)
+
+
+def reads_inputs(layer: Any) -> None:
+    """Adds the part with which Gemma 4 reads inputs of layers."""
+    for name in ("per_layer_input_gate", "per_layer_projection"):
+        layer.add_module(name, nn.Linear(32, 32, bias=False))
+    layer.add_module("post_per_layer_input_norm", nn.RMSNorm(32, eps=1e-6))
+    layer.add_module("act_fn", nn.SiLU())
 
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
@@ -82,6 +86,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "attention that reads positions beside its rotation": lambda model, layer: setattr(
         layer.self_attn, "__class__", ScaledAttention
     ),
+    "inputs of some of its layers": lambda model, layer: reads_inputs(layer),
     "an output layer of another kind": lambda model, layer: setattr(
         model, "lm_head", OtherLinear(32, 97)
     ),

@@ -112,6 +112,31 @@ def test_heads_of_all_shapes(
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {"num_key_value_heads": 1, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0},
+        {"attention_k_eq_v": False, "num_kv_shared_layers": 1},
+        GEMMA_4_EXPERTS,
+    ],
+    ids=["no further inputs", "heads of both sizes", "keys apart from values", "experts"],
+)
+def test_gemma_4_in_its_variants(shape: dict[str, Any], tmp_path: Path) -> None:
+    directory = save_model(tmp_path, "gemma4_text", SEED, **shape)
+    native = load(directory, dtype="float32")
+    assert native.why_no_own_code == ""
+    assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
+
+
 @pytest.mark.matrix(12)
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
@@ -124,7 +149,7 @@ def test_heads_of_all_shapes(
         *(("gemma2", 256, 20), ("olmo2", 24, None), ("cohere2", 64, 20)),
         *(("glm4_moe", 64, None), ("gpt_oss", 40, 20)),
         *(("qwen3_5_text", 64, None), ("olmo_hybrid", 40, None), ("granitemoehybrid", 64, None)),
-        *(("lfm2", 64, None), ("qwen3_next", 24, None)),
+        *(("lfm2", 64, None), ("qwen3_next", 24, None), ("gemma4_text", 64, 20)),
         *(("falcon_h1", 24, None), ("nemotron_h", 64, None)),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from promptq.worker.engine.decoders.expert_parts import Expert, ExpertParts
-from promptq.worker.engine.decoders.layer_parts import dense_mlp
 from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.device.expert_weights import input_weights
 from promptq.worker.engine.native.library import load_native
@@ -33,10 +32,6 @@ def mixture_of(model: Any) -> Any:
     layer = model.model.layers[-1]
     names = ("block_sparse_moe", "mixer", "mlp")
     return next(getattr(layer, name) for name in names if hasattr(layer, name))
-
-
-def parts_of(mlp: Any) -> ExpertParts:
-    return ExpertParts.of(mlp, dense_mlp)
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32, size: int = SIZE) -> torch.Tensor:
@@ -68,7 +63,7 @@ def expected(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 def test_each_familys_experts(family: str) -> None:
     """Whatever its router and its activation, and however its weights lie."""
     mlp, x = mixture(family), rows(41)
-    parts = parts_of(mlp)
+    parts = ExpertParts.of(mlp)
     wanted = expected(mlp, x)
     assert wanted.abs().mean() > 0.01
     for is_packed in (True, False):
@@ -81,7 +76,7 @@ def test_transposed_experts_are_read_in_place() -> None:
     """The check at load has no copy of all experts of a model."""
     mlp, decoder = mixture("gpt_oss"), object.__new__(UnpackedDecoder)
     decoder._dtype, decoder._kept, decoder._copied = torch.float32, [], []
-    decoder._experts(parts_of(mlp))
+    decoder._experts(ExpertParts.of(mlp))
     whole = {each.untyped_storage().data_ptr() for each in mlp.experts.parameters()}
     experts = [each for each in decoder._kept if isinstance(each, Expert)]
     assert len(experts) == 8
@@ -93,7 +88,7 @@ def test_transposed_experts_are_read_in_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_row_is_to_the_last_bit_as_it_is_alone(family: str, dtype: torch.dtype) -> None:
     model: Any = make_model(family, SEED)
-    parts, x = parts_of(model.to(dtype).model.layers[-1].mlp), rows(600, dtype)
+    parts, x = ExpertParts.of(model.to(dtype).model.layers[-1].mlp), rows(600, dtype)
     together = computed(parts, x)
     alone = torch.cat([computed(parts, row) for row in x[::37].split(1)])
     assert torch.equal(together[::37], alone)
@@ -114,7 +109,7 @@ def test_a_row_is_to_the_last_bit_as_it_is_alone(family: str, dtype: torch.dtype
 def test_odd_sizes(shape: dict[str, int], count: int) -> None:
     mlp, x = mixture("qwen3_moe", **shape), rows(count)
     for is_packed in (True, False):
-        y = computed(parts_of(mlp), x, is_packed=is_packed)
+        y = computed(ExpertParts.of(mlp), x, is_packed=is_packed)
         torch.testing.assert_close(y, expected(mlp, x), rtol=1e-4, atol=1e-5)
 
 
@@ -125,7 +120,7 @@ def test_all_rows_to_one_expert_and_none_to_others() -> None:
     before = bias.clone()
     bias[:] = torch.tensor([0.0, 100.0, 0.0, 0.0, 90.0, 0.0, 95.0, 0.0])
     try:
-        parts = parts_of(mlp)
+        parts = ExpertParts.of(mlp)
         chosen = parts.routing.shares(x @ parts.router.T) > 0
         assert chosen.sum(0).tolist() == [0, 700, 0, 0, 700, 0, 700, 0]
         torch.testing.assert_close(computed(parts, x), expected(mlp, x), rtol=1e-4, atol=1e-5)
@@ -134,7 +129,7 @@ def test_all_rows_to_one_expert_and_none_to_others() -> None:
 
 
 def test_a_row_that_is_not_finite_harms_no_other() -> None:
-    parts, x = parts_of(mixture("glm4_moe")), rows(9)
+    parts, x = ExpertParts.of(mixture("glm4_moe")), rows(9)
     sound = computed(parts, x)
     x[4, 7] = torch.nan
     y = computed(parts, x)
@@ -152,7 +147,7 @@ def test_quantized_experts(family: str, bits: int) -> None:
     quantize_model(model, bits, 32)
     mlp, x = mixture_of(model), rows(50)
     assert input_weights(mlp.experts.plain).numel() == 0
-    parts = parts_of(mlp)
+    parts = ExpertParts.of(mlp)
     wanted = expected(mlp, x)
     assert 0.001 < (expected(plain, x) - wanted).norm() / wanted.norm() < 0.5
     exact = computed(parts, x, is_packed=False)

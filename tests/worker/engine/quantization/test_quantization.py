@@ -163,6 +163,11 @@ def test_a_rounded_embedding_keeps_its_scale(dtype: torch.dtype, seed: int) -> N
     model: Any = make_model("gemma3_text", seed).to(dtype)
     ids = torch.arange(3, VOCAB_SIZE)
     wanted = model.get_input_embeddings()(ids)
+    further: Any = make_model("gemma4_text", seed).to(dtype)
+    inputs = further.model.get_per_layer_inputs(ids)
+    quantize_model(further, 8, embeddings=True)
+    assert isinstance(further.model.embed_tokens_per_layer, modules.QuantizedEmbedding)
+    assert (further.model.get_per_layer_inputs(ids) - inputs).norm() < 0.02 * inputs.norm()
 
     def off_by() -> float:
         found = model.get_input_embeddings()(ids)

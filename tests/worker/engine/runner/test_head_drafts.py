@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.head_parts import DraftStep
 from promptq.worker.engine.model.draft_heads import load_head
 from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner import head_drafts
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
 
@@ -93,17 +95,10 @@ def make_agree(model: Any, head: MtpLayer) -> None:
 
 def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any) -> ModelRunner:
     def runner(memory: int | None) -> ModelRunner:
+        given = {"dtype": "float32", "kv_cache_memory": memory, "drafts": drafts, **options}
         return ModelRunner.load(
             str(directory),
-            LoadOptions(
-                device="cpu",
-                dtype="float32",
-                block_size=BLOCK_SIZE,
-                max_num_seqs=4,
-                kv_cache_memory=memory,
-                drafts=drafts,
-                **options,
-            ),
+            LoadOptions(device="cpu", block_size=BLOCK_SIZE, max_num_seqs=4, **given),
         )
 
     layout = runner(None).kv_layout
@@ -128,7 +123,7 @@ def requests_of(prompts: list[list[int]], max_tokens: int = 40) -> list[EngineRe
 def run(
     runner: ModelRunner, requests: list[EngineRequest], *, every: int = 1, **options: Any
 ) -> tuple[list[list[int]], EngineStats]:
-    """Add a request every few steps, and step until done."""
+    """Add a request every few steps, and step until done. A step that raises is recovered."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "speculative_tokens": 7, **options}
     engine = LLMEngine(runner, **options)
     outputs: dict[int, list[int]] = {request.sequence_id: [] for request in requests}
@@ -136,11 +131,115 @@ def run(
     while waiting or engine.has_work:
         if waiting and num_steps % every == 0:
             engine.add(waiting.pop(0))
-        for output in engine.step().outputs:
+        try:
+            step = engine.step()
+        except FaultError as error:
+            step = engine.recover(error)
+        for output in step.outputs:
             outputs[output.sequence_id] += output.token_ids
         engine.check_integrity()
         num_steps += 1
     return [outputs[request.sequence_id] for request in requests], engine.stats
+
+
+class FaultError(Exception):
+    """Raised on purpose."""
+
+
+class Faulty:
+    """Raises at each `period`-th call of a method, by turns before the call and after it."""
+
+    def __init__(self, method: Callable[..., Any], period: int) -> None:
+        self._method = method
+        self._period = period
+        self.num_calls = 0
+        self.num_faults = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls % self._period == 0:
+            self.num_faults += 1
+            if self.num_faults % 2 == 0:
+                self._method(*arguments)
+            raise FaultError
+        return self._method(*arguments)
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    return [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "period"), [("draft", 2), ("draft", 1), ("logits_and_states", 7)]
+)
+def test_steps_that_fail_change_no_token(method: str, period: int, tmp_path: Path) -> None:
+    """Whether the head raises or the model does. A head that always raises ends no request."""
+    directory = save_with_head(tmp_path, "llama")
+    requests = requests_of(prompts_of(1, 13, 30, 6))
+    expected, _ = run(load(directory, drafts=False), requests, speculative_tokens=0)
+    runner: Any = load(directory, drafts=True)
+    faulty = Faulty(getattr(runner._model, method), period)
+    setattr(runner._model, method, faulty)
+    outputs, stats = run(runner, requests)
+    assert outputs == expected
+    assert faulty.num_faults >= 3
+    assert period == 1 or stats.drafted_tokens > 0
+
+
+def test_held_states_are_few_and_end_with_their_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests are cancelled. Held states own their memory."""
+    monkeypatch.setattr(head_drafts, "MOST_HELD", 8)
+    directory = save_with_head(tmp_path, "llama")
+    requests = requests_of(prompts_of(30, 50, 9, 40))
+    expected, _ = run(load(directory, drafts=False), requests, speculative_tokens=0)
+    runner: Any = load(directory, drafts=True)
+    engine = LLMEngine(
+        runner, max_num_seqs=4, max_num_batched_tokens=40, prefill_chunk=5, speculative_tokens=7
+    )
+    outputs: dict[int, list[int]] = {request.sequence_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    cancelled: set[int] = set()
+    num_steps, most_rows = 0, 0
+    while engine.has_work:
+        if num_steps in (3, 20):
+            cancelled.add(num_steps % 3)
+            assert engine.abort(num_steps % 3)
+        for output in engine.step().outputs:
+            outputs[output.sequence_id] += output.token_ids
+        engine.check_integrity()
+        held = runner._drafts._held
+        assert cancelled.isdisjoint(held)
+        for each in held.values():
+            num_bytes = sum(part.untyped_storage().nbytes() for part in each.parts)
+            most_rows = max(most_rows, num_bytes // (4 * 32))
+        num_steps += 1
+    assert cancelled == {0, 2}
+    assert 8 <= most_rows < 8 + 8
+    for index, tokens in outputs.items():
+        assert tokens == expected[index][: len(tokens)]
+        assert (len(tokens) == len(expected[index])) == (index not in cancelled)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:
+    directory = save_with_head(tmp_path, family)
+    requests = requests_of(prompts_of(1, 13, 30, 6))
+    expected, _ = run(
+        load(directory, drafts=False, dtype="bfloat16"), requests, speculative_tokens=0
+    )
+    runner = load(directory, drafts=True, dtype="bfloat16")
+    assert runner.why_no_head == ""
+    for options in ({}, {"max_num_seqs": 1}, {"every": 3, "prefill_chunk": 5}):
+        outputs, stats = run(runner, requests, **options)
+        assert outputs == expected
+        assert stats.drafted_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -314,6 +413,39 @@ def test_a_head_that_is_not_whole_is_left_out_with_the_reason(
     assert runner.abilities.head_cost is None
     assert reason in runner.why_no_head
     assert bool(reason) == bool(runner.why_no_head)
+
+
+def test_a_head_that_is_refused_reserves_nothing(tmp_path: Path) -> None:
+    """All K and V are the model's."""
+    directory = save_with_head(tmp_path, "llama")
+    config = json.loads((directory / "config.json").read_text())
+    config["mtp_hidden_states_first"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    memory = 200_000
+    runner = load(directory, drafts=True, kv_cache_memory=memory)
+    assert "hidden states come first" in runner.why_no_head
+    assert runner.abilities.head_cost is None
+    without = load(directory, drafts=False, kv_cache_memory=memory)
+    assert runner.kv_layout == without.kv_layout
+
+
+def test_a_head_of_quantized_weights_is_not_read(tmp_path: Path) -> None:
+    directory = save_with_head(tmp_path, "llama")
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name and "eh_proj" not in name]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    saved = ModelFolder(str(directory), False).quantized_weights(torch.float32)
+    assert saved is not None
+    assert {name.split(".")[2] for name in saved.tensors if ".layers." in name} == {"0", "1"}
+    runner = load(directory, drafts=True)
+    assert runner.saved_format
+    assert runner.why_no_head == "its weights are quantized"
 
 
 def test_a_damaged_file_of_a_head_stops_no_start(tmp_path: Path) -> None:

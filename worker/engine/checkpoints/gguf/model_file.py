@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from promptq.shared.errors import UnsupportedModelError
@@ -21,8 +22,27 @@ from promptq.worker.engine.checkpoints.gguf.blocks import READERS, read_blocks
 from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
 from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
+from promptq.worker.engine.quantization.weight import ExpertsWeight
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+"""The library's names of the architectures that are read. `llama` with experts is `mixtral`."""
+_NAMES: Any = GGUF_CONFIG_MAPPING
+_FIELDS: dict[str, dict[str, str | None]] = {
+    **_NAMES,
+    "mixtral": {
+        **_NAMES["llama"],
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    "qwen3_moe": {
+        **_NAMES["qwen3_moe"],
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+}
+"""For each family, the library's settings by the names of fields."""
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The parameters of all experts of a layer, and their parts, which are tensors of the file."""
+_ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
 """The weights whose rows llama.cpp's converter arranges by pairs in the architecture `llama`."""
 _LLAMA3_FREQUENCIES = "rope_freqs.weight"
@@ -63,8 +83,12 @@ class GGUFFile:
 
     @property
     def _kinds(self) -> set[str]:
-        """The types of its matrices, such as Q4_0."""
-        return {each.tensor_type.name for each in self._tensors.values() if len(each.shape) > 1}
+        """The types of its matrices, such as Q4_0, except routers, which are always in fp32."""
+        return {
+            each.tensor_type.name
+            for name, each in self._tensors.items()
+            if len(each.shape) > 1 and not name.endswith(_ROUTER)
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,22 +111,25 @@ class GGUFFile:
         return numbers * (dtype or self.dtype).itemsize
 
     def _config(self) -> PreTrainedConfig:
-        names: Any = GGUF_CONFIG_MAPPING[self._architecture]
         try:
+            family = _ARCHITECTURES[self._architecture]
+            if family == "llama" and self._header.own_field("expert_count"):
+                family = "mixtral"
             layers = self._header.own_field("block_count")
             if isinstance(layers, int | float) and layers > len(self._tensors):
                 raise UnsupportedModelError(
                     f"{self.source}: its block_count is {layers}, more than its"
                     f" {len(self._tensors)} tensors"
                 )
-            settings = {
+            settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {}))
+            settings |= {
                 name: value
-                for field, name in names.items()
+                for field, name in _FIELDS[family].items()
                 if name and (value := self._header.own_field(field)) is not None
             }
             settings["vocab_size"] = self._header.vocab_size
             settings["tie_word_embeddings"] = "output.weight" not in self._tensors
-            config: Any = AutoConfig.for_model(self._architecture, **settings)
+            config: Any = AutoConfig.for_model(family, **settings)
             self._complete(config)
         except LOADING_ERRORS as error:
             raise UnsupportedModelError(
@@ -113,21 +140,25 @@ class GGUFFile:
 
     def _complete(self, config: Any) -> None:
         """Sets the fields of `config` that are not in transformers' table."""
-        if (size := self._header.own_field("attention.key_length")) is not None:
-            config.head_dim = int(size)
+        saved_size = self._header.own_field("attention.key_length")
+        size = saved_size or getattr(config, "head_dim", None)
+        config.head_dim = size = int(size or config.hidden_size // config.num_attention_heads)
         scaling = self._header.own_field("rope.scaling.type")
         if scaling not in (None, "none"):
             raise UnsupportedModelError(
                 f"{self.source}: its positions are scaled by {scaling!r}, which is not read from"
                 " GGUF files; use a directory of safetensors files"
             )
-        size = config.head_dim
         neutral = {
             "rope.scale_linear": 1,
             "rope.scaling.factor": 1,
             "rope.dimension_count": size,
             "attention.value_length": size,
             "attention.scale": size**-0.5,
+            "expert_gating_func": 1,  # softmax
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1,
+            "expert_shared_count": 0,
         }
         for name, value in neutral.items():
             saved = self._header.own_field(name)
@@ -148,22 +179,45 @@ class GGUFFile:
         """
         blocks = sorted(self._kinds - _DTYPES.keys())
         saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
-        for name, place in self._places().items():
+        places = self._places()
+        for name, (place, *_) in places.items():
+            module, _, part = name.rpartition(".")
+            if part == "gate_up_proj":
+                of_experts = [*places[name], *places[f"{module}.down_proj"]]
+                self._add_experts(saved, module, of_experts)
+            if part in _EXPERTS:
+                continue
             tensor = self._tensors[place]
             kind = tensor.tensor_type.name
             rows = self._rows(place)
             if kind in READERS:
                 weight = read_blocks(torch.from_numpy(tensor.data.copy()), kind)
-                saved.add(
-                    name.removesuffix(".weight"), weight if rows is None else weight.rows(rows)
-                )
+                saved.add(module, weight if rows is None else weight.rows(rows))
                 continue
             numbers = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
             saved.add_tensor(name, (numbers if rows is None else numbers[rows]).clone())
         return saved
 
-    def _places(self) -> dict[str, str]:
-        """Returns the tensor of each of the model's parameters."""
+    def _add_experts(self, saved: SavedWeights, module: str, places: list[str]) -> None:
+        """Adds the weights of a layer's experts, whose tensors are those of gate, up and down."""
+        tensors = [self._tensors[place] for place in places]
+        if all(tensor.tensor_type.name in READERS for tensor in tensors):
+            parts = []
+            for tensor in tensors:
+                count, _, row_bytes = tensor.data.shape
+                rows = torch.from_numpy(tensor.data.reshape(-1, row_bytes).copy())
+                parts.append(read_blocks(rows, tensor.tensor_type.name).split(count))
+            gates, ups, downs = parts
+            saved.add(module, ExpertsWeight([*zip(gates, ups, downs, strict=True)]))
+            return
+        gate, up, down = (
+            torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)) for tensor in tensors
+        )
+        saved.add_tensor(f"{module}.gate_up_proj", torch.cat((gate, up), 1))
+        saved.add_tensor(f"{module}.down_proj", down.clone())
+
+    def _places(self) -> dict[str, list[str]]:
+        """Returns the tensors of each of the model's parameters."""
         numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
         names = get_tensor_name_map(numbers[self._architecture], self.config.num_hidden_layers)
         library: Any = AutoModelForCausalLM  # only partly typed
@@ -172,20 +226,28 @@ class GGUFFile:
         places = {}
         for parameter, weight in model.named_parameters():  # shared ones only once
             module, _, part = parameter.rpartition(".")
-            places[parameter] = place = f"{names.get_name(module)}.{part}"
-            tensor = self._tensors.get(place)
-            if tensor is not None and tensor.n_elements != weight.numel():
+            if part in _EXPERTS:
+                modules = [f"{module}.{each}" for each in _EXPERTS[part]]
+                own = [f"{names.get_name(each)}.weight" for each in modules]
+            else:
+                own = [f"{names.get_name(module)}.{part}"]
+            places[parameter] = own
+            if not self._tensors.keys() >= {*own}:
+                continue
+            count = sum(int(self._tensors[place].n_elements) for place in own)
+            if count != weight.numel():
                 # The library would fill the memory with a weight of the other size.
                 raise UnsupportedModelError(
-                    f"{self.source}: {place} has {tensor.n_elements} numbers, and"
-                    f" {type(model).__name__} needs {weight.numel()}"
+                    f"{self.source}: {own[0]} has {count // len(own)} numbers, and"
+                    f" {type(model).__name__} needs {weight.numel() // len(own)}"
                 )
-        if missing := [place for place in places.values() if place not in self._tensors]:
+        known = {*chain(*places.values())}
+        if missing := sorted(known - self._tensors.keys()):
             raise UnsupportedModelError(
                 f"{self.source}: {len(missing)} weights that {type(model).__name__} needs are"
                 f" missing, for example {missing[0]}"
             )
-        if unknown := self._tensors.keys() - places.values() - {_LLAMA3_FREQUENCIES}:
+        if unknown := self._tensors.keys() - known - {_LLAMA3_FREQUENCIES}:
             raise UnsupportedModelError(
                 f"{self.source}: it has {len(unknown)} tensors that {type(model).__name__} does not"
                 f" know, for example {min(unknown)}"

@@ -11,16 +11,14 @@ hidden state anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
-from promptq.worker.engine.decoders.base import Decoder
+from promptq.worker.engine.decoders.attention_parts import Attention
+from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.kernels.activation import Activation
 from promptq.worker.engine.decoders.kernels.experts import Experts, joined_experts
@@ -29,12 +27,7 @@ from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
-from promptq.worker.engine.decoders.layer_parts import (
-    MLP,
-    Attention,
-    Layer,
-    ModelParts,
-)
+from promptq.worker.engine.decoders.layer_parts import MLP, Layer, ModelParts
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
@@ -92,20 +85,11 @@ class FusedDecoder(Decoder):
     The parameters of `model` become views of the fused weights, so the model can still compute.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        caches: Sequence[LayerCache],
-        patterns: Sequence[Pattern],
-        backend: AttentionBackend,
-        max_length: int,
-        *,
-        num_slots: int = 0,
-        releases: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
+        backend = placement.backend
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
-        parts = ModelParts.of(model, len(caches))
+        parts = ModelParts.of(model, len(placement.caches))
         known = [_attention_and_mlp(layer) for layer in parts.layers]
         self._parts = parts
         is_scaled = embedding_scale(parts.embedding) is not None
@@ -113,10 +97,11 @@ class FusedDecoder(Decoder):
         self._head = fused(parts.head)
         tables: dict[Rotation | None, RotationTables | None] = {None: None}
         self._attentions: list[_Attention] = []
-        for (attention, _), cache, pattern in zip(known, caches, patterns, strict=True):
+        attended = zip(known, placement.caches, placement.patterns, strict=True)
+        for (attention, _), cache, pattern in attended:
             rotation = attention.rotation
             if rotation is not None and rotation not in tables:
-                tables[rotation] = rotation.tables(max_length, parts.norm.weight)
+                tables[rotation] = rotation.tables(placement.max_length, parts.norm.weight)
             self._attentions.append(
                 _Attention(attention, tables[rotation], cache, pattern, backend)
             )
@@ -200,6 +185,12 @@ def _attention_and_mlp(layer: Layer) -> tuple[Attention, MLP]:
     require(not attention.is_gated, "gates of heads")
     require(not isinstance(mlp, ExpertParts) or mlp.is_gated, "experts without gates")
     require(dense is None or dense.gate_scale == 1.0, "an MLP that scales its gate")
+    require(not attention.shares_kv, "layers that share keys and values")
+    require(attention.value_norm is None, "norms of values")
+    require(layer.experts_beside is None, "experts beside an MLP")
+    require(layer.input is None, "inputs of layers beside the hidden states")
+    require(layer.output_scale == 1.0, "layers that scale the hidden states")
+    require(dense is None or dense.curve is None, "an activation with learned numbers")
     for linears in (attention.qkv, () if dense is None else dense.inputs):
         num_biases = sum(linear.bias is not None for linear in linears)
         require(num_biases in (0, len(linears)), "biases in some of the projections")

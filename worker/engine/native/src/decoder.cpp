@@ -5,7 +5,8 @@
 //   logits = head(norm(hidden of the sampling rows))
 //
 // A layer may lack norms, the mixer or the MLP. A recurrence beside attention has the same input, and adds its
-// result, too. A head that drafts is one more layer, with another input and another norm:
+// result, too. A layer may scale the hidden states after it, and may have further inputs
+// (layers/layer_inputs.h). A head that drafts is one more layer, with another input and another norm:
 //
 //   hidden = projection(norm(embed(ids)), norm(states of the rows before))
 //
@@ -25,6 +26,8 @@
 #include "layers/attention.h"
 #include "layers/dense_mlp.h"
 #include "layers/experts.h"
+#include "layers/experts_beside.h"
+#include "layers/layer_inputs.h"
 #include "layers/norm.h"
 #include "layers/recurrence.h"
 #include "layers/short_convolution.h"
@@ -43,13 +46,17 @@ class DecoderOf : public Decoder {
         norm_(weights.norm), num_threads_(num_threads), packed_(shape.is_packed ? &memory_ : nullptr),
         head_(
             shape.vocab_size, side_by_side({matrix(weights.head, shape.vocab_size, shape.size)}),
-            static_cast<const T*>(weights.head_bias), kGranule, num_threads, packed_, kHeadSlices) {}
+            static_cast<const T*>(weights.head_bias), kGranule, num_threads, packed_, kHeadSlices) {
+    if (weights.inputs)
+      inputs_ = std::make_unique<LayerInputs<T>>(*weights.inputs, shape_, num_threads, packed_);
+  }
 
   void add_layer(const LayerWeights& weights) override {
     layers_.push_back(Layer{
         weights.before_mixer, weights.after_mixer, weights.before_mlp, weights.after_mlp,
         weights.is_parallel != 0, static_cast<float>(weights.mixer_scale),
-        static_cast<float>(weights.beside_scale), static_cast<float>(weights.mlp_scale)});
+        static_cast<float>(weights.beside_scale), static_cast<float>(weights.mlp_scale),
+        static_cast<float>(weights.output_scale)});
     Layer& layer = layers_.back();
     const auto make = [&]<typename Part, typename Weights>(std::unique_ptr<Part>& part, const Weights* given) {
       if (given) part = std::make_unique<Part>(*given, shape_.size, num_threads_, packed_);
@@ -59,6 +66,8 @@ class DecoderOf : public Decoder {
     make(layer.recurrence, weights.recurrence);
     make(layer.mlp, weights.mlp);
     make(layer.experts, weights.experts);
+    make(layer.experts_beside, weights.experts_beside);
+    make(layer.input, weights.input);
     if (layer.attention) {
       const auto is_like = [&](size_t first) {
         return layers_[first].attention->has_pieces_of(*layer.attention);
@@ -71,6 +80,7 @@ class DecoderOf : public Decoder {
       qkv_size_ = std::max(qkv_size_, layer.attention->whole_row_size());
     }
     has_states_ = has_states_ || layer.convolution || layer.recurrence;
+    has_experts_beside_ = has_experts_beside_ || layer.experts_beside;
     const auto make_room = [&](const auto& mixer) {
       if (mixer) mixed_size_ = std::max(mixed_size_, mixer->output().inputs());
     };
@@ -78,6 +88,7 @@ class DecoderOf : public Decoder {
     make_room(layer.convolution);
     make_room(layer.recurrence);
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
+    if (layer.input) inner_size_ = std::max(inner_size_, layer.input->size());
   }
 
   void run(const Step& step) override { compute(step, {0, num_layers()}, norm_, nullptr); }
@@ -161,18 +172,21 @@ class DecoderOf : public Decoder {
   void compute(const Step& step, Range some_layers, const Norm& last_norm, const T* given_states) {
     const int64_t num_rows = step.num_rows, size = shape_.size;
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
-    T* both = given_states ? both_.reserve(2 * num_rows * size) : nullptr;
+    T* both = given_states || has_experts_beside_ ? both_.reserve(2 * num_rows * size) : nullptr;
     T *update = update_.reserve(num_rows * size), *inner = inner_.reserve(num_rows * inner_size_);
     T* mixed = mixed_.reserve(num_rows * mixed_size_);
     const HeadRows<T> heads{
         qkv_.reserve(num_rows * qkv_size_), query_.reserve(num_rows * query_size_),
         gates_.reserve(num_rows * gates_size_), mixed};
     T *last = last_.reserve(step.num_outputs * size), *states = static_cast<T*>(step.states);
+    const int64_t inputs_size = inputs_ ? inputs_->row_size() : 0;
+    T* inputs = layer_inputs_.reserve(num_rows * inputs_size);
     for (int64_t row = 0; row < num_rows; ++row) embed(step.ids[row], hidden + row * size);
     const auto first_layer = layers_.begin() + some_layers.first;
     const auto end_of_layers = first_layer + some_layers.count;
     for (auto layer = first_layer; layer != end_of_layers; ++layer) {
       if (layer->experts) layer->experts->reserve(num_rows, experts_memory_);
+      if (layer->experts_beside) layer->experts_beside->reserve(num_rows, experts_memory_);
       if (layer->convolution) layer->convolution->reserve(num_rows, convolution_memory_);
       if (layer->recurrence) layer->recurrence->reserve(num_rows, recurrence_memory_);
     }
@@ -186,26 +200,27 @@ class DecoderOf : public Decoder {
     Team::run(num_threads_, [&](Team& team) {
       std::vector<float> scratch;
       const Norm* pending = nullptr;  // of `update`, which is not yet added to `hidden`
+      float scale = 1.0f;             // of what a layer's parts add
+      float scale_after = 1.0f;       // of the hidden states, at the end of a layer
       // Begins a part of a layer: adds what is pending, and returns before(hidden).
-      const auto enter = [&](const Norm& before, float scale) -> const T* {
-        if (pending || before) {
-          constexpr int64_t kRows = 8;  // of an item
-          team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
-            for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row) {
-              T *sum = hidden + row * size, *part = update + row * size;
-              if (pending) {
-                norm_row(part, *pending, size, part);
-                add_scaled(sum, part, scale, size);
-              }
-              if (before) norm_row(sum, before, size, normed + row * size);
+      const auto enter = [&](const Norm& before) -> const T* {
+        if (pending || before || scale_after != 1.0f) {
+          team.share_rows(num_rows, [&](int64_t row) {
+            T *sum = hidden + row * size, *part = update + row * size;
+            if (pending) {
+              norm_row(part, *pending, size, part);
+              add_scaled(sum, part, scale, size);
             }
+            if (scale_after != 1.0f) scale_row(sum, scale_after, size);
+            if (before) norm_row(sum, before, size, normed + row * size);
           });
         }
         pending = nullptr;
+        scale_after = 1.0f;
         return before ? normed : hidden;
       };
       // Ends a part of a layer: hidden += after(product), at once or pending.
-      const auto leave = [&](const auto& multiply, const Norm& after, float scale) {
+      const auto leave = [&](const auto& multiply, const Norm& after) {
         multiply([&](T* y, Range rows, Range columns) {
           for (int64_t i = 0; i < rows.count; ++i) {
             T* row = y + i * columns.count;
@@ -218,17 +233,19 @@ class DecoderOf : public Decoder {
         });
         if (after) pending = &after;
       };
-      if (given_states) join(team, given_states, num_rows, both, hidden);
-      float scale = 1.0f;
+      if (given_states)
+        join(team, given_states, num_rows, both, hidden);
+      else if (inputs_)
+        inputs_->compute(team, step.ids, hidden, num_rows, inputs);
       for (auto place = first_layer; place != end_of_layers; ++place) {
         const Layer& layer = *place;
         const T* x = nullptr;
-        if (layer.has_mixer()) x = enter(layer.before_mixer, scale);
+        if (layer.has_mixer()) x = enter(layer.before_mixer);
         const auto leave_mixer = [&](const auto& mixer, float its_scale) {
           scale = its_scale;
           leave(
               [&](const auto& use) { mixer->output().multiply(team, mixed, num_rows, use); },
-              layer.after_mixer, scale);
+              layer.after_mixer);
         };
         if (layer.attention) {
           layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
@@ -242,17 +259,27 @@ class DecoderOf : public Decoder {
           layer.recurrence->mix(team, x, num_rows, *chunks, recurrence_memory_, mixed);
           leave_mixer(layer.recurrence, layer.attention ? layer.beside_scale : layer.mixer_scale);
         }
-        if (!layer.mlp && !layer.experts) continue;
-        if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
+        if (!layer.has_mlp()) continue;
+        if (!layer.is_parallel) x = enter(layer.before_mlp);
         scale = layer.mlp_scale;
         const auto mlp = [&](const auto& use) {
-          if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
+          if (layer.experts) return layer.experts->multiply(team, x, x, num_rows, experts_memory_, use);
           layer.mlp->activate(team, x, num_rows, inner);
           layer.mlp->down().multiply(team, inner, num_rows, use);
         };
-        leave(mlp, layer.after_mlp, scale);
+        leave(mlp, layer.after_mlp);
+        if (layer.experts_beside)
+          layer.experts_beside->add(team, hidden, num_rows, experts_memory_, both, update);
+        if (const LayerInput<T>* input = layer.input.get()) {
+          const T* given = inputs + (place - layers_.begin()) * input->size();
+          input->activate(team, enter(Norm{}), num_rows, given, inputs_size, inner);
+          scale = 1.0f;
+          const auto output = [&](const auto& use) { input->output().multiply(team, inner, num_rows, use); };
+          leave(output, input->after());
+        }
+        scale_after = layer.output_scale;
       }
-      enter(Norm{}, scale);
+      enter(Norm{});
       const auto norm_rows = [&](const int64_t* rows, int64_t count, T* out) {
         team.share(count, [&](int64_t i) {
           norm_row(hidden + rows[i] * size, last_norm, size, out + i * size);
@@ -272,15 +299,18 @@ class DecoderOf : public Decoder {
   struct Layer {
     Norm before_mixer, after_mixer, before_mlp, after_mlp;
     bool is_parallel;
-    float mixer_scale, beside_scale, mlp_scale;
+    float mixer_scale, beside_scale, mlp_scale, output_scale;
     std::unique_ptr<Attention<T>> attention;  // see LayerWeights
     std::unique_ptr<ShortConvolution<T>> convolution;
     std::unique_ptr<Recurrence<T>> recurrence;
     std::unique_ptr<DenseMlp<T>> mlp;
     std::unique_ptr<Experts<T>> experts;
+    std::unique_ptr<ExpertsBeside<T>> experts_beside;
+    std::unique_ptr<LayerInput<T>> input;
     size_t pieces;  // the index of the attention's pieces in a step
 
     bool has_mixer() const { return attention || convolution || recurrence; }
+    bool has_mlp() const { return mlp || experts; }
   };
 
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
@@ -301,11 +331,7 @@ class DecoderOf : public Decoder {
       norm_row(hidden + row * size, head_input_->of_embedding, size, to);
       norm_row(states + row * size, head_input_->of_state, size, to + size);
     });
-    head_input_->projection.multiply(team, both, num_rows, [&](const T* y, Range rows, Range columns) {
-      for (int64_t i = 0; i < rows.count; ++i)
-        std::copy_n(
-            y + i * columns.count, columns.count, hidden + (rows.first + i) * size + columns.first);
-    });
+    head_input_->projection.multiply_into(team, both, num_rows, hidden);
   }
 
   // sum += scale * part, rounded after each operation. Scales `part` in place.
@@ -333,13 +359,14 @@ class DecoderOf : public Decoder {
   WeightMemory memory_;
   WeightMemory* const packed_;  // null: weights are read where they are
   Linear<T> head_;
+  std::unique_ptr<LayerInputs<T>> inputs_;
   std::vector<Layer> layers_;
   std::vector<size_t> with_other_pieces_;  // than the layers before
-  bool has_states_ = false;
+  bool has_states_ = false, has_experts_beside_ = false;
   // The largest of all layers.
   int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, inner_size_ = 0;
   std::unique_ptr<HeadInput> head_input_;
-  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, inner_, last_;
+  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, inner_, last_, layer_inputs_;
   Buffer<T> both_, draft_logits_, draft_states_[2];
   ExpertsMemory<T> experts_memory_;
   ShortConvolutionMemory<T> convolution_memory_;
@@ -428,11 +455,8 @@ const char* experts(
       ExpertsMemory<T> memory;
       mixture.reserve(rows, memory);
       Team::run(num_threads, [&](Team& team) {
-        mixture.multiply(team, from, rows, memory, [&](const T* result, Range range, Range columns) {
-          for (int64_t i = 0; i < range.count; ++i)
-            std::copy_n(
-                result + i * columns.count, columns.count,
-                static_cast<T*>(y) + (range.first + i) * size + columns.first);
+        mixture.multiply(team, from, from, rows, memory, [&](const T* result, Range range, Range columns) {
+          place_results(result, range, columns, static_cast<T*>(y), size);
         });
       });
     });

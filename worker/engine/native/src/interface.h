@@ -38,22 +38,45 @@ inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
           weight.row_stride, weight.column_stride};
 }
 
-// The caller keeps these as long as the decoder, except the head if weights are packed.
+// The inputs that layers have beside the hidden states of the layer before (layers/layer_inputs.h).
+struct LayerInputsWeights {
+  int64_t num_layers, size;         // numbers of a layer's inputs
+  Weight table;                     // [vocab_size, num_layers size]
+  double table_scale;
+  Weight projection;                // [num_layers size, size of hidden states]
+  double projection_scale;
+  Norm norm;                        // [size]
+  double scale;
+};
+
+// The part of a layer that reads its inputs.
+struct LayerInputWeights {
+  int64_t size, activation;
+  Weight gate;                      // [size, size of hidden states]
+  Weight output;                    // [size of hidden states, size]
+  Norm after;                       // [size of hidden states]
+};
+
+// The caller keeps these as long as the decoder, except the head and the inputs' projection if weights are
+// packed.
 struct ModelWeights {
   Weight embedding;       // [vocab_size, size]
   Norm norm;              // [size]
   Weight head;            // [vocab_size, size]
   const void* head_bias;  // [vocab_size], may be null
+  const LayerInputsWeights* inputs;  // null: layers have no such inputs
 };
 
 // `cache` has the head size and the number of KV heads.
 struct AttentionWeights {
   int64_t num_heads;
+  int64_t shares_kv;                // K and V of `cache` are those of an earlier layer; there are only queries
   int64_t is_gated;                 // a row of a query head is followed by one of its gate, in `query`
   Weight query, key, value;         // [num_heads head_size, size] and [num_kv_heads head_size, size]; without
                                     // numbers in `key`, `query` has the rows of all three
   const void* qkv_bias;             // of all three, one after the other, then of the gates
   Norm query_norm, key_norm;        // of each head; `norms_whole_rows`: of all heads of a row together
+  Norm value_norm;                  // of each head
   int64_t norms_whole_rows, norms_rotated;  // `norms_rotated`: they follow the rotation
   Rotation rotation;
   Scoring scoring;
@@ -65,7 +88,7 @@ struct AttentionWeights {
 struct MlpWeights {
   int64_t inner_size, activation, is_gated;
   double gate_scale;                // of what the activation gets
-  double alpha, limit;              // of a limited gate (layers/activation.h); limit 0: of none
+  double numbers[4];                // of the activation (layers/activation.h)
   Weight gate, up;                  // [inner_size, size]; without numbers in `up`, `gate` has the rows of both
   const void* input_bias;           // of both, one after the other
   Weight down;                      // [size, inner_size]
@@ -82,6 +105,7 @@ struct Routing {
   int64_t num_groups, top_groups;   // experts are chosen from the best groups, of equal size
   int64_t normalizes;               // whether shares sum to 1; their sum counts as at least `least_sum`
   double least_sum, scale, jitter;
+  const float* expert_scales;       // [num_experts], of the shares; may be null
 };
 
 struct ExpertWeights {
@@ -91,6 +115,12 @@ struct ExpertWeights {
   int64_t has_shared_gate;          // whether the last output of the router scales the shared experts
   int64_t num_mlps;
   const MlpWeights* mlps;           // of the experts, then of the shared ones
+};
+
+// Experts of a layer that also has a dense MLP (layers/experts_beside.h).
+struct ExpertsBesideWeights {
+  ExpertWeights experts;
+  Norm before_router, before, after, after_mlp;  // [size]
 };
 
 struct ShortConvolutionWeights {
@@ -137,11 +167,14 @@ struct LayerWeights {
   Norm before_mixer, after_mixer, before_mlp, after_mlp;  // [size]
   int64_t is_parallel;              // the MLP has the input of the mixer
   double mixer_scale, beside_scale, mlp_scale;  // of what the parts add to the hidden states
+  double output_scale;              // of the hidden states at the end of the layer
   const AttentionWeights* attention;            // the mixer is one of these three
   const ShortConvolutionWeights* convolution;
   const RecurrenceWeights* recurrence;          // or it is beside attention, and has the same input
   const MlpWeights* mlp;                        // one of these two
   const ExpertWeights* experts;
+  const ExpertsBesideWeights* experts_beside;   // beside `mlp`
+  const LayerInputWeights* input;               // follows the MLP
 };
 
 // A head that drafts tokens: a layer whose input is made of a token's embedding and of the final hidden state

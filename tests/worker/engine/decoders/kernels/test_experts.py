@@ -20,7 +20,6 @@ from promptq.worker.engine.decoders.kernels import grouped_product
 from promptq.worker.engine.decoders.kernels.experts import choose_experts
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder, fused_mlp
 from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
-from promptq.worker.engine.decoders.layer_parts import dense_mlp
 from promptq.worker.engine.quantization.modules import quantize_model
 from tests.worker.engine.tiny_models import MIXTURES, make_model
 
@@ -144,7 +143,7 @@ def test_each_familys_experts(family: str, bits: int | None, seed: int) -> None:
     wanted = mlp(x)
     wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
     with poisoned_memory():
-        found = fused_mlp(ExpertParts.of(mlp, dense_mlp))(x[0])
+        found = fused_mlp(ExpertParts.of(mlp))(x[0])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -42,9 +42,11 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import FULL, LayerSpec, Pattern
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.decoders.attention_parts import Attention
+from promptq.worker.engine.decoders.base import Placement
 from promptq.worker.engine.decoders.kernels import linear
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
-from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts
+from promptq.worker.engine.decoders.layer_parts import ModelParts
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
@@ -65,7 +67,13 @@ from tests.worker.engine.tiny_models import (
 BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
-FUSED = NATIVE - {*RECURRENT_FAMILIES}
+WITHOUT_KERNELS = {
+    **dict.fromkeys(RECURRENT_FAMILIES, "recurrent layers"),
+    "gemma4_text": "norms of values",
+    "apertus": "an activation with learned numbers",
+}
+"""Parts of families that have no fused kernels."""
+FUSED = NATIVE - {*WITHOUT_KERNELS}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -114,9 +122,8 @@ class Tiny:
             self.sequences.append(sequence)
 
     def decoder(self) -> FusedDecoder:
-        return FusedDecoder(
-            self.library, self.cache.layers, self.patterns, self.backend, MAX_LENGTH
-        )
+        placement = Placement(self.cache.layers, self.patterns, self.backend, MAX_LENGTH)
+        return FusedDecoder(self.library, placement)
 
     def pack(self, cuts: dict[int, tuple[int, int]]) -> PackedStep:
         """A step with some sequences' tokens from one position up to another."""
@@ -264,17 +271,17 @@ def test_other_families_are_refused(family: str, seed: int) -> None:
     model = make_model(family, seed)
     caches: Any = [None] * model.config.num_hidden_layers
     with pytest.raises((NotOfThisKindError, AttributeError)) as refused:
-        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
+        FusedDecoder(model, Placement(caches, caches, TritonPaged(), MAX_LENGTH))
     assert "layers without attention" not in str(refused.value)
 
 
 @pytest.mark.parametrize("family", sorted(NATIVE - FUSED))
-def test_recurrent_layers_are_refused(family: str, seed: int) -> None:
+def test_families_with_other_parts_are_refused(family: str, seed: int) -> None:
     model = make_model(family, seed)
     mixers = [layer.mixer for layer in ModelParts.of(model).layers]
     caches: Any = [None] * sum(isinstance(mixer, Attention) for mixer in mixers)
-    with pytest.raises(NotOfThisKindError, match="recurrent layers"):
-        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
+    with pytest.raises(NotOfThisKindError, match=WITHOUT_KERNELS[family]):
+        FusedDecoder(model, Placement(caches, caches, TritonPaged(), MAX_LENGTH))
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -293,12 +300,12 @@ def test_parts_without_kernels_are_refused(reason: str, seed: int) -> None:
     CHANGES[reason](model.model.layers[1].self_attn)
     caches: Any = [None] * model.config.num_hidden_layers
     with pytest.raises(NotOfThisKindError, match=reason):
-        FusedDecoder(model, caches, caches, TritonPaged(), MAX_LENGTH)
+        FusedDecoder(model, Placement(caches, caches, TritonPaged(), MAX_LENGTH))
 
 
 def test_other_attention_backends_are_refused(seed: int) -> None:
     with pytest.raises(NotOfThisKindError, match="attends with torch"):
-        FusedDecoder(make_model("llama", seed), [], [], TorchPaged(), MAX_LENGTH)
+        FusedDecoder(make_model("llama", seed), Placement([], [], TorchPaged(), MAX_LENGTH))
 
 
 def check(model: PreTrainedModel) -> Any:

@@ -10,8 +10,8 @@
 
 namespace promptq {
 
-// ACTIVATIONS in decoders/mlp_parts.py has the same order.
-enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu };
+// _ACTIVATIONS in decoders/native_weights.py has the same order.
+enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu, kLimited, kXielu };
 
 // Returns x / (1 + e^-by).
 inline float gated(float x, float by) { return x / (1.0f + exponential(-by)); }
@@ -23,6 +23,14 @@ inline float error_function(float x) {
   for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
     series = series * t + factor;
   return std::copysign(1.0f - series * t * exponential(-x * x), x);
+}
+
+// Returns e^x - 1 - x for x <= 0. Near 0, a series keeps the digits that the difference would lose.
+inline float exponential_rest(float x) {
+  float series = 1.0f / 40320;
+  for (const float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f})
+    series = series * x + factor;
+  return x > -0.5f ? series * x * x : exponential(x) - 1.0f - x;
 }
 
 // out = activation(scale * gate) * up, or without `up` the activation alone.
@@ -38,8 +46,22 @@ void activate_row_with(
   for (int64_t d = 0; d < size; ++d) store(out[d], activate(scale * load(gate[d])) * load(up[d]));
 }
 
+// out = g sigmoid(alpha g) (u + 1), where g and u are a gate and an up of at most `limit`, and u is at least
+// -limit.
 template <typename T>
-void activate_row(Activation activation, const T* gate, float scale, const T* up, int64_t size, T* out) {
+void limited_gate_row(const T* gate, const T* up, float alpha, float limit, int64_t size, T* out) {
+#pragma omp simd
+  for (int64_t d = 0; d < size; ++d) {
+    const float g = std::min(load(gate[d]), limit), u = std::min(std::max(load(up[d]), -limit), limit);
+    store(out[d], gated(g, alpha * g) * (u + 1.0f));
+  }
+}
+
+// `numbers` are alpha and limit of kLimited, or of kXielu the fields of XIELU in decoders/mlp_parts.py.
+template <typename T>
+void activate_row(
+    Activation activation, const float* numbers, const T* gate, float scale, const T* up, int64_t size,
+    T* out) {
   const auto row = [&](const auto& activate) { activate_row_with(gate, scale, up, size, out, activate); };
   switch (activation) {
     case Activation::kSilu: return row([](float x) { return gated(x, x); });
@@ -50,17 +72,16 @@ void activate_row(Activation activation, const T* gate, float scale, const T* up
     case Activation::kRelu: return row([](float x) { return std::max(x, 0.0f); });
     case Activation::kSquaredRelu:
       return row([](float x) { return std::max(x, 0.0f) * std::max(x, 0.0f); });
-  }
-}
-
-// out = g sigmoid(alpha g) (u + 1), where g and u are a gate and an up of at most `limit`, and u is at least
-// -limit.
-template <typename T>
-void limited_gate_row(const T* gate, const T* up, float alpha, float limit, int64_t size, T* out) {
-#pragma omp simd
-  for (int64_t d = 0; d < size; ++d) {
-    const float g = std::min(load(gate[d]), limit), u = std::min(std::max(load(up[d]), -limit), limit);
-    store(out[d], gated(g, alpha * g) * (u + 1.0f));
+    case Activation::kLimited: return limited_gate_row(gate, up, numbers[0], numbers[1], size, out);
+    case Activation::kXielu: {
+      const float positive = numbers[0], negative = numbers[1], slope = numbers[2], most = numbers[3];
+      return row([=](float x) {
+        const float below = std::min(x, most);
+        const float curve =
+            x > 0.0f ? positive * x * x : negative * (exponential_rest(below) + (below - x));
+        return curve + slope * x;
+      });
+    }
   }
 }
 

@@ -24,7 +24,7 @@ class Attention {
  public:
   Attention(const AttentionWeights& weights, int64_t size, int num_threads, WeightMemory* memory)
       : weights_(weights), head_size_(weights.cache.head_size), num_heads_(weights.num_heads),
-        num_kv_heads_(weights.cache.num_kv_heads),
+        num_kv_heads_(weights.shares_kv ? 0 : weights.cache.num_kv_heads),
         qkv_(
             qkv_size() + gates_size(), one_after_another(projections(size)),
             static_cast<const T*>(weights.qkv_bias),
@@ -37,7 +37,7 @@ class Attention {
   int64_t qkv_size() const { return (num_heads_ + 2 * num_kv_heads_) * head_size_; }
   int64_t gates_size() const { return weights_.is_gated ? query_size() : 0; }
   int64_t whole_row_size() const { return weights_.norms_whole_rows ? qkv_size() : 0; }
-  int64_t group() const { return num_heads_ / num_kv_heads_; }
+  int64_t group() const { return num_heads_ / cache().num_kv_heads; }
   const LayerCache& cache() const { return weights_.cache; }
   const Linear<T>& output() const { return output_; }
 
@@ -49,7 +49,8 @@ class Attention {
            one.pattern.size == two.pattern.size;
   }
 
-  // Computes `rows.attended`, the input of output(), from `x` [T, size]. Writes K and V to the cache.
+  // Computes `rows.attended`, the input of output(), from `x` [T, size]. Writes K and V that it computes to the
+  // cache.
   void attend(
       Team& team, const T* x, const Step& step, const Pieces& pieces, const HeadRows<T>& rows,
       std::vector<float>& scratch) const {
@@ -95,11 +96,7 @@ class Attention {
 
   // Two phases: the norms need all heads of a row.
   void place_whole_rows(Team& team, const T* x, const Step& step, const HeadRows<T>& rows) const {
-    qkv_.multiply(team, x, step.num_rows, [&](const T* y, Range some, Range columns) {
-      for (int64_t i = 0; i < some.count; ++i)
-        std::copy_n(
-            y + i * columns.count, columns.count, rows.qkv + (some.first + i) * qkv_size() + columns.first);
-    });
+    qkv_.multiply_into(team, x, step.num_rows, rows.qkv);
     team.share(step.num_rows, [&](int64_t row) {
       T *query = rows.qkv + row * qkv_size(), *key = query + query_size();
       norm_row(query, weights_.query_norm, query_size(), query);
@@ -121,8 +118,8 @@ class Attention {
         std::copy_n(head, size, rows.gates + (row * num_heads_ + gate) * size);
         continue;
       }
-      const int64_t kv_head = (index - num_heads_) % num_kv_heads_;
       const bool is_query = index < num_heads_, is_value = index >= num_heads_ + num_kv_heads_;
+      if (is_value && weights_.value_norm) norm_row(head, weights_.value_norm, size, head);
       if (!is_value) {
         const Norm& norm = is_query ? weights_.query_norm : weights_.key_norm;
         const bool has_norm = norm && !weights_.norms_whole_rows;
@@ -134,6 +131,7 @@ class Attention {
         std::copy_n(head, size, rows.query + (row * num_heads_ + index) * size);
         continue;
       }
+      const int64_t kv_head = (index - num_heads_) % num_kv_heads_;
       auto* stored = static_cast<uint8_t*>(is_value ? cache.values : cache.keys);
       uint8_t* target = stored + place + kv_head * cache.head_stride;
       if (cache.is_int8)
@@ -144,7 +142,7 @@ class Attention {
   }
 
   const AttentionWeights weights_;
-  const int64_t head_size_, num_heads_, num_kv_heads_;
+  const int64_t head_size_, num_heads_, num_kv_heads_;  // KV heads that the layer computes
   Linear<T> qkv_, output_;
 };
 

@@ -2,6 +2,9 @@
 // down(activation(scale * up)).
 #pragma once
 
+#include <algorithm>
+#include <iterator>
+
 #include "interface.h"
 #include "layers/activation.h"
 #include "linear/linear.h"
@@ -16,14 +19,15 @@ class DenseMlp {
       int64_t granule = kGranule)
       : inner_size_(weights.inner_size), is_gated_(weights.is_gated != 0),
         activation_(static_cast<Activation>(weights.activation)),
-        gate_scale_(static_cast<float>(weights.gate_scale)), alpha_(static_cast<float>(weights.alpha)),
-        limit_(static_cast<float>(weights.limit)),
+        gate_scale_(static_cast<float>(weights.gate_scale)),
         inputs_(
             inner_size_, side_by_side(inputs_of(weights, size)), static_cast<const T*>(weights.input_bias),
             granule, num_threads, memory),
         down_(
             size, side_by_side({matrix(weights.down, size, inner_size_)}),
-            static_cast<const T*>(weights.down_bias), granule, num_threads, memory) {}
+            static_cast<const T*>(weights.down_bias), granule, num_threads, memory) {
+    std::copy(std::begin(weights.numbers), std::end(weights.numbers), numbers_);
+  }
 
   int64_t inner_size() const { return inner_size_; }
   const Linear<T>& inputs() const { return inputs_; }
@@ -49,10 +53,7 @@ class DenseMlp {
       const T* gate = y + i * (is_gated_ ? 2 : 1) * columns.count;
       const T* up = is_gated_ ? gate + columns.count : nullptr;
       T* to = inner + (rows.first + i) * inner_size_ + columns.first;
-      if (limit_ > 0.0f)
-        limited_gate_row(gate, up, alpha_, limit_, columns.count, to);
-      else
-        activate_row(activation_, gate, gate_scale_, up, columns.count, to);
+      activate_row(activation_, numbers_, gate, gate_scale_, up, columns.count, to);
     }
   }
 
@@ -69,7 +70,8 @@ class DenseMlp {
   const int64_t inner_size_;
   const bool is_gated_;
   const Activation activation_;
-  const float gate_scale_, alpha_, limit_;
+  const float gate_scale_;
+  float numbers_[4];
   Linear<T> inputs_, down_;
 };
 

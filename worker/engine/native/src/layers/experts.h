@@ -66,10 +66,12 @@ class Experts {
   }
 
   // Some phases: calls use(y, rows, outputs) with the results y [rows, size] for some rows of `x` [num_rows,
-  // size].
+  // size]. The router has the rows `of_router`.
   template <typename Use>
-  void multiply(Team& team, const T* x, int64_t num_rows, ExpertsMemory<T>& memory, const Use& use) const {
-    route(team, x, num_rows, memory);
+  void multiply(
+      Team& team, const T* x, const T* of_router, int64_t num_rows, ExpertsMemory<T>& memory,
+      const Use& use) const {
+    route(team, of_router, num_rows, memory);
     team.share(1, [&](int64_t) { group(num_rows, memory); });
     T *inner = memory.inner.data(), *results = memory.results.data();
     share_slices(team, memory, &DenseMlp<T>::inputs, [&](const ExpertRows& rows, int64_t slice) {
@@ -78,31 +80,19 @@ class Experts {
     share_slices(team, memory, &DenseMlp<T>::down, [&](const ExpertRows& rows, int64_t slice) {
       T* to = results + rows.places.first * size_;
       mlps_[rows.mlp].down().multiply_slice(
-          slice, inner + rows.inner, {0, rows.places.count}, [&](const T* y, Range range, Range columns) {
-            for (int64_t i = 0; i < range.count; ++i)
-              std::copy_n(y + i * columns.count, columns.count, to + i * size_ + columns.first);
-          });
+          slice, inner + rows.inner, {0, rows.places.count},
+          [&](const T* y, Range range, Range columns) { place_results(y, range, columns, to, size_); });
     });
-    share_rows(team, num_rows, [&](int64_t row) { use(sum(row, memory), Range{row, 1}, Range{0, size_}); });
+    team.share_rows(num_rows, [&](int64_t row) { use(sum(row, memory), Range{row, 1}, Range{0, size_}); });
   }
 
  private:
   // Slices end at multiples of this number of outputs, so that few experts suffice for many threads.
   static constexpr int64_t kSmallGranule = 32;
-  // The most rows of a piece, for the same reasons as in Linear.
-  static constexpr int64_t kMostRows = 256;
 
   // The results that are added for a row: those of its experts, then those of the shared experts.
   int64_t num_slots() const { return top_k_ + num_shared(); }
   int64_t num_shared() const { return mlps_.size() - num_routed_; }
-
-  template <typename Work>
-  static void share_rows(Team& team, int64_t num_rows, const Work& work) {
-    constexpr int64_t kRows = 8;  // of an item
-    team.share(ceil_div(num_rows, kRows), [&](int64_t item) {
-      for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row) work(row);
-    });
-  }
 
   // Calls work(rows, slice) for each slice of a linear layer of the experts.
   template <typename Work>
@@ -120,19 +110,14 @@ class Experts {
   void route(Team& team, const T* x, int64_t num_rows, ExpertsMemory<T>& memory) const {
     const int64_t num_outputs = num_routed_ + has_shared_gate_;
     float* logits = memory.logits.data();
-    const int64_t num_slices = router_.num_slices(), num_parts = ceil_div(num_rows, kMostRows);
-    team.share(num_parts * num_slices, [&](int64_t item) {
-      const int64_t part = item / num_slices, first = num_rows * part / num_parts;
-      const int64_t count = num_rows * (part + 1) / num_parts - first;
+    router_.share(team, num_rows, [&](int64_t slice, Range part) {
       router_.multiply_slice(
-          item % num_slices, widened(x + first * size_, count * size_), {0, count},
+          slice, widened(x + part.first * size_, part.count * size_), {0, part.count},
           [&](const float* y, Range rows, Range columns) {
-            for (int64_t i = 0; i < rows.count; ++i)
-              std::copy_n(
-                  y + i * columns.count, columns.count, logits + (first + i) * num_outputs + columns.first);
+            place_results(y, rows, columns, logits + part.first * num_outputs, num_outputs);
           });
     });
-    share_rows(team, num_rows, [&](int64_t row) {
+    team.share_rows(num_rows, [&](int64_t row) {
       const float* its = logits + row * num_outputs;
       float* shares = memory.shares.data() + row * num_slots();
       choice_.choose(its, memory.experts.data() + row * top_k_, shares);
@@ -165,9 +150,9 @@ class Experts {
     for (int64_t expert = 0, inner = 0; expert < num_experts; ++expert) {
       const int64_t count = next[expert + 1] - next[expert], num_parts = ceil_div(count, kMostRows);
       for (int64_t part = 0; part < num_parts; ++part) {
-        const int64_t first = count * part / num_parts, size = count * (part + 1) / num_parts - first;
-        memory.pieces.push_back({expert, {next[expert] + first, size}, inner});
-        inner += size * mlps_[expert].inner_size();
+        const Range rows = part_of(count, part, num_parts);
+        memory.pieces.push_back({expert, {next[expert] + rows.first, rows.count}, inner});
+        inner += rows.count * mlps_[expert].inner_size();
       }
     }
     for (int64_t row = 0; row < num_rows; ++row)

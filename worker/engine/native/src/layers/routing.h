@@ -16,7 +16,9 @@ class ExpertChoice {
  public:
   explicit ExpertChoice(const Routing& routing)
       : routing_(routing),
-        bias_(routing.choice_bias, routing.choice_bias + (routing.choice_bias ? routing.num_experts : 0)) {}
+        bias_(routing.choice_bias, routing.choice_bias + (routing.choice_bias ? routing.num_experts : 0)),
+        expert_scales_(
+            routing.expert_scales, routing.expert_scales + (routing.expert_scales ? routing.num_experts : 0)) {}
 
   // Writes `top_k` different experts, the likeliest first, and their shares. `logits` are [num_experts].
   void choose(const float* logits, int64_t* experts, float* shares) const {
@@ -37,6 +39,8 @@ class ExpertChoice {
     const float divisor = routing_.normalizes ? std::max(sum, static_cast<float>(routing_.least_sum)) : 1.0f;
     for (int64_t slot = 0; slot < top_k; ++slot)
       shares[slot] = shares[slot] / divisor * static_cast<float>(routing_.scale);
+    if (!expert_scales_.empty())
+      for (int64_t slot = 0; slot < top_k; ++slot) shares[slot] *= expert_scales_[experts[slot]];
   }
 
  private:
@@ -102,7 +106,7 @@ class ExpertChoice {
   }
 
   const Routing routing_;
-  const std::vector<float> bias_;
+  const std::vector<float> bias_, expert_scales_;
 };
 
 }  // namespace promptq

@@ -39,6 +39,15 @@ struct Range {
   int64_t first, count;
 };
 
+// One of `num_parts` parts of `count`, which are as equal as possible.
+inline Range part_of(int64_t count, int64_t part, int64_t num_parts) {
+  const int64_t first = count * part / num_parts;
+  return {first, count * (part + 1) / num_parts - first};
+}
+
+// The most rows that are multiplied at once: enough to read weights rarely, few enough to stay in the cache.
+constexpr int64_t kMostRows = 256;
+
 // Slices of weights end at multiples of this number of columns, unless heads must stay whole.
 constexpr int64_t kGranule = 64;
 
@@ -69,6 +78,14 @@ inline WeightsOf one_after_another(const std::vector<Matrix>& weights) {
   };
 }
 
+// Copies the results of some rows and columns to their places in `to`, whose rows have `size` numbers.
+template <typename T>
+void place_results(const T* results, Range rows, Range columns, T* to, int64_t size) {
+  for (int64_t i = 0; i < rows.count; ++i)
+    std::copy_n(
+        results + i * columns.count, columns.count, to + (rows.first + i) * size + columns.first);
+}
+
 template <typename T>
 class Linear {
  public:
@@ -77,7 +94,8 @@ class Linear {
   // null.
   Linear(
       int64_t outputs, const WeightsOf& weights_of, const T* bias, int64_t granule, int num_threads,
-      WeightMemory* memory, int64_t slices_each = 1) {
+      WeightMemory* memory, int64_t slices_each = 1)
+      : outputs_(outputs) {
     const int64_t granules = ceil_div(outputs, granule);
     slices_.resize(std::min(slices_each * num_threads, granules));
     const int64_t count = slices_.size();
@@ -95,10 +113,22 @@ class Linear {
   // `x` [num_rows, inputs].
   template <typename Use>
   void multiply(Team& team, const T* x, int64_t num_rows, const Use& use) const {
+    share(team, num_rows, [&](int64_t slice, Range rows) { multiply_slice(slice, x, rows, use); });
+  }
+
+  // One phase: calls work(slice, rows) so that all slices are multiplied with all rows.
+  template <typename Work>
+  void share(Team& team, int64_t num_rows, const Work& work) const {
     const int64_t num_slices = slices_.size(), num_parts = ceil_div(num_rows, kMostRows);
     team.share(num_parts * num_slices, [&](int64_t item) {
-      const int64_t part = item / num_slices, first = num_rows * part / num_parts;
-      multiply_slice(item % num_slices, x, {first, num_rows * (part + 1) / num_parts - first}, use);
+      work(item % num_slices, part_of(num_rows, item / num_slices, num_parts));
+    });
+  }
+
+  // One phase: y = x w' + b [num_rows, outputs], for a layer with one result of each output.
+  void multiply_into(Team& team, const T* x, int64_t num_rows, T* y) const {
+    multiply(team, x, num_rows, [&](const T* results, Range rows, Range columns) {
+      place_results(results, rows, columns, y, outputs_);
     });
   }
 
@@ -128,9 +158,6 @@ class Linear {
     std::vector<T> bias;
     Range outputs;
   };
-
-  // The most rows of one item: enough to read weights rarely, few enough to stay in the cache.
-  static constexpr int64_t kMostRows = 256;
 
   // Memory of this thread for the results of an item.
   static T* results(int64_t count) {
@@ -182,6 +209,7 @@ class Linear {
     return pack<T>(whole, memory);
   }
 
+  const int64_t outputs_;
   std::vector<Slice> slices_;
 };
 

@@ -10,6 +10,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -47,6 +48,15 @@ class Team {
       }
     }
     wait_for_all();
+  }
+
+  // The same for each row below `num_rows`. Some rows together are an item.
+  template <typename Work>
+  void share_rows(int64_t num_rows, const Work& work) {
+    constexpr int64_t kRows = 8;  // of an item
+    share((num_rows + kRows - 1) / kRows, [&](int64_t item) {
+      for (int64_t row = item * kRows; row < std::min((item + 1) * kRows, num_rows); ++row) work(row);
+    });
   }
 
  private:

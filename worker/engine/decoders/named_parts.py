@@ -1,0 +1,68 @@
+"""Finds the parts of a library's module by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from promptq.worker.engine.decoders.norm_parts import require
+from promptq.worker.engine.device.precision import embedding_scale
+from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+
+_SYNONYMS = {
+    "embeddings": "embed_tokens",
+    "final_layernorm": "norm",
+    "norm_f": "norm",
+    "embedding_norm": "norm",
+    "dense": "o_proj",
+    "out_proj": "o_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "fc1": "up_proj",
+    "fc2": "down_proj",
+    "c_fc": "up_proj",
+    "c_proj": "down_proj",
+    "act": "act_fn",
+    "activation_fn": "act_fn",
+    "block_sparse_moe": "mlp",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "input_linear": "gate_up_proj",
+    "output_linear": "down_proj",
+    "activation": "act_fn",
+}
+"""Some families' names of a part."""
+
+
+def parts_of(module: nn.Module) -> dict[str, Any]:
+    """Returns modules and parameters by their usual names, except modules that have no effect."""
+    parts: dict[str, Any] = {
+        **{name: each for name, each in module.named_children() if type(each) is not nn.Dropout},
+        **dict(module.named_parameters(recurse=False)),
+    }
+    return {_SYNONYMS.get(name, name): part for name, part in parts.items()}
+
+
+def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
+    """Returns the linear layers of these names. Raises NotOfThisKindError for another kind."""
+    linears = tuple(parts[name] for name in names)
+    for linear in linears:
+        require(is_linear(linear), f"a linear layer of type {type(linear).__name__}")
+    return linears
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, QuantizedLinear)
+
+
+def scale_of_embedding(embedding: nn.Module, dtype: torch.dtype) -> float | None:
+    """Returns the factor by which the module scales its rows, rounded to `dtype`, if there is one.
+    Raises NotOfThisKindError for an embedding of another kind."""
+    scale = embedding_scale(embedding)
+    is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
+    require(is_known, f"an embedding of type {type(embedding).__name__}")
+    return None if scale is None else float(torch.tensor(scale, device="cpu").to(dtype))
