@@ -79,7 +79,7 @@ def test_a_backlog_adds_a_worker_and_the_one_with_less_to_do_leaves(
     with Client(redis_url) as client:
         endless = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "seed": 1}
         first, *others = client.enqueue_many([endless] * 20)
-        assert "worker: 2 instead of 1 (" in read_until(process, "so much")
+        assert "worker: 2 instead of 1 (" in read_until(process, "requests need them")
         until(lambda: len(client.stats().workers) == 2)
         for request_id in others:
             client.cancel(request_id)
