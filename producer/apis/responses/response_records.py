@@ -132,7 +132,7 @@ class ResponseRecords:
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # a stranger may have finished_writer a circle
+        while previous and previous not in seen:  # a stranger may have written a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"
