@@ -198,8 +198,8 @@ class Batches:
         listed: list[str] = []
         for tenant in tenants:
             key = self._keys.batches_of(tenant)
-            members = await self._queue.run(Call("", ["ZRANGE", key, 0, -1, "REV"], ids_of, list))
-            listed += [member for member in members if is_batch_id(member)]
+            reading: Call[list[str]] = Call("", ["ZRANGE", key, 0, -1, "REV"], ids_of, list)
+            listed += filter(is_batch_id, await self._queue.run(reading))
         listed.sort(reverse=True)  # ids sort by time
         begin = 0
         if after is not None:

@@ -128,7 +128,7 @@ VECTORS = {
 def test_a_record_that_is_no_vector_is_named_as_such(
     http: httpx2.Client, own_worker: HandWorker, kind: str, encoding: str
 ) -> None:
-    """It is no fault of the gateway, whose status would be 500."""
+    """A stranger wrote the record, so this is no fault of the gateway (500)."""
     with ThreadPoolExecutor() as beside:
         body = {"input": "a", "encoding_format": encoding}
         asking = beside.submit(lambda: http.post("/v1/embeddings", json=body))
