@@ -22,6 +22,8 @@ class NativeCodeHook(BuildHookInterface):
         if version == "editable" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             return
         build = runpy.run_path(str(Path(self.root, NATIVE, "build.py")))
+        kinds = len(build["KINDS"])
+        self.app.display_waiting(f"Compiling native code for {kinds} kinds of processors: minutes")
         self._folder = tempfile.TemporaryDirectory(prefix="promptq-native-")
         try:
             made = build["build_for"](build["KINDS"], Path(self._folder.name))

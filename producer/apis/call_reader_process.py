@@ -43,9 +43,9 @@ def main() -> None:
 
 
 def _answer_one(query: dict[str, Any], parts: list[bytes], outgoing: BinaryIO) -> None:
-    """Answer a call. SIGPROF ends the process if that takes too much CPU time."""
+    """Answer a query. SIGPROF ends the process if that takes too much CPU time."""
     signal.setitimer(signal.ITIMER_PROF, query["cpu_seconds"])
-    reply, payloads = answer(READERS, query, *parts)
+    reply, payloads = answer(READERS, query, parts)
     outgoing.write(head(reply, [len(payload) for payload in payloads]))
     outgoing.writelines(payloads)
     outgoing.flush()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from promptq.producer.apis.completions.read import read_chat, read_completion
 from promptq.producer.apis.embeddings.read import read_embedding_call
+from promptq.producer.apis.messages.read import NAMES as MESSAGE_NAMES
 from promptq.producer.apis.messages.read import read_count_call, read_message_call
 from promptq.producer.apis.responses.read import read_input_count, read_response
 from promptq.producer.apis.responses.response_call import NewResponse, new_response_id
-from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call import CompletionCall, wrong_field
 from promptq.producer.calls.call_reader import Read, Reader, Readers
 from promptq.producer.calls.completion import new_completion_id, new_embedding_id, new_message_id
 
@@ -20,11 +22,20 @@ def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall])
     return lambda body, headers, new_id, history: read(body, headers)
 
 
+def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """The fork of a message: a chat whose answer is a message."""
+    call = read_chat(body, headers)
+    if call.n > 1:
+        raise wrong_field("n", "is not a field of messages")
+    return replace(call, form="message", names=MESSAGE_NAMES)
+
+
 READERS: Readers = {
     "completions": Reader(_without_history(read_completion), partial(new_completion_id, False)),
     "chats": Reader(_without_history(read_chat), partial(new_completion_id, True)),
     "embeddings": Reader(_without_history(read_embedding_call), new_embedding_id),
     "messages": Reader(_without_history(read_message_call), new_message_id),
+    "message_forks": Reader(_without_history(_read_message_fork), new_message_id),
     "counts": Reader(_without_history(read_count_call), new_message_id),
     "responses": Reader(read_response, new_response_id, NewResponse.unpack),
     "input_counts": Reader(read_input_count, new_response_id),

@@ -11,19 +11,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from promptq.producer.apis.completions import route as completions
 from promptq.producer.apis.completions.positions import read_event_id
-from promptq.producer.apis.completions.route import respond, stream_of
-from promptq.producer.apis.messages.route import message_stream
+from promptq.producer.apis.messages import route as messages
 from promptq.producer.calls.call import HEADERS, read_object, without_none, wrong_field
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
+    all_request_ids,
     check_completion_id,
     is_message_id,
     needed_request_ids,
     stream_completion,
+    wants_echo,
 )
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.forks import ForkSource, check_changes, fork_source
@@ -107,7 +109,12 @@ def fork_call(
         fields["logprobs"] = True
         if "logprobs" not in options.changes:
             fields["top_logprobs"] = num_top
-    return "chats" if is_chat else "completions", to_json({**fields, **options.changes}), point
+    changes = options.changes
+    if is_message_id(source.request_id):
+        if "stop_sequences" in changes:
+            changes["stop"] = changes.pop("stop_sequences")
+        return "message_forks", to_json({**fields, **changes}), point
+    return "chats" if is_chat else "completions", to_json({**fields, **changes}), point
 
 
 @router.get("/v1/streams/{completion_id}", response_class=Response, **COUNTED_READ)
@@ -124,13 +131,13 @@ async def read_stream(
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if is_message_id(completion_id):
-        return message_stream(gateway, served, completion)  # its events have no ids
+        return messages.message_stream(gateway, served, completion)  # its events have no ids
     if not last_event_id:
-        return stream_of(gateway, served, completion)
+        return completions.stream_of(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)
     if of_completion != completion_id:
         raise wrong_field("Last-Event-ID", "belongs to another stream")
-    return stream_of(gateway, served, completion, have)
+    return completions.stream_of(gateway, served, completion, have)
 
 
 @router.post(
@@ -173,6 +180,7 @@ async def fork_stream(
         )
         new = [replace(each, forked_from=point) for each in prepared.new]
         prepared = replace(prepared, new=new)
+        respond = messages.respond if is_message_id(completion_id) else completions.respond
         response = await respond(request, gateway, caller, prepared, hold)
     response.headers["X-Forked-From"] = str(point)
     return response
@@ -186,11 +194,14 @@ async def cancel_stream(
 
     `status` is `cancelled`, `flagged` (its workers end it now) or `finished` (it had ended).
     """
-    served, completion = await _find(gateway, caller, completion_id, request)
-    statuses = await served.queue.run(scripts.cancel(completion.request_ids))
+    ids = all_request_ids(completion_id, request.query_params)
+    bind(request_id=completion_id)
+    served = await gateway.queues.holding(ids[0])
+    await payloads_of(served, caller, ids[:1])
+    statuses = await served.queue.run(scripts.cancel(ids))
     status = next((one for one in _BY_WEIGHT if one in statuses), CancelStatus.FINISHED)
     is_cancelled = status is not CancelStatus.FINISHED
-    return {"id": completion.id, "object": "stream", "cancelled": is_cancelled, "status": status}
+    return {"id": completion_id, "object": "stream", "cancelled": is_cancelled, "status": status}
 
 
 async def _find(
@@ -201,5 +212,6 @@ async def _find(
     bind(request_id=completion_id)
     served = await gateway.queues.holding(request_ids[0])
     payloads = await payloads_of(served, caller, request_ids)
+    shown = await gateway.call_reader.shown_fields(caller, payloads, wants_echo(query))
     view = await served.watch.look()
-    return served, stream_completion(completion_id, query, payloads, view.model)
+    return served, stream_completion(completion_id, query, shown, view.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -18,8 +18,9 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS
 from promptq.producer.batch_store.input_file import is_batch_id, new_batch_id
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
-from promptq.shared.queue.call import Call, ids_of, text_map
+from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.spoilt import note, spoilt_record
 
 WINDOW_SECONDS = 86_400
 
@@ -145,6 +146,7 @@ class Batches:
         Raises TooManyBatchesError if its tenant has `max_unfinished` of them; 0 means no limit.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
+        await self._reset_spoilt({own: "zset", unfinished: "set"})
         count = _command("ZINTERCARD", 2, unfinished, own)
         if 0 < max_unfinished <= await self._queue.run(count):
             raise _too_many(max_unfinished)
@@ -168,6 +170,14 @@ class Batches:
             await self._queue.run(taking_back, atomic=True)
             raise _too_many(max_unfinished)
 
+    async def _reset_spoilt(self, types: Mapping[str, str]) -> None:
+        """Deletes and logs keys to which a stranger gave another type, so that they begin anew."""
+        asking: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
+        for key, kind in zip(types, await self._queue.run(asking), strict=True):
+            if kind not in (types[key], "none"):
+                note(spoilt_record(key, f"it is of the type {kind}"))
+                await self._queue.run(_command("DEL", key))
+
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
         """Returns a batch; with `tenants`, only one of theirs. Raises BatchMissingError."""
         if is_batch_id(batch_id):  # otherwise it might name another key
@@ -188,8 +198,8 @@ class Batches:
         listed: list[str] = []
         for tenant in tenants:
             key = self._keys.batches_of(tenant)
-            members = await self._queue.run(Call("", ["ZRANGE", key, 0, -1, "REV"], ids_of))
-            listed += [member for member in members if is_batch_id(member)]
+            reading: Call[list[str]] = Call("", ["ZRANGE", key, 0, -1, "REV"], ids_of, list)
+            listed += filter(is_batch_id, await self._queue.run(reading))
         listed.sort(reverse=True)  # ids sort by time
         begin = 0
         if after is not None:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryNeededError
 from promptq.producer.calls.call_to_payloads import Prepared, prepare
 from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.completion import shown_fields
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.rate_costs import account_of
 from promptq.shared.errors import InvalidRequestError
@@ -47,7 +48,14 @@ _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Environment variables that locate the interpreter and this package. Others may hold passwords."""
 
 Endpoint = Literal[
-    "completions", "chats", "embeddings", "responses", "input_counts", "messages", "counts"
+    "completions",
+    "chats",
+    "embeddings",
+    "responses",
+    "input_counts",
+    "messages",
+    "message_forks",
+    "counts",
 ]
 """The kinds of calls. Counts are of a message's tokens, or of a response's input."""
 
@@ -127,6 +135,20 @@ class CallReader:
             history = await history_of(needed.previous_response_id)
         return await self._read(reading, body, history)
 
+    async def shown_fields(
+        self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
+    ) -> list[dict[str, Any]]:
+        """Returns the `shown_fields` of payloads from the queue.
+
+        Raises InvalidRequestError, ApiError.
+        """
+        if sum(map(len, payloads)) <= _SMALL_BYTES:
+            return [shown_fields(payload, with_prompts) for payload in payloads]
+        query = {"with_prompts": with_prompts}
+        reply, _ = await self._reply_to(query, [[payload] for payload in payloads], caller)
+        found: list[dict[str, Any]] = reply["shown"]
+        return found
+
     async def aclose(self) -> None:
         while self._idle:
             await _end(self._idle.pop())
@@ -138,9 +160,7 @@ class CallReader:
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, reading.caller, reading.new_id, reading.aliases)
-        own_turn = self._turns_of_tenants.setdefault(reading.caller.party, asyncio.Lock())
-        async with own_turn, self._turns:
-            return await self._read_elsewhere(reading, body, history)
+        return await self._read_elsewhere(reading, body, history)
 
     async def _read_elsewhere(
         self, reading: _Reading, body: list[bytes], history: bytes | None
@@ -154,11 +174,24 @@ class CallReader:
             "caller": caller.model_dump(mode="json"),
             "new_id": reading.new_id,
             "aliases": dict(reading.aliases),
-            "cpu_seconds": _MOST_CPU_SECONDS,
         }
         parts = [body] if history is None else [body, [history]]
+        reply, payloads = await self._reply_to(query, parts, caller)
+        if "previous_response_id" in reply:
+            raise HistoryNeededError(reply["previous_response_id"])
+        return _prepared_of(reading.reader, reply, payloads, account_of(caller, caller.name))
+
+    async def _reply_to(
+        self, query: Mapping[str, Any], parts: Parts, caller: Caller
+    ) -> tuple[dict[str, Any], list[Payload]]:
+        """Returns a process' reply, in the turn of the caller's tenant.
+
+        Raises InvalidRequestError and ApiError that the process replies, and ApiError if it cannot.
+        """
+        query = {**query, "cpu_seconds": _MOST_CPU_SECONDS}
+        own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         try:
-            async with asyncio.timeout(_MOST_SECONDS):
+            async with own_turn, self._turns, asyncio.timeout(_MOST_SECONDS):
                 try:
                     reply, payloads = await self._ask_one(query, parts)
                 except (EOFError, OSError):
@@ -173,9 +206,7 @@ class CallReader:
             ) from None
         if "error" in reply:
             raise _error_of(reply["error"])
-        if "previous_response_id" in reply:
-            raise HistoryNeededError(reply["previous_response_id"])
-        return _prepared_of(reading.reader, reply, payloads, account_of(caller, caller.name))
+        return reply, payloads
 
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
@@ -203,14 +234,19 @@ class CallReader:
 
 
 def answer(
-    readers: Readers, query: Mapping[str, Any], body: bytes, history: bytes | None = None
+    readers: Readers, query: Mapping[str, Any], parts: Sequence[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Reads a call, in a reading process. Returns the reply's header, and a list of bytes.
+    """Reads a call, or payloads from the queue, in a reading process.
 
-    The list has the payloads, and then the parts of the call's `extra`.
+    Returns the reply's header, and a list of bytes. The list has the payloads, and then the parts
+    of the call's `extra`.
     """
-    caller, new_id = Caller.model_validate(query["caller"]), query["new_id"]
     try:
+        if "endpoint" not in query:
+            with_prompts = query["with_prompts"]
+            return {"shown": [shown_fields(payload, with_prompts) for payload in parts]}, []
+        caller, new_id = Caller.model_validate(query["caller"]), query["new_id"]
+        body, history = parts[0], parts[1] if len(parts) > 1 else None
         call = readers[query["endpoint"]].read(body, query["headers"], new_id, history)
         prepared = prepare(call, caller, new_id, query["aliases"])
     except HistoryNeededError as needed:

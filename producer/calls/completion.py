@@ -11,7 +11,7 @@ from uuid import UUID
 
 from promptq.producer.calls.call import MAX_CHOICES, CompletionCall, request_ids
 from promptq.producer.calls.errors import NOT_AGAIN, ApiError
-from promptq.producer.calls.output.model_text import ExpectedOutput
+from promptq.producer.calls.output.model_text import ExpectedOutput, needed_of
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.connecting import explained
 from promptq.producer.clients.request_builder import Prompt
@@ -22,6 +22,7 @@ from promptq.shared.protocol.request import FinishReason, Request, field_of
 from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
+_PREFIX = re.compile(r"[a-z]+[-_]")
 _CHAT, _TEXT, _VECTOR, _MESSAGE = "chatcmpl-", "cmpl-", "embd-", "msg_"
 _ECHO_ONLY = "only"
 
@@ -117,6 +118,19 @@ def is_message_id(completion_id: str) -> bool:
     return completion_id.startswith(_MESSAGE)
 
 
+def check_known_id(known: str, new_id: str) -> None:
+    """Raises ApiError for an id that is not of the same kind as a new call's.
+
+    The record of an idempotency key has the id, and a stranger may have written the record.
+    """
+    prefix, *_ = _PREFIX.findall(new_id)
+    try:
+        UUID(known.removeprefix(prefix) if known.startswith(prefix) else "")
+    except ValueError:
+        message = "idempotency_key: its record in the queue names no call of this endpoint"
+        raise ApiError(409, message, param="idempotency_key", code="spoilt_record") from None
+
+
 def check_completion_id(completion_id: str) -> None:
     """Raises RequestNotFoundError if a request with this id cannot be a gateway's completion."""
     try:
@@ -142,33 +156,49 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         echoes=echoes if call.echo else (),
         echo_only=call.echo_only,
         encoding_format=call.encoding_format,
-        prefill=call.fields.get("output_prefix", {}).get("text", ""),
+        prefill=_prefill(**call.fields.get("output_prefix", {})),
         names=call.names,
     )
 
 
+def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
+    """The fields of a payload from which `stream_completion` makes the completion.
+
+    Only an echo needs the prompt. Slow for a large payload. Raises InvalidRequestError.
+    """
+    request = Request.parse(payload)
+    prefix = request.output_prefix
+    return {
+        "prompt": _text(request.prompt) if with_prompt else None,
+        "model": request.model,
+        "logprobs": request.logprobs,
+        "prefill": "" if prefix is None else _prefill(prefix.token_ids, prefix.text),
+        **needed_of(vars(request)),
+    }
+
+
 def stream_completion(
-    completion_id: str, query: Mapping[str, str], payloads: Sequence[bytes], model: str
+    completion_id: str, query: Mapping[str, str], shown: Sequence[Mapping[str, Any]], model: str
 ) -> Completion:
-    """The completion whose stream has this address; `needed_request_ids` names the payloads."""
-    requests = [Request.parse(payload) for payload in payloads]
-    first, num_choices = requests[0], _number(query, "choices", 1)
-    n = _number(query, "n", 1)
-    prompts = [_text(request.prompt) for request in requests]
-    prefix = first.output_prefix
+    """The completion whose stream has this address.
+
+    `shown` are `shown_fields` of the payloads that `needed_request_ids` names.
+    """
+    first, num_choices, n = shown[0], _number(query, "choices", 1), _number(query, "n", 1)
+    prompts = [fields["prompt"] for fields in shown]
     return Completion(
         id=completion_id,
         is_chat=completion_id.startswith((_CHAT, _MESSAGE)),
-        model=first.model or model,
+        model=first["model"] or model,
         num_choices=num_choices,
         n=n,
-        with_logprobs=first.logprobs is not None,
-        expected=ExpectedOutput.of(vars(first)),
+        with_logprobs=first["logprobs"] is not None,
+        expected=ExpectedOutput.of(first),
         include_usage=query.get("usage") == "1",
         detach=query.get("detach") == "1",
-        echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
+        echoes=[prompts[index // n] for index in range(num_choices)] if wants_echo(query) else (),
         echo_only=query.get("echo") == _ECHO_ONLY,
-        prefill=prefix.text if prefix is not None and is_message_id(completion_id) else "",
+        prefill=first["prefill"] if is_message_id(completion_id) else "",
     )
 
 
@@ -177,10 +207,17 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
 
     Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
     """
+    ids, n = all_request_ids(completion_id, query), _number(query, "n", 1)
+    return ids[::n] if wants_echo(query) else ids[:1]
+
+
+def all_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
+    """The requests of the completion whose stream has this address.
+
+    Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
+    """
     check_completion_id(completion_id)
-    num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
-    ids = request_ids(completion_id, num_choices)
-    return ids[::n] if _echo(query) else ids[:1]
+    return request_ids(completion_id, _number(query, "choices", 1))
 
 
 def _uuid_of(completion_id: str) -> UUID:
@@ -190,7 +227,13 @@ def _uuid_of(completion_id: str) -> UUID:
     return UUID(completion_id)
 
 
-def _echo(query: Mapping[str, str]) -> bool:
+def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
+    """The text that an answer does not repeat. A fork, whose prefix has token ids, repeats all."""
+    return "" if token_ids else text
+
+
+def wants_echo(query: Mapping[str, str]) -> bool:
+    """Whether the answer repeats its prompt."""
     return query.get("echo") in ("1", _ECHO_ONLY)
 
 

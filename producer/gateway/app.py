@@ -58,6 +58,7 @@ _ROUTERS = (
     pages.router,
     actions.router,
 )
+_ANSWER_SECONDS = 5.0
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
 """Uploads of the largest size at once. Until one is complete, it takes room on the disk twice."""
@@ -148,6 +149,9 @@ async def _look_at_server(gateway: Gateway) -> None:
     """Log why calls will get 503, before the first one does, and whether the server evicts keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
+        async with gateway.queue.redis.pubsub() as channel:
+            await channel.subscribe(gateway.keys.events("any"))
+            await channel.get_message(timeout=_ANSWER_SECONDS)  # raises a refusal
     except RedisError as error:
         explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
         log_why_unavailable(explained)

@@ -13,7 +13,12 @@ from starlette.responses import Response
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import Prepared
 from promptq.producer.calls.caller import Caller, check_model
-from promptq.producer.calls.completion import Completion, completion_of, failure
+from promptq.producer.calls.completion import (
+    Completion,
+    check_known_id,
+    completion_of,
+    failure,
+)
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import Found, ServedQueue
 from promptq.producer.http.bodies import Hold, body_pieces
@@ -43,6 +48,7 @@ async def begin(
     enqueued, rates = await enqueue(gateway, served, caller, prepared, hold)
     # If the idempotency key was known, these are the ids of the first call with that key.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    check_known_id(completion_id, prepared.completion_id)
     bind(request_id=completion_id)
     return served, completion_of(call, completion_id, view.model), rates
 
@@ -121,7 +127,8 @@ async def prompt_tokens(
     if error is not None:
         raise error
     if result.prompt_texts is None:  # a stranger wrote into the queue
-        raise ApiError(500, "the queue's record of this request has no tokens")
+        message = "the queue's record of this request has no tokens"
+        raise ApiError(409, message, code="spoilt_record")
     return result, (await served.watch.look()).max_model_len
 
 

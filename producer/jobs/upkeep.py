@@ -62,7 +62,7 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
     seconds, microseconds = client.time()
     now: int = seconds * 1000 + microseconds // 1000
     seen, since = _watched(client, keys)
-    if not since or now - seen > 1500 * REAP_SECONDS:
+    if not 0 < since <= now or now - seen > 1500 * REAP_SECONDS:
         since = now
     client.hset(keys.upkeep, mapping={"seen": now, "since": since})
     return now - since >= lease_ms / 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import json.encoder
+import math
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -221,12 +222,15 @@ class Result(_WithPrompt):
 
     @property
     def vector(self) -> list[float]:
-        """The numbers of the embedding. Raises ValueError if there is none, or no valid one."""
+        """The numbers of the embedding. Raises ValueError if there is none, or one that holds a
+        NaN or an infinity."""
         if self.embedding is None:
             raise ValueError("the result has no embedding")
         numbers = array("f", base64.b64decode(self.embedding, validate=True))
         if sys.byteorder == "big":
             numbers.byteswap()
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("the embedding holds a NaN or an infinity")
         return numbers.tolist()
 
     def to_json(self) -> str:

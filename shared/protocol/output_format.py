@@ -17,6 +17,9 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
 """The most choices, which limits the cost of preparing a request."""
 
+MAX_PARAMETERS = 16_384
+"""The most parameters of all tools. Each reader of the answer needs the types of all of them."""
+
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -106,16 +109,27 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a tool whose type is not `function`, or whose function has no name.
+    """Raises ValueError for a tool whose type is not `function`, or whose function has no name, and
+    for too many parameters.
 
     An object without a type is accepted, because some models' chat templates accept such tools.
     """
+    if (count := sum(map(_num_parameters, tools))) > MAX_PARAMETERS:
+        raise ValueError(
+            f"tools: {count} parameters are more than the {MAX_PARAMETERS} allowed in all"
+        )
     for tool in tools:
         if tool.get("type", "function") != "function":
             kind = str(tool["type"])[:80]
             raise ValueError(f"tools: a tool of type {kind!r} is not served, only functions are")
         if "type" in tool:
             _function_of(tool)
+
+
+def _num_parameters(tool: Any) -> int:
+    for name in ("function", "parameters", "properties"):
+        tool = tool.get(name) if isinstance(tool, Mapping) else None
+    return len(tool) if isinstance(tool, Mapping) else 0
 
 
 def _text_output(

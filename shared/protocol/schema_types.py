@@ -11,6 +11,8 @@ _OF_VALUES: dict[type, str] = {
     type(None): "null",
 }  # fmt: skip
 _EITHER = ("anyOf", "oneOf")
+_MOST_NAMES = 16
+"""There are seven types. A longer list has other names, which mean nothing."""
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
@@ -31,7 +33,7 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
         branches = next((each for each in map(item.get, _EITHER) if each), None)
         values = [item["const"]] if "const" in item else item.get("enum")
         if isinstance(kinds, list):
-            names = {name for name in kinds if isinstance(name, str)}
+            names = {name for name in kinds[:_MOST_NAMES] if isinstance(name, str)}
         elif isinstance(reference := item.get("$ref"), str):
             if reference not in followed:
                 followed.add(reference)

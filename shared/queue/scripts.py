@@ -251,8 +251,13 @@ def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
 
 
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
-    """Set whether the queue is paused, so that it hands out no requests."""
-    return Call("", ["HSET", keys.config, "paused", int(paused)], int)
+    """Set whether the queue is paused, so that it hands out no requests.
+
+    A server whose memory is full refuses a pause, but not its end: what waits then frees memory.
+    """
+    if paused:
+        return Call("", ["HSET", keys.config, "paused", 1], int)
+    return Call("", ["HDEL", keys.config, "paused"], int)
 
 
 def stand_by(keys: Keys, until_ms: int) -> Call[int]:

@@ -23,6 +23,7 @@ from tests.producer.playing import Run
 from tests.support.model_free import served_model_free
 from tests.support.requests import ROOM, put, row
 from tests.support.roles import as_role
+from tests.support.waiting import until
 
 GRANT = "a user made by hand needs channels too: ACL SETUSER "
 
@@ -122,6 +123,22 @@ def test_a_gateway_says_so_before_the_first_call(
     out, err = capfd.readouterr()
     [line] = [it for it in (out + err).splitlines() if GRANT in it]
     assert "the user 'handmade'" in line
+
+
+def test_so_does_one_that_may_publish_but_not_listen(
+    everybody: redis.Redis, handmade: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    errors._log_refusal.cache_clear()
+    everybody.execute_command("ACL", "SETUSER", "handmade", "&promptq:*", "-subscribe")
+    shown: list[str] = []
+
+    def says_who() -> bool:
+        shown.extend(capfd.readouterr())
+        return "the user 'handmade'" in "".join(shown)
+
+    with live_gateway(handmade):
+        until(says_who)
+    assert "no permissions" in "".join(shown)
 
 
 def test_each_process_ends_with_one_sentence(redis_url: str, run: Run, tmp_path: Path) -> None:

@@ -48,6 +48,23 @@ SPOILT: dict[str, bytes] = {
     b'[{"token_id":1,"logprob":NaN,"rank":1}],"stats":{"queue_ms":NaN}}',
     "an infinity as null": b'{"index":0,"token_ids":[1],"text":"a","finish_reason":"stop",'
     b'"logprobs":[{"token_id":1,"logprob":null,"rank":1}],"usage":{}}',
+    "a time in the far future": b"4102444800000",
+    "a whole number with a fraction": b"1.0",
+    "a number in words of another language": "\u0661\u0662".encode(),
+    "a number with underscores": b"1_000",
+    "a number between spaces": b" 1\n",
+    "a byte order mark": b"\xef\xbb\xbf{}",
+    "UTF-16": '{"index":0}'.encode("utf-16"),
+    "two objects": b"{}{}",
+    "a comment": b"{} // x",
+    "a megabyte": b"x" * 2**20,
+    "a truth for a number": b'{"index":true,"token_ids":[true],"text":"a","finish_reason":"stop"}',
+    "an error without words": b'{"index":0,"token_ids":[],"text":"","finish_reason":"error"}',
+    "extreme numbers": b'{"index":0,"token_ids":[1],"text":"a","attempt":1,"finish_reason":"stop",'
+    b'"usage":{"prompt_tokens":9223372036854775807,"completion_tokens":-9223372036854775808},'
+    b'"stats":{"queue_ms":1e308,"prompt_ms":1e308,"generation_ms":-1e308,"preempted_at":[1e308]}}',
+    "an embedding that is none": b'{"index":0,"token_ids":[],"text":"","finish_reason":"stop",'
+    b'"embedding":"?"}',
 }
 """Values for a field, an entry or a message, by their fault."""
 

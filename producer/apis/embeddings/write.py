@@ -10,16 +10,12 @@ from typing import Any
 from promptq.producer.apis.embeddings.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
-from promptq.shared.protocol.events import ErrorInfo, Result
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.events import Result
 
 
 def failure_of_embedding(result: Result) -> ApiError | None:
-    """The error for a request without a vector; None if it has one."""
-    reason, error = result.finish_reason, result.error
-    if error is None and reason is FinishReason.STOP and result.embedding is None:
-        reason, error = FinishReason.ERROR, ErrorInfo(type="internal_error", message="no vector")
-    return failure(reason, error, num_tokens=0, names=NAMES)
+    """The error of a request that ended without a vector."""
+    return failure(result.finish_reason, result.error, num_tokens=0, names=NAMES)
 
 
 async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
@@ -47,7 +43,8 @@ def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]
     try:
         numbers = result.vector
     except ValueError:  # a stranger wrote into the queue
-        raise ApiError(500, "the queue's record of this request is no vector") from None
+        message = "the queue's record of this request has no vector"
+        raise ApiError(409, message, code="spoilt_record") from None
     shown = result.embedding if completion.encoding_format == "base64" else numbers
     return {"object": "embedding", "index": index, "embedding": shown}
 

@@ -9,10 +9,13 @@ from starlette.responses import Response
 
 from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
+from promptq.producer.calls.call_to_payloads import Prepared
+from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import Completion, with_model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
+from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import MessagesErrorAnswer, described
@@ -21,6 +24,7 @@ from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
 from promptq.producer.http.submit import begin, prompt_tokens, read_call, with_headers
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.runtime.turns import Work
 
 _HIDDEN = TOOL_FIELDS | {*NAMES, "logprobs", "prompt_logprobs"}
 
@@ -38,8 +42,15 @@ router = APIRouter(
 )
 async def create_message(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Answer a conversation, in one piece or, with `stream`, as it is generated."""
-    async with read_call(request, gateway, caller, "messages") as (prepared, hold):
-        served, completion, rates = await begin(gateway, caller, prepared, hold)
+    async with read_call(request, gateway, caller, "messages") as read:
+        return await respond(request, gateway, caller, *read)
+
+
+async def respond(
+    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
+) -> Response:
+    """Enqueues a call, and answers it."""
+    served, completion, rates = await begin(gateway, caller, prepared, hold)
     headers = {**rates, "Request-Id": completion.id}
     if prepared.call.stream:
         return with_headers(headers, message_stream(gateway, served, completion, is_new=True))
@@ -97,6 +108,11 @@ async def _whole(served: ServedQueue, completion: Completion) -> str:
     events: list[TokenEvent] = []
     await served.client.follow(completion.id, events.append)
     writer = MessageWriter(*await with_model_and_style(served, completion))
-    for event in events:
-        writer.write(event)
+
+    def writing() -> Work[None]:
+        for event in events:
+            writer.write(event)
+            yield
+
+    await served.client.turns.run(writing())
     return writer.whole

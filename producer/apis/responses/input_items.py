@@ -9,6 +9,9 @@ from pydantic_core import from_json
 
 from promptq.producer.calls.call import check_one_of, wrong_field
 
+MAX_ITEMS = 16_384
+"""The most items of one response. Each read of its input looks at all of them."""
+
 _ROLES = ("user", "assistant", "system", "developer")
 _PREFIXES = {
     "message": "msg",
@@ -30,6 +33,8 @@ def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str
         text_or_items = [{"role": "user", "content": text_or_items}]
     if not text_or_items:
         raise wrong_field("input", "is empty, and there is nothing to answer")
+    if (count := len(text_or_items)) > MAX_ITEMS:
+        raise wrong_field("input", f"{count} items are more than the {MAX_ITEMS} allowed")
     items = []
     for index, item in enumerate(text_or_items):
         checked = _checked(f"input: item {index}", item)

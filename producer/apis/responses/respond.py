@@ -12,14 +12,14 @@ from fastapi import Request
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from promptq.producer.apis.responses.ended_output import EndedOutput, ending_of
+from promptq.producer.apis.responses.ended_output import EndedOutput, Ending, ending_of
 from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
 from promptq.producer.apis.responses.write import ResponseWriter, error_frame, finished_writer
 from promptq.producer.calls.call_to_payloads import Prepared
 from promptq.producer.calls.caller import Caller
-from promptq.producer.calls.completion import model_and_style
+from promptq.producer.calls.completion import check_known_id, model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.bodies import Hold
@@ -33,6 +33,8 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
+_LARGE_BYTES = 65_536
+"""Frames of this size are written one by one. Others go out together."""
 
 
 async def respond(
@@ -129,8 +131,18 @@ class _Frames(Frames):
     def _write(self, event: TokenEvent) -> Unfinished:
         frames = self._opening() + frame_bytes(self._writer.write(event.text, event.logprobs))
         if event.is_last:
-            frames += frame_bytes(self._writer.end(ending_of(event)))
+            return partial(self._write_end, frames, ending_of(event))
         return self._out.write(frames) if frames else None
+
+    async def _write_end(self, frames: bytes, ending: Ending) -> None:
+        for part in map(frame_bytes, self._writer.end(ending)):
+            frames += part
+            if len(frames) > _LARGE_BYTES:
+                await self._out.write_all(frames)
+                await self._answering.served.client.turns.give_way()
+                frames = b""
+        if frames:  # without any bytes, it would end the body
+            await self._out.write_all(frames)
 
     async def _learn_and_write(self, event: TokenEvent) -> None:
         self._has_learned = True
@@ -167,6 +179,7 @@ async def _begin(
     try:
         [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
         if enqueued != call.id:  # an earlier call had this idempotency key
+            check_known_id(enqueued, call.id)
             bind(request_id=enqueued)
             call = replace(call, id=enqueued)
             await _forget(records, stored)

@@ -21,7 +21,7 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described, method_not_allowed
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
-from promptq.producer.http.rate_limits import COUNTED_READ
+from promptq.producer.http.rate_limits import COUNTED_READ, count_read
 from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.stream import FramesInTurns
 from promptq.producer.http.submit import prompt_tokens, read_call
@@ -124,11 +124,17 @@ async def delete_response(
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_class=Response)
-async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRecords) -> Response:
-    """Cancel a response in the background. One that is over stays as it is."""
+@router.post(
+    "/v1/responses/{response_id}/cancel", response_class=Response, responses=described(429)
+)
+async def cancel_response(
+    response_id: str, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
+) -> Response:
+    """Cancel a response in the background. One that is over stays as it is, and this reads it."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
+    if stored.result is not None:
+        await count_read(gateway, caller)
     if not stored.call.background:
         raise ApiError(
             400,

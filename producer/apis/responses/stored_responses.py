@@ -102,6 +102,8 @@ class StoredResponses:
     async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
         """Returns up to `limit` responses without output that no gateway has checked for
         `not_since_ms`, the longest unchecked first, and marks them as checked now.
+
+        Their calls have nothing but the id: the rest may be megabytes of each.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses
@@ -110,8 +112,19 @@ class StoredResponses:
         ids = [each for each in await self._queue.run(listing) if is_response_id(each)]
         if not ids:
             return []
-        records = await self._queue.run([self._read(response_id) for response_id in ids])
-        unfinished = [each for each in records if each is not None and each.result is None]
+        keys = [self._keys.response(response_id) for response_id in ids]
+        reading: list[Call[Any]] = [
+            Call("", ["HMGET", key, "tenant", "queue"], _place, lambda: None) for key in keys
+        ]
+        reading += [Call("", ["HEXISTS", key, "result"], bool, lambda: True) for key in keys]
+        replies = await self._queue.run(reading)
+        unfinished = [
+            StoredResponse(ResponseCall(response_id, model="", echo=""), *place)
+            for response_id, place, is_over in zip(
+                ids, replies[: len(ids)], replies[len(ids) :], strict=True
+            )
+            if place is not None and not is_over
+        ]
         gone = {*ids} - {record.call.id for record in unfinished}
         calls: list[Call[Any]] = [
             Call("", ["ZADD", key, "XX", now, record.call.id], int) for record in unfinished
@@ -156,6 +169,12 @@ class StoredResponses:
             code="response_quota_exceeded",
             headers=NOT_AGAIN,
         )
+
+
+def _place(reply: list[bytes | None]) -> tuple[str, str] | None:
+    """The tenant and the queue of a record; None without a record."""
+    tenant, queue = reply
+    return None if tenant is None or queue is None else (tenant.decode(), queue.decode())
 
 
 def _lines(reply: bytes | None) -> list[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -75,9 +75,9 @@ class ResponseWriter:
     def opening(self) -> str:
         """The events before any output."""
         first: Status = "queued" if self._call.background else "in_progress"
-        self._event("response.created", f'"response":{self._object(first)}')
+        self._event("response.created", lambda: f'"response":{self._object(first)}')
         if self._call.background:
-            self._event("response.queued", f'"response":{self._object("queued")}')
+            self._event("response.queued", lambda: f'"response":{self._object("queued")}')
         else:
             self._begin()
         return self._take()
@@ -93,10 +93,11 @@ class ResponseWriter:
         self._write(pieces)
         return self._take()
 
-    def end(self, ending: Ending) -> str:
-        """The last frames."""
+    def end(self, ending: Ending) -> Iterator[str]:
+        """The last frames, one by one: each may have all log-probabilities, which are megabytes."""
         self._begin()
         self._write(self._text.finish())
+        yield self._take()
         status = _STATUSES[ending.finish_reason]
         error = self.failure_of(ending)
         if error is not None and status != "cancelled":
@@ -104,7 +105,8 @@ class ResponseWriter:
         if self._item is None and not self.items and status in ("completed", "incomplete"):
             self._open("content", None)
         if self._item is not None:
-            self._close("completed" if status == "completed" else "incomplete")
+            for _ in self._closing("completed" if status == "completed" else "incomplete"):
+                yield self._take()
         incomplete = "max_output_tokens" if status == "incomplete" else None
         self.whole = self._call.object(
             status,
@@ -115,9 +117,10 @@ class ResponseWriter:
             incomplete=incomplete,
             took_ms=ending.took_ms,
         )
+        yield self._take()
         name = _LAST_EVENTS.get(status, "response.incomplete")
-        self._event(name, f'"response":{self.whole}')
-        return self._take()
+        self._event(name, lambda: f'"response":{self.whole}')
+        yield self._take()
 
     def failure_of(self, ending: Ending) -> ApiError | None:
         """The error of a request that ended without an answer; None if there is an answer."""
@@ -132,14 +135,15 @@ class ResponseWriter:
         output."""
         if not self._has_begun:
             self._has_begun = True
-            self._event("response.in_progress", f'"response":{self._object("in_progress")}')
+            self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')
 
     def _write(self, pieces: Sequence[TextPiece]) -> None:
         for piece in pieces:
             item = self._item
             if item is None or item.kind != piece.kind or piece.name is not None:
                 if item is not None:
-                    self._close("completed")
+                    for _ in self._closing("completed"):
+                        pass
                 self._open(piece.kind, piece.name)
             self._add(piece.text)
 
@@ -152,11 +156,12 @@ class ResponseWriter:
             self._num_calls += 1
         self._item = item = _Item(kind, item_id, name or "", tool_call_id)
         place = f'"output_index":{index}'
-        self._event("response.output_item.added", f'{place},"item":{item.opening()}')
+        self._event("response.output_item.added", lambda: f'{place},"item":{item.opening()}')
         if kind != "call":
+            part = f'"content_index":0,"part":{item.part("")}'
             self._event(
                 "response.content_part.added",
-                f'"item_id":{quoted(item_id)},{place},"content_index":0,"part":{item.part("")}',
+                lambda: f'"item_id":{quoted(item_id)},{place},{part}',
             )
 
     def _add(self, text: str) -> None:
@@ -179,7 +184,8 @@ class ResponseWriter:
             self._number - 1,
         )
 
-    def _close(self, status: str) -> None:
+    def _closing(self, status: str) -> Iterator[None]:
+        """Writes the events at the end of an item. Yields after each of them."""
         assert self._item is not None
         item, self._item = self._item, None
         item.logprobs += self._logprobs
@@ -187,25 +193,32 @@ class ResponseWriter:
         place, text = self._place(item), "".join(item.texts)
         name = f"response.{_TEXTS[item.kind]}.done"
         if item.kind == "call":
-            self._event(name, f'{place},"name":{quoted(item.name)},"arguments":{quoted(text)}')
+            called = f'"name":{quoted(item.name)},"arguments":{quoted(text)}'
+            self._event(name, lambda: f"{place},{called}")
         else:
             logprobs = ",".join(item.logprobs)
             more = f',"logprobs":[{logprobs}]' if item.kind == "content" else ""
-            self._event(name, f'{place},"text":{quoted(text)}{more}')
-            part = item.part(text, logprobs)
-            self._event("response.content_part.done", f'{place},"part":{part}')
+            self._event(name, lambda: f'{place},"text":{quoted(text)}{more}')
+            yield
+            part = "response.content_part.done"
+            self._event(part, lambda: f'{place},"part":{item.part(text, logprobs)}')
+        yield
         index, done = len(self.items), item.closing(status)
-        self._event("response.output_item.done", f'"output_index":{index},"item":{done}')
         self.items.append(done)
+        yield
+        place = f'"output_index":{index}'
+        self._event("response.output_item.done", lambda: f'{place},"item":{done}')
+        yield
 
     def _place(self, item: _Item) -> str:
         place = f'"item_id":{quoted(item.id)},"output_index":{len(self.items)}'
         return place if item.kind == "call" else f'{place},"content_index":0'
 
-    def _event(self, kind: str, members: str) -> None:
+    def _event(self, kind: str, members: Callable[[], str]) -> None:
+        """Writes an event, unless its client has it."""
         number, self._number = self._number, self._number + 1
         if number > self._after:
-            self._frame(kind, members, number)
+            self._frame(kind, members(), number)
 
     def _frame(self, kind: str, members: str, number: int) -> None:
         self._frames.append(
@@ -281,7 +294,7 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
     yield writer.opening()
     for piece in output.pieces:
         yield writer.write(piece.text, piece.logprobs)
-    yield writer.end(output.ending)
+    yield from writer.end(output.ending)
 
 
 def error_frame(error: ApiError, number: int) -> str:

@@ -177,14 +177,18 @@ class _Wanted:
         calls: list[Call[Any]] = []
         for name in names:
             key = self._keys.request(name)
-            calls.append(Call("", ["HMGET", key, "payload", *_FIELDS], list, list))
+            calls.append(Call("", ["HMGET", key, *_FIELDS], list, list))
+            # A payload may be megabytes, and there may be hundreds of them.
+            calls.append(Call("", ["HEXISTS", key, "payload"], bool, bool))
             is_delayed = ["ZSCORE", self._keys.delayed, name]
             calls.append(Call("", is_delayed, lambda score: score is not None, bool))
-        records = await self._queue.run(calls)
+        replies = iter(await self._queue.run(calls))
         return [
-            _row(name, values[1:], is_delayed=is_delayed)
-            for name, values, is_delayed in zip(names, records[::2], records[1::2], strict=True)
-            if values and values[0] is not None
+            _row(name, values, is_delayed=is_delayed)
+            for name, values, is_known, is_delayed in zip(
+                names, replies, replies, replies, strict=True
+            )
+            if is_known
         ]
 
 

@@ -8,8 +8,10 @@
 -- writes in one step, so two processes never hold one lease.
 
 local key, holder, ttl_ms = keys.prefix .. ARGV[1], ARGV[2], tonumber(ARGV[3])
-local held_by = redis.pcall('GET', key)
+local LONGEST_MS = 3600000 -- of a lease; a stranger wrote one that lasts longer, or for ever
+local held_by, left_ms = redis.pcall('GET', key), redis.call('PTTL', key)
 if type(held_by) == 'table' then held_by = false end -- a stranger gave the key another type
+if left_ms < 0 or left_ms > LONGEST_MS then held_by = false end
 server.write_needs_no_memory()
 if ttl_ms == 0 then
   if held_by ~= holder then return 0 end

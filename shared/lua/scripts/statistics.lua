@@ -44,6 +44,9 @@ end
 -- `after` is what is counted at the end.
 local function close(fields, after)
   local seconds = BUCKET_MS / 1000
+  -- No entry can follow one of the future, which a stranger wrote.
+  local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  if last and tonumber(string.match(last[1], '^%d+')) > server.now + KEPT_MS then redis.call('DEL', stream) end
   local ttft_p50, ttft_p95 = percentiles(fields, 'ttft', {0.5, 0.95})
   local queue_p50, queue_p95 = percentiles(fields, 'queue', {0.5, 0.95})
   local added = redis.pcall('XADD', stream, 'MAXLEN', MAX_ENTRIES, fields.bucket .. '-0',
@@ -92,7 +95,8 @@ server.reset_if_not('hash', open)
 server.reset_if_not('stream', stream)
 if fields.bucket ~= bucket then
   local now = counted()
-  if numbers.whole(fields.bucket) and fields.workers then written = close(fields, now) end
+  local begun = numbers.whole(fields.bucket)
+  if begun and begun < server.now + KEPT_MS and fields.workers then written = close(fields, now) end
   begin(bucket, now)
 end
 for _, name in ipairs(SUMS) do

@@ -34,6 +34,9 @@ end
 
 if what == 'add' then
   server.write_needs_memory()
+  server.reset_if_not('zset', own)
+  server.reset_if_not('hash', sizes)
+  server.reset_if_not('zset', unfinished)
   for _, expired in ipairs(server.due(own, server.now_text, PRUNED)) do uncount(expired) end
   local number, bytes = redis.call('ZCARD', own), numbers.whole(redis.call('HGET', sizes, 'total'), 0)
   if most > 0 and number + 1 > most then return {'full', 'number', number} end

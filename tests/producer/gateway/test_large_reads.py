@@ -13,13 +13,16 @@ from typing import Any
 import httpx2
 import pytest
 
+from promptq.producer.apis.responses.input_items import read_items
+from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.gateway.app import create_app
 from promptq.producer.settings.gateway import GatewaySettings
+from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.request import FinishReason, Request
 from tests.producer.gateway.living import LiveGateway, bearer, make_key
-from tests.producer.playing import HandWorker
+from tests.producer.playing import KEYS, HandWorker
 
 TOP = [TopLogprob(token_id=it, logprob=-it, token=f" word{it}") for it in range(20)]
 MANY = [TokenLogprob(token_id=1, logprob=-0.5, rank=1, top=TOP, token=" word1")] * 300
@@ -64,6 +67,19 @@ async def largest_part(
 
 
 async def largest_part_of(read: Awaitable[httpx2.Response], least: int) -> float:
+    pieces, answer = await pieces_of(read)
+    assert len(answer.content) > least
+    return max(pieces) / sum(pieces)
+
+
+async def largest_piece(read: Awaitable[httpx2.Response]) -> float:
+    """In seconds of CPU."""
+    pieces, _ = await pieces_of(read)
+    return max(pieces)
+
+
+async def pieces_of(read: Awaitable[httpx2.Response]) -> tuple[list[float], httpx2.Response]:
+    """The seconds of CPU of each round of the event loop, and the answer."""
     reading = asyncio.ensure_future(read)
     pieces, before = [], time.thread_time()
     while not reading.done():
@@ -73,8 +89,7 @@ async def largest_part_of(read: Awaitable[httpx2.Response], least: int) -> float
         before = now
     answer = await reading
     assert answer.status_code == 200
-    assert len(answer.content) > least
-    return max(pieces) / sum(pieces)
+    return pieces, answer
 
 
 @pytest.fixture
@@ -173,6 +188,59 @@ async def test_so_are_pages_and_forks_of_large_answers(
     assert max(found.values()) < 0.1, found
 
 
+KINDS = ["string", "null"]
+PROPERTIES = {f"p{number}": {"type": KINDS} for number in range(4000)}
+MANY_PARAMETERS = {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_responses_that_wait_are_looked_at_without_their_tools(
+    redis_url: str, own_worker: HandWorker
+) -> None:
+    """A gateway looks at all of them every few seconds. A read needs their parameters, and takes
+    longer for one response than the look for all."""
+    body = {"input": "Hi", "background": True, "tools": [{"type": "function", **MANY_PARAMETERS}]}
+    async with http_of_gateway(redis_url) as http:
+        ids = []
+        for _ in range(2):
+            made = await http.post("/v1/responses", json=body, timeout=60)
+            assert made.status_code == 200, made.text
+            ids.append(made.json()["id"])
+        read = await largest_piece(http.get(f"/v1/responses/{ids[0]}"))
+        app: Any = http._transport
+        stored = ResponseRecords(app.app.state.gateway).stored
+        before = time.thread_time()
+        found = await stored.unfinished(-60_000, 200)
+        assert time.thread_time() - before < read
+        assert sorted(response.call.id for response in found) == ids
+
+
+METADATA = {str(number): [number] for number in range(60_000)}
+LARGE_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "metadata": ("/v1/chat/completions", {"messages": MESSAGES, "metadata": METADATA}),
+    "ids": ("/v1/completions", {"prompt": [1] * 500_000}),
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("kind", LARGE_CALLS)
+async def test_a_large_prompt_is_read_in_another_process_each_time(
+    redis_url: str, own_worker: HandWorker, kind: str
+) -> None:
+    """Reading it takes longer than any piece of the event loop, when the stream is read again and
+    when it is cancelled."""
+    path, body = LARGE_CALLS[kind]
+    async with http_of_gateway(redis_url) as http:
+        _, claim = await answered_by(own_worker, http.post(path, json=body))
+        before = time.thread_time()
+        Request.parse(own_worker.redis.hget(KEYS.request(claim.request_id), "payload"))
+        needed = time.thread_time() - before
+        address = f"/v1/streams/{claim.request_id}"
+        for read in (http.get, http.delete, partial(http.get, params={"echo": 1})):
+            largest = min([await largest_piece(read(address)) for _ in range(2)])
+            assert largest < needed / 3
+
+
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
@@ -193,3 +261,28 @@ def test_reads_are_counted(
         ask = http.post if headers else http.get
         assert ask(path).status_code in (200, 404)
         assert ask(path).status_code == 429
+
+
+def test_a_cancel_of_what_is_over_counts_as_a_read(
+    gateway: LiveGateway, redis_url: str, own_worker: HandWorker
+) -> None:
+    """Its answer is the whole response. While the response runs, a cancel does not count."""
+    headers = bearer(make_key(redis_url, "slow", requests_per_minute=3))
+    with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
+        made = http.post("/v1/responses", json={"input": "Hi", "background": True})
+        address = f"/v1/responses/{made.json()['id']}"
+        claim = own_worker.take()
+        for _ in range(3):
+            assert http.post(f"{address}/cancel").status_code == 200
+        own_worker.finish(claim, "a")
+        assert http.get(address).json()["status"] == "cancelled"
+        assert http.post(f"{address}/cancel").status_code == 200
+        assert http.post(f"{address}/cancel").status_code == 429
+
+
+def test_a_response_has_a_bounded_number_of_items() -> None:
+    """Each read of its input looks at all of them. Reasoning counts as no message."""
+    items = [{"type": "reasoning"}] * 16_384
+    assert len(read_items(items, "x")) == 16_384
+    with pytest.raises(InvalidRequestError, match="input: 16385 items are more than the 16384"):
+        read_items([*items, {"type": "reasoning"}], "x")

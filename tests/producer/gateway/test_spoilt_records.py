@@ -16,7 +16,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.apis.responses import response_records
 from promptq.producer.apis.responses.response_call import new_response_id
 from promptq.producer.calls.completion import new_completion_id, new_message_id, request_ids
-from tests.producer.gateway.living import LiveGateway, bearer, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, error_of, live_gateway
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.requests import put
 from tests.support.roles import as_role
@@ -213,6 +213,55 @@ def test_a_spoilt_key_lets_nobody_in_and_keeps_nobody_out(
             refused = http.get("/v1/models", headers=bearer("spoilt"))
             assert refused.status_code == 401
             assert http.get("/v1/models", headers=bearer(secret)).status_code == 200
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_lists_of_another_type_begin_anew(
+    http: httpx2.Client, own_worker: HandWorker, kind: str
+) -> None:
+    """Else no tenant could ever add a batch or keep a response again."""
+    lists = (KEYS.unfinished_batches, KEYS.batches_of(""), KEYS.unfinished_responses)
+    counts = [f"{KEYS.prefix}responses:{name}:" for name in ("of", "sizes")]
+    for key in (*lists, *counts):
+        make_of_type(own_worker.redis, key, kind)
+    assert http.get("/v1/batches").json()["data"] == []
+    form = {"purpose": "batch"}
+    file = http.post("/v1/files", data=form, files={"file": b"{}"}).json()["id"]
+    batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    made = http.post("/v1/batches", json=batch)
+    assert made.status_code == 200, made.text
+    [listed] = http.get("/v1/batches").json()["data"]
+    assert listed["id"] == made.json()["id"]
+    assert own_worker.redis.sismember(KEYS.unfinished_batches, listed["id"])
+    response = http.post("/v1/responses", json={"input": "Hi", "background": True})
+    assert response.status_code == 200, response.text
+    response_id = response.json()["id"]
+    assert own_worker.redis.zscore(KEYS.unfinished_responses, response_id) is not None
+    assert http.delete(f"/v1/responses/{response_id}").status_code == 200
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
+    "/v1/responses": {"input": "a"},
+    "/v1/embeddings": {"input": "a"},
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_an_idempotency_key_that_names_another_clients_request(
+    http: httpx2.Client, own_worker: HandWorker, path: str
+) -> None:
+    body = {**CALLS[path], "idempotency_key": "k"}
+    with pytest.raises(httpx2.ReadTimeout):
+        http.post(path, json=body, timeout=httpx2.Timeout(30, read=0.3))
+    [key] = own_worker.redis.keys(KEYS.prefix + "idempotency:*")
+    for known in ("story-1", "x" * 200, "msg_" + "0" * 31):
+        put(own_worker.queue, known)
+        own_worker.redis.set(key, known)
+        answer = http.post(path, json=body)
+        assert error_of(answer) == (409, "spoilt_record"), answer.text
 
 
 def test_a_conversation_on_a_spoilt_input_is_refused(

@@ -215,6 +215,15 @@ def test_minutes_are_rolled_up(redis_url: str) -> None:
         ]
 
 
+def test_a_time_of_the_future_does_not_stop_the_reaping(own_worker: HandWorker) -> None:
+    """Else nothing would be reaped up to that time."""
+    server, year = own_worker.redis, 365 * 86_400_000
+    now = server.time()[0] * 1000
+    server.hset(KEYS.upkeep, mapping={"seen": now, "since": now + year})
+    upkeep.reap(read_settings_of(JobsSettings))
+    assert int(server.hget(KEYS.upkeep, "since")) < now + 60_000
+
+
 @pytest.mark.parametrize("kind", ["value", *TYPES])
 def test_spoilt_records_keep_no_upkeep_from_its_work(own_worker: HandWorker, kind: str) -> None:
     """Whatever the jobs' own keys hold, what is late ends, and minutes are written again."""

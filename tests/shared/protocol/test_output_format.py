@@ -19,6 +19,8 @@ from promptq.shared.protocol.request import Request
 
 SCHEMA = {"type": "object", "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+MANY = {"type": "object", "properties": {f"p{number}": {} for number in range(8193)}}
+MANY_PARAMETERS = {"type": "function", "function": {"name": "g", "parameters": MANY}}
 CHAT = [{"role": "user", "content": "hello"}]
 
 
@@ -159,6 +161,10 @@ WRONG_TYPE = "tools: a tool of type"
         (
             {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
             "tools: a function has no name",
+        ),
+        *(
+            ({"tools": [MANY_PARAMETERS] * 2, "tool_choice": choice}, "tools: 16386 parameters are")
+            for choice in (None, "none", "auto", "required")
         ),
     ],
 )

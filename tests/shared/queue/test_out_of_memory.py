@@ -96,6 +96,16 @@ def test_nothing_more_is_taken_in_and_what_waits_is_handed_out(
     assert ids(queue.take_batch(ROOM)) == ["b"]
 
 
+def test_a_paused_queue_can_be_resumed(client: Any, queue: RequestQueue) -> None:
+    """Otherwise waiting requests that fill the memory would stay there for ever."""
+    put(queue, "a")
+    queue.run(scripts.set_paused(queue.keys, True))
+    run_out(client)
+    assert queue.take_batch(ROOM) == []
+    queue.run(scripts.set_paused(queue.keys, False))
+    assert ids(queue.take_batch(ROOM)) == ["a"]
+
+
 def test_a_request_can_still_change_its_place(client: Any, queue: RequestQueue) -> None:
     put(queue, "a")
     payload = client.hget(queue.keys.request("a"), "payload")

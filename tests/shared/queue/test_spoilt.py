@@ -104,6 +104,21 @@ def test_whoever_looks_at_a_queue_sees_the_rest_of_it(
     look(queue_views.models(queue.keys))
 
 
+def test_an_entry_of_the_future_does_not_end_the_statistics(
+    client: Any, queue: RequestQueue
+) -> None:
+    """No later entry could follow it: of the stream, or of the hash that becomes an entry."""
+    now = queue.run(lookups.server_time_ms())
+    future, open_key = now + 10**10, queue.keys.prefix + "statistics:open"
+    client.xadd(queue.keys.statistics, {"waiting": 7}, id=f"{future}-0")
+    for bucket in (now - 6000, future, now - 5000):
+        queue.run(statistics.sample(statistics.Contribution()))
+        client.hset(open_key, mapping={"bucket": bucket, "waiting": 5, "workers": 0})
+    queue.run(statistics.sample(statistics.Contribution()))
+    samples = queue.run(statistics.samples(queue.keys, 0))
+    assert [(each.at, each.waiting) for each in samples] == [(now - 6000, 5), (now - 5000, 5)]
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_worker_writes_its_own_keys_anew(client: Any, queue: RequestQueue, kind: str) -> None:
     keys = queue.keys

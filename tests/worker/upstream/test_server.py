@@ -213,6 +213,44 @@ def logprobs_of(logprob: str, **members: str) -> str:
     return f'{{"content": [{{{chosen}, "top_logprobs": [{top}]}}]}}'
 
 
+async def test_tokens_that_are_equally_likely_are_cut_to_the_number_that_was_asked_for() -> None:
+    """A server gives them one rank, and a hostile one gives it to as many as it likes."""
+    many = [{"token_id": number, "logprob": -1.0, "rank": 1} for number in range(200)]
+    content = [{"token_id": 97, "logprob": -1.0, "rank": 1, "top_logprobs": many}]
+    choice = {"token_ids": [97], "finish_reason": "length", "logprobs": {"content": content}}
+    data = json.dumps({"choices": [choice]}).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"data: " + data + b"\n\n")
+
+    request = EngineRequest(1, [97], SamplingParams(logprobs=3), 0, 1)
+    async with answering(answer) as server:
+        [chunk] = [each async for each in VllmDialect().generate(server, request, [], "m")]
+    assert chunk.logprobs is not None
+    assert [each.token_id for each in chunk.logprobs[0].top or ()] == [0, 1, 2]
+
+
+async def test_no_cookie_is_kept() -> None:
+    """A server could set another one with each answer, without end."""
+    got: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        got.append(request.headers.get("Cookie", ""))
+        response = web.json_response({})
+        response.set_cookie(f"name{len(got)}", "value")
+        return response
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    async with (
+        TestServer(app, host="localhost") as there,
+        talking_to(f"http://localhost:{there.port}") as server,
+    ):
+        for _ in range(2):
+            await server.get("/")
+    assert got == ["", ""]
+
+
 UNUSABLE = {
     "a NaN": ("[97]", logprobs_of("NaN")),
     "an infinity": ("[97]", logprobs_of("Infinity")),

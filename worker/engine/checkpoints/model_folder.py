@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -171,6 +171,17 @@ class ModelFolder:
                 tensors = {key: file.get_tensor(f"{module}.{key}") for key, file in parts.items()}
                 saved.add(module, self._weight(self._format, module, tensors))
         return saved
+
+    def damaged_file(self) -> str:
+        """Returns the name of the first file of weights that is incomplete or no safetensors file;
+        empty if there is none."""
+        for file in self._files_in(self._folder(is_loaded=True)):
+            try:
+                with safe_open(file, "pt"):
+                    pass
+            except (SafetensorError, OSError):
+                return file.name
+        return ""
 
     def head_files(self) -> dict[str, Path]:
         """Returns the files of the tensors of the head that predicts further tokens, by the names

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -182,9 +183,13 @@ def load_model(
             info: dict[str, Any] = loaded[1]
             settings = files.generation_config or model.generation_config
     except LOADING_ERRORS as error:
+        reason, damaged = first_sentence(error), ""
+        if isinstance(error, SafetensorError) and isinstance(files, ModelFolder):
+            damaged = files.damaged_file()
+        if damaged:
+            reason = f"{damaged} is damaged, fetch it again ({reason})"
         raise UnsupportedModelError(
-            f"{source}: the weights of this {config.model_type!r} model do not load: "
-            f"{first_sentence(error)}"
+            f"{source}: the weights of this {config.model_type!r} model do not load: {reason}"
         ) from error
     for problem in ("missing", "mismatched"):
         if keys := sorted(str(key) for key in info[f"{problem}_keys"]):

@@ -81,6 +81,7 @@ class Server:
             # call, or after some calls, and a call at that moment would look like a fault.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # a server could fill one without end
             trust_env=False,
         )
 

@@ -187,7 +187,7 @@ def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
     try:
         top = [
             TopLogprob(token_id=token["token_id"], logprob=_floored(token["logprob"]))
-            for token in ranked
+            for token in ranked[:num_top]  # tokens of equal log-probability have one rank
             if token["rank"] <= num_top
         ]
         return TokenLogprob(

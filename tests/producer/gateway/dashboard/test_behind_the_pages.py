@@ -186,6 +186,25 @@ async def test_an_action_takes_a_thousand_dead_letters(
     assert await client.dead_ids() == []
 
 
+async def test_a_list_of_requests_reads_none_of_their_payloads(
+    redis_url: str, client: AsyncClient
+) -> None:
+    """They may have megabytes each, and one page looks at hundreds of requests."""
+    for number in range(4):
+        await client.enqueue("x" * 2**20, request_id=f"large-{number}")
+
+    async with (
+        redis.asyncio.Redis.from_url(redis_url) as connection,
+        redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin,
+    ):
+        queue = AsyncRequestQueue(connection)
+        before = (await admin.info("stats"))["total_net_output_bytes"]
+        for options in ({}, {"state": "waiting"}, {"prefix": "large"}):
+            assert len((await search(queue, **options)).requests) == 4
+        after = (await admin.info("stats"))["total_net_output_bytes"]
+    assert after - before < 2**20
+
+
 async def test_search_among_keys_finds_what_is_over_and_no_other_queues(
     redis_url: str, client: AsyncClient
 ) -> None:

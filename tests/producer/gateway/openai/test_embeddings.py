@@ -114,6 +114,31 @@ def test_several_inputs_are_enqueued_all_or_none(
     assert own_worker.queue.is_empty()
 
 
+VECTORS = {
+    "none": None,
+    "not base64": "?",
+    "half a number": base64.b64encode(b"abc").decode(),
+    "a NaN": base64.b64encode(np.array([1, np.nan], "<f4").tobytes()).decode(),
+    "an infinity": base64.b64encode(np.array([np.inf], "<f4").tobytes()).decode(),
+}
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("kind", VECTORS)
+def test_a_record_that_is_no_vector_is_named_as_such(
+    http: httpx2.Client, own_worker: HandWorker, kind: str, encoding: str
+) -> None:
+    """A stranger wrote the record, so this is no fault of the gateway (500)."""
+    with ThreadPoolExecutor() as beside:
+        body = {"input": "a", "encoding_format": encoding}
+        asking = beside.submit(lambda: http.post("/v1/embeddings", json=body))
+        claim = own_worker.queue.take()
+        assert claim is not None
+        own_worker.adopt(claim)
+        own_worker.send(claim, "", FinishReason.STOP, embedding=VECTORS[kind])
+        assert error_of(asking.result()) == (409, "spoilt_record")
+
+
 def test_a_client_that_leaves_cancels(
     start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:

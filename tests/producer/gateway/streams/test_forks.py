@@ -139,3 +139,29 @@ def test_a_large_source(http: httpx2.Client, own_worker: HandWorker) -> None:
     payload = own_worker.payload(fork.headers["X-Request-Id"])
     assert payload["prompt"] == prompt
     assert payload["output_prefix"] == {"token_ids": [ord("a")]}
+
+
+def test_a_fork_of_a_message_is_a_message(http: httpx2.Client, own_worker: HandWorker) -> None:
+    """Whole and streamed, and when it is read again. It repeats its first tokens."""
+    call = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    with own_worker.finishing(["abc"]):
+        made = http.post("/v1/messages", json=call)
+    path = f"{made.headers['X-Stream-Url']}/fork"
+    fields = {"at": 2, "append": "x", "stop_sequences": ["y"], "max_tokens": 5}
+    with own_worker.finishing(["abxd"]):
+        fork = http.post(path, json=fields)
+    assert fork.status_code == 200, fork.text
+    body = fork.json()
+    assert (body["type"], body["id"][:4], body["content"]) == ("message", "msg_", fork_text("abxd"))
+    payload = own_worker.payload(body["id"])
+    assert (payload["stop"], payload["max_tokens"]) == (["y"], 5)
+    assert "text_delta" in http.get(fork.headers["X-Stream-Url"]).text
+    with own_worker.finishing(["abc"]):
+        streamed = http.post(path, json={"at": 1, "stream": True})
+    assert streamed.text.startswith("event: message_start")
+    refused = http.post(path, json={"at": 1, "n": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+
+
+def fork_text(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "citations": None}]

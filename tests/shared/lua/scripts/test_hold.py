@@ -28,3 +28,7 @@ def test_one_holder_at_a_time(queue: RequestQueue, client: Any) -> None:
     assert not hold("b", 0)
     assert hold("b", 60_000), "what a stranger made of it is no holder"
     assert not hold("a", 60_000)
+    for lasts_ms in (None, 10**11):
+        client.set(key, "stranger", px=lasts_ms)
+        assert hold("a", 60_000), "no holder takes a lease for so long"
+        assert client.pttl(key) <= 60_000

@@ -153,6 +153,26 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_damaged_shard_is_named(folder: Path, is_cut: bool) -> None:
+    """One of several, which was fetched in part or is a page of another kind."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for shard, own in shards.items():
+        save_file({name: tensors[name] for name in own}, folder / shard, {"format": "pt"})
+    weight_map = {name: shard for shard, own in shards.items() for name in own}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    loads(folder)[0]()
+    damaged = folder / "model-2.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2] if is_cut else b"<html>" + bytes(1000))
+    assert "do not load: model-2.safetensors is damaged, fetch it again" in refusal(
+        loads(folder)[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
