@@ -71,7 +71,6 @@ class DecoderOf : public Decoder {
     }
     has_states_ = has_states_ || !layer.attention;
     mixed_size_ = std::max(mixed_size_, layer.output().inputs());
-    if (layer.convolution) products_size_ = std::max(products_size_, layer.convolution->channels());
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
   }
 
@@ -158,7 +157,7 @@ class DecoderOf : public Decoder {
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
     T* both = given_states ? both_.reserve(2 * num_rows * size) : nullptr;
     T *update = update_.reserve(num_rows * size), *inner = inner_.reserve(num_rows * inner_size_);
-    T *mixed = mixed_.reserve(num_rows * mixed_size_), *products = products_.reserve(num_rows * products_size_);
+    T* mixed = mixed_.reserve(num_rows * mixed_size_);
     const HeadRows<T> heads{
         qkv_.reserve(num_rows * qkv_size_), query_.reserve(num_rows * query_size_),
         gates_.reserve(num_rows * gates_size_), mixed};
@@ -168,6 +167,7 @@ class DecoderOf : public Decoder {
     const auto end_of_layers = first_layer + some_layers.count;
     for (auto layer = first_layer; layer != end_of_layers; ++layer) {
       if (layer->experts) layer->experts->reserve(num_rows, experts_memory_);
+      if (layer->convolution) layer->convolution->reserve(num_rows, convolution_memory_);
       if (layer->recurrence) layer->recurrence->reserve(num_rows, recurrence_memory_);
     }
     std::optional<Chunks> chunks;
@@ -221,7 +221,7 @@ class DecoderOf : public Decoder {
         if (layer.attention)
           layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
         else if (layer.convolution)
-          layer.convolution->mix(team, x, num_rows, *chunks, products, mixed);
+          layer.convolution->mix(team, x, num_rows, *chunks, convolution_memory_, mixed);
         else
           layer.recurrence->mix(team, x, num_rows, *chunks, recurrence_memory_, mixed);
         const auto output = [&](const auto& use) { layer.output().multiply(team, mixed, num_rows, use); };
@@ -321,11 +321,12 @@ class DecoderOf : public Decoder {
   std::vector<size_t> with_other_pieces_;  // than the layers before
   bool has_states_ = false;
   // The largest of all layers.
-  int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, products_size_ = 0, inner_size_ = 0;
+  int64_t query_size_ = 0, gates_size_ = 0, qkv_size_ = 0, mixed_size_ = 0, inner_size_ = 0;
   std::unique_ptr<HeadInput> head_input_;
-  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, products_, inner_, last_;
+  Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, inner_, last_;
   Buffer<T> both_, draft_logits_, draft_states_[2];
   ExpertsMemory<T> experts_memory_;
+  ShortConvolutionMemory<T> convolution_memory_;
   RecurrenceMemory<T> recurrence_memory_;
 };
 

@@ -20,13 +20,14 @@ struct RecurrenceMemory {
   Buffer<T> projected;               // [T, width()]
   Buffer<float> query, key, value;   // [heads, T, stride]
   Buffer<float> decay, rate;         // [value heads, T]
+  Buffer<float> scratch;             // [threads, scratch_size()]
 };
 
 template <typename T>
 class Recurrence {
  public:
   Recurrence(const RecurrenceWeights& weights, int64_t size, int num_threads, WeightMemory* memory)
-      : weights_(weights), key_stride_(round_up(weights.key_size, kKeysAtOnce)),
+      : weights_(weights), num_threads_(num_threads), key_stride_(round_up(weights.key_size, kKeysAtOnce)),
         value_stride_(round_up(weights.value_size, kSpan)),
         inputs_(
             width(), one_after_another(projections(weights, size)),
@@ -45,6 +46,7 @@ class Recurrence {
     memory.value.reserve(weights_.num_value_heads * num_rows * value_stride_);
     memory.decay.reserve(weights_.num_value_heads * num_rows);
     memory.rate.reserve(weights_.num_value_heads * num_rows);
+    memory.scratch.reserve(num_threads_ * scratch_size());
   }
 
   // Computes `mixed` [T, mixed_size()], the input of output(), from `x` [T, size]. Reads and writes states.
@@ -58,8 +60,7 @@ class Recurrence {
             y + i * columns.count, columns.count, projected + (rows.first + i) * width() + columns.first);
     });
     const int64_t num_channels = weights_.convolution.num_channels;
-    thread_local Buffer<float> buffer;
-    float* scratch = buffer.reserve(std::max({num_channels, mixed_size(), key_stride_ * kSpan}));
+    float* scratch = memory.scratch.data() + Team::thread() * scratch_size();
     const ConvolutionInputs<T> inputs(weights_.convolution, projected, width());
     share_rows(team, chunks, inputs, [&](int64_t row) {
       float* convolved = scratch;
@@ -89,6 +90,13 @@ class Recurrence {
   int64_t width() const {
     const int64_t rates = (weights_.is_delta ? 2 : 1) * weights_.num_value_heads;
     return weights_.convolution.num_channels + mixed_size() + rates;
+  }
+
+  // Numbers of a thread, in whole cache lines.
+  int64_t scratch_size() const {
+    return round_up(
+        std::max({weights_.convolution.num_channels, mixed_size(), key_stride_ * kSpan}),
+        kCacheLine / static_cast<int64_t>(sizeof(float)));
   }
 
   static std::vector<Matrix> projections(const RecurrenceWeights& weights, int64_t size) {
@@ -189,7 +197,7 @@ class Recurrence {
   }
 
   const RecurrenceWeights weights_;
-  const int64_t key_stride_, value_stride_;
+  const int64_t num_threads_, key_stride_, value_stride_;
   Linear<T> inputs_, output_;
 };
 

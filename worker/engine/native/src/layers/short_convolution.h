@@ -9,12 +9,19 @@
 
 namespace promptq {
 
+// Memory that the layers of a step share.
+template <typename T>
+struct ShortConvolutionMemory {
+  Buffer<T> products;  // [T, channels()]
+  Buffer<float> sums;  // [threads, channels()]
+};
+
 template <typename T>
 class ShortConvolution {
  public:
   ShortConvolution(
       const ShortConvolutionWeights& weights, int64_t size, int num_threads, WeightMemory* memory)
-      : convolution_(weights.convolution),
+      : convolution_(weights.convolution), num_threads_(num_threads),
         inputs_(
             channels(), side_by_side(thirds(matrix(weights.input, 3 * channels(), size))),
             static_cast<const T*>(weights.input_bias), kGranule, num_threads, memory),
@@ -25,10 +32,16 @@ class ShortConvolution {
   int64_t channels() const { return convolution_.num_channels; }
   const Linear<T>& output() const { return output_; }
 
-  // Computes `mixed` [T, channels()], the input of output(), from `x` [T, size]. `products` is memory
-  // [T, channels()]. Reads and writes windows.
+  void reserve(int64_t num_rows, ShortConvolutionMemory<T>& memory) const {
+    memory.products.reserve(num_rows * channels());
+    memory.sums.reserve(num_threads_ * channels());
+  }
+
+  // Computes `mixed` [T, channels()], the input of output(), from `x` [T, size]. Reads and writes windows.
   void mix(
-      Team& team, const T* x, int64_t num_rows, const Chunks& chunks, T* products, T* mixed) const {
+      Team& team, const T* x, int64_t num_rows, const Chunks& chunks,
+      const ShortConvolutionMemory<T>& memory, T* mixed) const {
+    T* products = memory.products.data();
     inputs_.multiply(team, x, num_rows, [&](const T* y, Range rows, Range columns) {
       for (int64_t i = 0; i < rows.count; ++i) {
         const T *b = y + i * 3 * columns.count, *c = b + columns.count, *of_x = c + columns.count;
@@ -40,8 +53,7 @@ class ShortConvolution {
       }
     });
     const ConvolutionInputs<T> inputs(convolution_, products, channels());
-    thread_local Buffer<float> buffer;
-    float* sums = buffer.reserve(channels());
+    float* sums = memory.sums.data() + Team::thread() * channels();
     share_rows(team, chunks, inputs, [&](int64_t row) {
       inputs.convolve(chunks.of(row), row, sums);
       T* to = mixed + row * channels();
@@ -57,6 +69,7 @@ class ShortConvolution {
   }
 
   const Convolution convolution_;
+  const int64_t num_threads_;
   Linear<T> inputs_, output_;
 };
 

@@ -4,6 +4,8 @@
 // more than many operations of a small model. All threads go through the same phases. A free thread takes
 // the next item of the phase, so a thread that other processes delay holds the others up for at most one
 // item.
+//
+// An exception outside of a phase would end the process. So memory is reserved before the region or in items.
 #pragma once
 
 #include <omp.h>
@@ -28,6 +30,9 @@ class Team {
     }
     if (team.error_) std::rethrow_exception(team.error_);
   }
+
+  // The number of the thread that calls, below the number of threads.
+  static int thread() { return omp_get_thread_num(); }
 
   // One phase: calls `work(item)` for each item below `num_items`, each on one thread. Returns once all
   // items are done. An error skips the rest of the step.
