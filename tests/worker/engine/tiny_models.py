@@ -118,8 +118,15 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         **MAMBA_2,
         "mamba_d_ssm": 64,
         "mamba_rms_norm": True,
+        "embedding_multiplier": 1.7,
+        "attention_in_multiplier": 0.8,
+        "key_multiplier": 1.4,
+        "attention_out_multiplier": 1.2,
         "ssm_in_multiplier": 1.5,
         "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 1.1],
+        "ssm_out_multiplier": 0.6,
+        "mlp_multipliers": [1.6, 0.9],
+        "lm_head_multiplier": 0.7,
     },
     "nemotron_h": {  # a block is recurrent, attends or has an MLP
         **LLAMA_SHAPED,
@@ -300,7 +307,7 @@ NATIVE = {
     *("glm4", "phi3", "smollm3", "ernie4_5", "hunyuan_v1_dense", "exaone4", "nemotron", "arcee"),
     *("cohere2", "helium", "starcoder2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid"),
-    *("bamba", "lfm2"),
+    *("bamba", "lfm2", "falcon_h1", "nemotron_h"),
     *MIXTURES,
 }
 """Families of which all parts have native code."""

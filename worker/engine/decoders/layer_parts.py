@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
 """The places of a layer's norms, by the set of their names."""
 
 _SYNONYMS = {
+    "embeddings": "embed_tokens",
     "final_layernorm": "norm",
+    "norm_f": "norm",
     "embedding_norm": "norm",
     "dense": "o_proj",
     "out_proj": "o_proj",
@@ -79,8 +82,10 @@ _SYNONYMS = {
 }
 """Some families' names of a part."""
 
-_MIXERS = {"self_attn", "linear_attn", "mamba", "conv"}
-"""The names of what mixes positions."""
+_MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
+"""The names of what mixes positions. A layer with attention may have Mamba 2 beside it."""
+_LONE = {"norm", "mixer"}
+"""The names in a layer that has one part, of any kind, and a norm before it."""
 
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -131,7 +136,7 @@ class Recurrent:
     """The library's module, and the shape of its states."""
     parts: RecurrentParts
     norm: Norm | None
-    """The norm of a RecurrenceParts, for all values."""
+    """The norm of a RecurrenceParts, for all values, if it has one."""
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -142,24 +147,34 @@ class Recurrent:
 class Layer:
     """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP.
 
-    Any of the norms may be missing.
+    Any of the norms may be missing, and the mixer or the MLP.
     """
 
-    mixer: Attention | Recurrent
+    mixer: Attention | Recurrent | None = None
     """The part that mixes positions."""
-    mlp: MLP
-    before_mixer: Norm | None
-    after_mixer: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
-    is_parallel: bool
+    beside: Recurrent | None = None
+    """A part beside attention: it has the same input, and its result is added, too."""
+    mlp: MLP | None = None
+    before_mixer: Norm | None = None
+    after_mixer: Norm | None = None
+    before_mlp: Norm | None = None
+    after_mlp: Norm | None = None
+    is_parallel: bool = False
     """Whether the MLP has the input of the mixer."""
-    residual_scale: float
+    mixer_scale: float = 1.0
+    beside_scale: float = 1.0
+    mlp_scale: float = 1.0
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """The recurrent part, if there is one."""
+        return self.mixer if isinstance(self.mixer, Recurrent) else self.beside
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules of the large weights."""
-        return (*self.mixer.linears, *self.mlp.modules)
+        mixers = (part.linears for part in (self.mixer, self.beside) if part is not None)
+        return (*chain(*mixers), *(() if self.mlp is None else self.mlp.modules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +221,7 @@ class ModelParts:
             norm=Norm.of(parts["norm"], found),
             head=head,
             logit_scale=getattr(whole, "logit_scale", 1.0)
+            * getattr(body, "lm_head_multiplier", 1.0)
             / (getattr(config, "logits_scaling", None) or 1.0),
             logit_softcap=getattr(config, "final_logit_softcapping", None),
         )
@@ -223,25 +239,59 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
     """Takes a decoder layer apart. Raises NotOfThisKindError if it has an unknown part."""
     parts = _parts(layer)
-    mixing = _MIXERS & parts.keys()
-    norms = frozenset(parts.keys() - mixing - {"mlp", "shared_mlp"})
-    is_known = norms in _NORM_PLACES and len(mixing) == 1 and {"mlp", "shared_mlp"} & parts.keys()
-    require(bool(is_known), f"a layer of {sorted(parts)}")
-    places, mixer = _NORM_PLACES[norms], parts[mixing.pop()]
+    if parts.keys() == _LONE:
+        return _lone_part(parts["mixer"], Norm.of(parts["norm"], found), rotary, found)
+    mixing = [name for name in _MIXERS if name in parts]
+    norms = frozenset(parts.keys() - {*mixing} - {"mlp", "shared_mlp"})
+    mixes = len(mixing) == 1 or mixing == ["self_attn", "mamba"]
+    has_mlp = not {"mlp", "shared_mlp"}.isdisjoint(parts)
+    require(mixes and has_mlp and norms in _NORM_PLACES, f"a layer of {sorted(parts)}")
+    places = _NORM_PLACES[norms]
     before_mixer, after_mixer, before_mlp, after_mlp = (
         Norm.of(parts[name], found) if name else None for name in places
     )
-    recurrent = mixer_of(mixer)
+    input_scale = getattr(layer, "attention_in_multiplier", 1.0)
+    mixer, beside = (
+        _mixer(parts[name], rotary, found, input_scale) if name else None
+        for name in (*mixing, None)[:2]
+    )
+    assert beside is None or isinstance(beside, Recurrent), "Mamba 2 is recurrent"
+    scale = getattr(layer, "residual_multiplier", 1.0)
     return Layer(
-        mixer=_attention(mixer, rotary, found) if recurrent is None else _recurrent(recurrent),
+        mixer=mixer,
+        beside=beside,
         mlp=_mlp(parts.get("mlp"), parts.get("shared_mlp"), found),
         before_mixer=before_mixer,
         after_mixer=after_mixer,
         before_mlp=before_mlp,
         after_mlp=after_mlp,
         is_parallel=not any(places[1:]),
-        residual_scale=getattr(layer, "residual_multiplier", 1.0),
+        mixer_scale=scale * input_scale * getattr(layer, "attn_out_multiplier", 1.0),
+        beside_scale=scale * getattr(layer, "ssm_out_multiplier", 1.0),
+        mlp_scale=scale * getattr(parts.get("mlp"), "down_multiplier", 1.0),
     )
+
+
+def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) -> Layer:
+    """Returns a layer of one part, which is a mixer or an MLP."""
+    if mixer_of(part) is not None or "o_proj" in _parts(part):
+        return Layer(mixer=_mixer(part, rotary, found), before_mixer=norm)
+    return Layer(mlp=_mlp(part, None, found), before_mlp=norm)
+
+
+def _mixer(
+    mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
+) -> Attention | Recurrent:
+    """`input_scale`: attention gets its input times this number. The caller scales its output by
+    the same number, because the parts do not scale values."""
+    recurrent = mixer_of(mixer)
+    if recurrent is not None:
+        return _recurrent(recurrent)
+    attention = _attention(mixer, rotary, found)
+    if input_scale == 1.0:
+        return attention
+    require(all(each.bias is None for each in attention.linears), "scaled inputs and biases")
+    return replace(attention, scale=input_scale**2 * attention.scale)
 
 
 def _recurrent(mixer: Mixer) -> Recurrent:
@@ -254,6 +304,8 @@ def _recurrent(mixer: Mixer) -> Recurrent:
         return Recurrent(mixer, parts, None)
     require(activation_of(parts.activation) == "silu", "a convolution without SiLU")
     num_values, given = parts.num_value_heads * parts.value_size, parts.norm
+    if given is None:
+        return Recurrent(mixer, parts, None)
     num_repeats = num_values // len(given.weight)
     require(num_repeats * len(given.weight) == num_values, "a norm of other values")
     weight = given.weight.repeat(num_repeats)
@@ -292,7 +344,7 @@ def _attention(attention: Any, rotary: nn.Module | None, found: Found) -> Attent
         num_kv_heads=num_kv_heads,
         head_size=size,
         is_gated=is_gated,
-        scale=float(attention.scaling),
+        scale=float(attention.scaling) * getattr(attention, "key_multiplier", 1.0),
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=parts.get("sinks"),
         query_norm=norms[0],
@@ -352,6 +404,7 @@ def dense_mlp(mlp: Any) -> DenseMLP:
         down=_linears(parts, ("down_proj",))[0],
         is_gated=inputs != ("up_proj",),
         activation=activation_of(parts.get("act_fn", nn.functional.silu)),
+        gate_scale=getattr(mlp, "gate_multiplier", 1.0),
     )
 
 

@@ -23,7 +23,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class DenseMLP:
-    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
+    """`down(activation(scale * gate(x)) * up(x))`, or without a gate
+    `down(activation(scale * up(x)))`."""
 
     inputs: tuple[nn.Linear, ...]
     """Their outputs, one after the other, are those of the gate, if there is one, and `up`."""
@@ -31,6 +32,7 @@ class DenseMLP:
     is_gated: bool
     activation: str
     """Its name in ACTIVATIONS."""
+    gate_scale: float
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

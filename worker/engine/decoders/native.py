@@ -16,7 +16,7 @@ from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts, Recurrent
+from promptq.worker.engine.decoders.layer_parts import Attention, ModelParts
 from promptq.worker.engine.decoders.native_weights import NativeWeights, native_cache
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, require
 from promptq.worker.engine.device.memory import give_back
@@ -82,7 +82,8 @@ class NativeDecoder(NativeWeights, Decoder):
         self._native.decoder_new(byref(shape), byref(weights), threads, byref(self._decoder))
         freed = weakref.finalize(self, self._native.decoder_free, self._decoder)
         freed.atexit = False  # a step may still run then, on the engine's thread
-        mixers = [each.mixer.mixer for each in parts.layers if isinstance(each.mixer, Recurrent)]
+        recurrent = [each.recurrent for each in parts.layers]
+        mixers = [each.mixer for each in recurrent if each is not None]
         self.states = StatePool(mixers, num_slots, torch.device("cpu")) if mixers else None
         attended = zip(caches, patterns, strict=True)
         states = iter(self.states.tensors if self.states else ())

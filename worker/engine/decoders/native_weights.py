@@ -52,25 +52,28 @@ class NativeWeights:
         states: Iterator[Sequence[torch.Tensor]],
     ) -> library.LayerWeights:
         """Describes a layer, which takes the next cache and pattern, or the next states."""
-        mixer, mlp = layer.mixer, layer.mlp
         weights = library.LayerWeights(
             before_mixer=self._norm(layer.before_mixer),
             after_mixer=self._norm(layer.after_mixer),
             before_mlp=self._norm(layer.before_mlp),
             after_mlp=self._norm(layer.after_mlp),
             is_parallel=layer.is_parallel,
-            residual_scale=layer.residual_scale,
+            mixer_scale=layer.mixer_scale,
+            beside_scale=layer.beside_scale,
+            mlp_scale=layer.mlp_scale,
         )
-        if isinstance(mixer, Attention):
-            weights.attention = pointer(self._attention(mixer, *next(attended)))
+        if isinstance(layer.mixer, Attention):
+            weights.attention = pointer(self._attention(layer.mixer, *next(attended)))
+        if (mixer := layer.recurrent) is None:
+            pass
         elif isinstance(mixer.parts, ShortConvolutionParts):
             weights.convolution = pointer(self._convolution(mixer.parts, *next(states)))
         else:
             weights.recurrence = pointer(self._recurrence(mixer, mixer.parts, *next(states)))
-        if isinstance(mlp, ExpertParts):
-            weights.experts = pointer(self._experts(mlp))
-        else:
-            weights.mlp = self._mlp(mlp)
+        if isinstance(layer.mlp, ExpertParts):
+            weights.experts = pointer(self._experts(layer.mlp))
+        elif layer.mlp is not None:
+            weights.mlp = pointer(self._mlp(layer.mlp))
         return weights
 
     def _attention(
@@ -136,6 +139,7 @@ class NativeWeights:
             num_inputs=len(inputs),
             inputs=(library.RowsOfWeight * len(inputs))(*inputs),
             input_bias=self._bias_of(parts.inputs),
+            input_scale=self._in_float32(parts.input_scale),
             convolution=self._channels(parts.convolution, windows),
             query_first=parts.query_first,
             key_first=parts.key_first,
@@ -148,8 +152,8 @@ class NativeWeights:
             most_rate=parts.most_rate,
             skip=self._in_float32(parts.skip),
             norm=self._norm(recurrent.norm),
-            norm_size=parts.norm.group,
-            gates_first=parts.norm.gates_first,
+            norm_size=0 if parts.norm is None else parts.norm.group,
+            gates_first=parts.norm is not None and parts.norm.gates_first,
             output=self._weight(parts.output),
             output_bias=self._bias([parts.output]),
             states=states.data_ptr(),
@@ -174,6 +178,7 @@ class NativeWeights:
             inner_size=mlp.down.in_features,
             activation=[*ACTIVATIONS].index(mlp.activation),
             is_gated=mlp.is_gated,
+            gate_scale=mlp.gate_scale,
             gate=gate,
             up=up,
             input_bias=self._bias(mlp.inputs),
@@ -213,6 +218,7 @@ class NativeWeights:
             inner_size=expert.up.shape[0],
             activation=[*ACTIVATIONS].index(parts.activation),
             is_gated=True,
+            gate_scale=1.0,
             alpha=parts.limits.alpha,
             limit=parts.limits.limit,
             gate=self._weight_at(expert.gate),

@@ -103,7 +103,7 @@ class AttentionWeights(Structure):
 class MlpWeights(Structure):
     _fields_ = (
         *_all(c_int64, "inner_size", "activation", "is_gated"),
-        *_all(c_double, "alpha", "limit"),
+        *_all(c_double, "gate_scale", "alpha", "limit"),
         *_all(Weight, "gate", "up"),
         ("input_bias", c_void_p),
         ("down", Weight),
@@ -149,7 +149,7 @@ class RecurrenceWeights(Structure):
         *_all(c_int64, "is_delta", "num_key_heads", "num_value_heads", "key_size", "value_size"),
         ("num_inputs", c_int64),
         ("inputs", POINTER(RowsOfWeight)),
-        ("input_bias", c_void_p),
+        *_all(c_void_p, "input_bias", "input_scale"),
         ("convolution", Convolution),
         *_all(c_int64, "query_first", "key_first", "value_first"),
         ("query_scale", c_double),
@@ -168,11 +168,11 @@ class LayerWeights(Structure):
     _fields_ = (
         *_all(Norm, "before_mixer", "after_mixer", "before_mlp", "after_mlp"),
         ("is_parallel", c_int64),
-        ("residual_scale", c_double),
+        *_all(c_double, "mixer_scale", "beside_scale", "mlp_scale"),
         ("attention", POINTER(AttentionWeights)),
         ("convolution", POINTER(ShortConvolutionWeights)),
         ("recurrence", POINTER(RecurrenceWeights)),
-        ("mlp", MlpWeights),
+        ("mlp", POINTER(MlpWeights)),
         ("experts", POINTER(ExpertWeights)),
     )
 

@@ -74,6 +74,7 @@ class GatedDeltaNet(Mixer):
         of_keys: int = module.num_k_heads * module.head_k_dim
         return RecurrenceParts(
             inputs=RowsOfLinear.arranged(self._projections, self._arranged),
+            input_scale=None,
             convolution=module.conv1d,
             activation=ACT2FN[module.activation],
             is_delta=True,

@@ -52,18 +52,17 @@ class Mamba2(Mixer):
     @property
     def parts(self) -> RecurrentParts | None:
         module = self.module
-        norm = module.norm
-        if hasattr(module, "mup_vector") or not hasattr(norm, "group_size"):
-            return None  # Falcon-H1's
         of_groups = module.n_groups * module.ssm_state_size
-        width, channels = module.num_heads * module.head_dim, module.conv1d.in_channels
-        in_proj: nn.Linear = module.in_proj
+        width = module.num_heads * module.head_dim
+        if module.in_proj.bias is not None and getattr(module, "ssm_in_multiplier", 1.0) != 1.0:
+            return None
+        scale: torch.Tensor | None = None
+        if hasattr(module, "mup_vector"):
+            factors = module.ssm_in_multiplier * module.mup_vector.view(-1)
+            scale = torch.cat(self._arranged([factors]))
         return RecurrenceParts(
-            inputs=(
-                RowsOfLinear(in_proj, width, channels),
-                RowsOfLinear(in_proj, 0, width),
-                RowsOfLinear(in_proj, width + channels, module.num_heads),
-            ),
+            inputs=RowsOfLinear.arranged([module.in_proj], self._arranged),
+            input_scale=scale,
             convolution=module.conv1d,
             activation=module.act,
             is_delta=False,
@@ -80,9 +79,26 @@ class Mamba2(Mixer):
             time_limits=module.time_step_limit,
             most_rate=1.0,
             skip=module.D.float(),
-            norm=GatedNorm(norm.weight, norm.variance_epsilon, norm.group_size, True),
+            norm=self._norm,
             output=module.out_proj,
         )
+
+    def _arranged(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Returns the inputs of the convolution, the gates and the time steps among the outputs
+        [..., outputs] of the one projection."""
+        module, [projected] = self.module, outputs
+        sizes = [module.num_heads * module.head_dim, module.conv1d.in_channels, module.num_heads]
+        gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
+        return x_b_c, gate, time
+
+    @property
+    def _norm(self) -> GatedNorm | None:
+        norm = self.module.norm
+        if isinstance(norm, nn.Identity):
+            return None
+        size = getattr(norm, "group_size", None) or len(norm.weight) // norm.n_groups
+        gates_first = not getattr(norm, "norm_before_gate", False)
+        return GatedNorm(norm.weight, norm.variance_epsilon, size, gates_first)
 
     def mix(
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
@@ -91,10 +107,7 @@ class Mamba2(Mixer):
         projected: torch.Tensor = module.in_proj(hidden * getattr(module, "ssm_in_multiplier", 1.0))
         if hasattr(module, "mup_vector"):
             projected = projected * module.mup_vector.view(-1)
-        num_heads: int = module.num_heads
-        width = num_heads * module.head_dim
-        sizes = [width, module.conv1d.in_channels, num_heads]
-        gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
+        x_b_c, gate, time = self._arranged([projected])
         convolved = module.act(convolve(x_b_c, module.conv1d, rows, windows))
         tokens = self._tokens(convolved, time)
         read = rows.scan(tokens, states, _decode, _compute_chunks)

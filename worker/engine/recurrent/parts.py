@@ -82,6 +82,7 @@ class RecurrenceParts:
     inputs: tuple[RowsOfLinear, ...]
     """Their outputs, one after the other: the channels of the convolution; a gate for each value;
     in the delta rule, a rate for each value head; a time step for each value head."""
+    input_scale: torch.Tensor | None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
     """The activation that follows the convolution."""
@@ -101,7 +102,8 @@ class RecurrenceParts:
     most_rate: float
     """The delta rule's rate is this number times a sigmoid."""
     skip: torch.Tensor | None  # [value heads], the part of a value that is read as it is
-    norm: GatedNorm
+    norm: GatedNorm | None
+    """None: what a row read is only multiplied with SiLU of its gate."""
     output: nn.Linear
 
     @property

@@ -125,6 +125,7 @@ def test_heads_of_all_shapes(
         *(("glm4_moe", 64, None), ("gpt_oss", 40, 20)),
         *(("qwen3_5_text", 64, None), ("olmo_hybrid", 40, None), ("granitemoehybrid", 64, None)),
         *(("lfm2", 64, None), ("qwen3_next", 24, None)),
+        *(("falcon_h1", 24, None), ("nemotron_h", 64, None)),
     ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it(
@@ -142,6 +143,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         "linear_value_head_dim": head_dim + 8,
         "mamba_n_heads": 16,
         "mamba_d_head": 32,
+        "mamba_d_ssm": 512,
     }
     directory = save_model(tmp_path, family, SEED, **shape)
     runner = load(directory, dtype=dtype, quantization=quantization, max_num_seqs=8)

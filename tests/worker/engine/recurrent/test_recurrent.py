@@ -38,6 +38,16 @@ from tests.worker.engine.tiny_models import (
 
 CPU = torch.device("cpu")
 ONE_OF_EACH_KIND = ["qwen3_5_text", "granitemoehybrid", "lfm2"]
+MAMBA_ALONE = {  # without attention
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 16,
+    "n_groups": 2,
+    "expand": 2,
+}
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -253,7 +263,7 @@ def test_the_librarys_modules_draft_nothing(directory_of: Callable[[str], Path])
     assert not runner.is_row_invariant
 
 
-@pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
+@pytest.mark.parametrize("family", [*ONE_OF_EACH_KIND, "falcon_h1", "nemotron_h"])
 def test_a_resume_in_bf16_has_the_same_bits(
     family: str, directory_of: Callable[[str], Path], seed: int
 ) -> None:
@@ -367,11 +377,12 @@ def test_tenants_do_not_find_each_others_states(directory_of: Callable[[str], Pa
     assert cached == [0, 0, 20, 0, 0, 20]
 
 
-def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
+def test_a_model_without_attention_is_served(native: bool, tmp_path: Path) -> None:
     """The model needs no positions and no KV cache, only states."""
-    sizes = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "expand": 2}
-    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2} | sizes
-    runner = load(save_model(tmp_path, "mamba2", 5, **shape), max_model_len=64)
+    directory = save_model(tmp_path, "mamba2", 5, **MAMBA_ALONE)
+    runner = load(directory, max_model_len=64, native=native)
+    assert (runner.why_no_own_code == "") == native
     assert runner.kv_layout.bytes_per_token == 0
     engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=7)
     prompts = [[3 + (7 * n + 5 * place) % 90 for place in range(1 + 5 * n)] for n in range(6)]
@@ -379,7 +390,29 @@ def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
         EngineRequest(n, prompt, GREEDY, seed=0, max_tokens=9) for n, prompt in enumerate(prompts)
     ]
     tokens, _ = serve(engine, requests)
-    model = make_model("mamba2", 5, **shape)
+    model = make_model("mamba2", 5, **MAMBA_ALONE)
+    assert tokens == {n: generate(model, prompt, 9) for n, prompt in enumerate(prompts)}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("falcon_h1", {"mamba_rms_norm": False}),
+        ("falcon_h1", {"mamba_norm_before_gate": False}),
+        ("falcon_h1", {"attention_in_multiplier": 1.0, "attention_bias": True}),
+        ("falcon_h1", {"ssm_in_multiplier": 1.0, "mamba_proj_bias": True}),
+    ],
+)
+def test_variants_of_a_family(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    runner = load(save_model(tmp_path, family, 5, **overrides))
+    assert runner.why_no_own_code == ""
+    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=7)
+    prompts = [[3 + (7 * n + 5 * place) % 90 for place in range(1 + 5 * n)] for n in range(6)]
+    requests = [
+        EngineRequest(n, prompt, GREEDY, seed=0, max_tokens=9) for n, prompt in enumerate(prompts)
+    ]
+    tokens, _ = serve(engine, requests)
+    model = make_model(family, 5, **overrides)
     assert tokens == {n: generate(model, prompt, 9) for n, prompt in enumerate(prompts)}
 
 

@@ -34,7 +34,6 @@ from promptq.worker.engine.decoders.layer_parts import (
     Attention,
     Layer,
     ModelParts,
-    Recurrent,
 )
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
@@ -123,7 +122,7 @@ class FusedDecoder(Decoder):
             self._attentions.append(
                 _Attention(attention, tables[rotation], cache, pattern, backend)
             )
-        self._mlps: list[Product] = [fused_mlp(layer.mlp) for layer in parts.layers]
+        self._mlps: list[Product] = [fused_mlp(_mlp(layer)) for layer in parts.layers]
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         hidden, update = self._last_sum(step)
@@ -149,7 +148,7 @@ class FusedDecoder(Decoder):
         """Returns the final norm of some rows of the last sum."""
         hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
         last = self._parts.layers[-1]
-        return add_norm(hidden, update, self._parts.norm, last.after_mlp, last.residual_scale)
+        return add_norm(hidden, update, self._parts.norm, last.after_mlp, last.mlp_scale)
 
     def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the hidden state [T, hidden size] before the last MLP, and that MLP's output."""
@@ -163,10 +162,10 @@ class FusedDecoder(Decoder):
         ):
             normed = add_norm(hidden, update, layer.before_mixer, after, scale)
             update = attention(normed, step)
-            after, scale = layer.after_mixer, layer.residual_scale
+            after, scale = layer.after_mixer, layer.mixer_scale
             inner = add_norm(hidden, update, layer.before_mlp, after, scale)
             update = mlp(normed if layer.is_parallel else inner)
-            after = layer.after_mlp
+            after, scale = layer.after_mlp, layer.mlp_scale
         assert update is not None  # there is a layer
         return hidden, update
 
@@ -180,7 +179,7 @@ class FusedDecoder(Decoder):
     def arrange(cls, model: PreTrainedModel) -> None:
         for layer in ModelParts.of(model).layers:
             fused(*_attention(layer).qkv)
-            mlp = layer.mlp
+            mlp = _mlp(layer)
             if isinstance(mlp, ExpertParts) and isinstance(mlp.fused, QuantizedExperts):
                 joined_experts(mlp.fused)
             if (dense := _dense(mlp)) is not None:
@@ -188,10 +187,18 @@ class FusedDecoder(Decoder):
 
 
 def _attention(layer: Layer) -> Attention:
-    if isinstance(layer.mixer, Recurrent):
-        kind = layer.mixer.mixer.name
+    if (recurrent := layer.recurrent) is not None:
+        kind = recurrent.mixer.name
         raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
+    if not isinstance(layer.mixer, Attention):
+        raise NotOfThisKindError("it has layers without attention")
     return layer.mixer
+
+
+def _mlp(layer: Layer) -> MLP:
+    if layer.mlp is None:
+        raise NotOfThisKindError("it has layers without an MLP")
+    return layer.mlp
 
 
 def _dense(mlp: MLP) -> DenseMLP | None:
@@ -200,8 +207,9 @@ def _dense(mlp: MLP) -> DenseMLP | None:
 
 def _require_known(layer: Layer) -> None:
     """Raises NotOfThisKindError if the layer has a part that these kernels do not compute."""
-    attention, dense = _attention(layer), _dense(layer.mlp)
+    attention, dense = _attention(layer), _dense(_mlp(layer))
     require(not attention.is_gated, "gates of heads")
+    require(dense is None or dense.gate_scale == 1.0, "an MLP that scales its gate")
     for linears in (attention.qkv, () if dense is None else dense.inputs):
         num_biases = sum(linear.bias is not None for linear in linears)
         require(num_biases in (0, len(linears)), "biases in some of the projections")

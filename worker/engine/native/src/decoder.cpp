@@ -1,11 +1,11 @@
 // A whole decoder as one call, without the interpreter and its lock:
 //
 //   hidden = embed(ids)
-//   each layer: hidden += after(mixer(before(hidden))); hidden += after(mlp(before(hidden)))
+//   each layer: hidden += scale * after(mixer(before(hidden))); hidden += scale * after(mlp(before(hidden)))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// A layer may lack norms, and may scale what it adds. A head that drafts is one more layer, with another input
-// and another norm:
+// A layer may lack norms, the mixer or the MLP. A recurrence beside attention has the same input, and adds its
+// result, too. A head that drafts is one more layer, with another input and another norm:
 //
 //   hidden = projection(norm(embed(ids)), norm(states of the rows before))
 //
@@ -48,7 +48,8 @@ class DecoderOf : public Decoder {
   void add_layer(const LayerWeights& weights) override {
     layers_.push_back(Layer{
         weights.before_mixer, weights.after_mixer, weights.before_mlp, weights.after_mlp,
-        weights.is_parallel != 0, static_cast<float>(weights.residual_scale)});
+        weights.is_parallel != 0, static_cast<float>(weights.mixer_scale),
+        static_cast<float>(weights.beside_scale), static_cast<float>(weights.mlp_scale)});
     Layer& layer = layers_.back();
     const auto make = [&]<typename Part, typename Weights>(std::unique_ptr<Part>& part, const Weights* given) {
       if (given) part = std::make_unique<Part>(*given, shape_.size, num_threads_, packed_);
@@ -56,8 +57,8 @@ class DecoderOf : public Decoder {
     make(layer.attention, weights.attention);
     make(layer.convolution, weights.convolution);
     make(layer.recurrence, weights.recurrence);
+    make(layer.mlp, weights.mlp);
     make(layer.experts, weights.experts);
-    if (!layer.experts) make(layer.mlp, &weights.mlp);
     if (layer.attention) {
       const auto is_like = [&](size_t first) {
         return layers_[first].attention->has_pieces_of(*layer.attention);
@@ -69,8 +70,13 @@ class DecoderOf : public Decoder {
       query_size_ = std::max(query_size_, layer.attention->query_size());
       qkv_size_ = std::max(qkv_size_, layer.attention->whole_row_size());
     }
-    has_states_ = has_states_ || !layer.attention;
-    mixed_size_ = std::max(mixed_size_, layer.output().inputs());
+    has_states_ = has_states_ || layer.convolution || layer.recurrence;
+    const auto make_room = [&](const auto& mixer) {
+      if (mixer) mixed_size_ = std::max(mixed_size_, mixer->output().inputs());
+    };
+    make_room(layer.attention);
+    make_room(layer.convolution);
+    make_room(layer.recurrence);
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
   }
 
@@ -216,17 +222,29 @@ class DecoderOf : public Decoder {
       float scale = 1.0f;
       for (auto place = first_layer; place != end_of_layers; ++place) {
         const Layer& layer = *place;
-        const T* x = enter(layer.before_mixer, scale);
-        scale = layer.residual_scale;
-        if (layer.attention)
+        const T* x = nullptr;
+        if (layer.has_mixer()) x = enter(layer.before_mixer, scale);
+        const auto leave_mixer = [&](const auto& mixer, float its_scale) {
+          scale = its_scale;
+          leave(
+              [&](const auto& use) { mixer->output().multiply(team, mixed, num_rows, use); },
+              layer.after_mixer, scale);
+        };
+        if (layer.attention) {
           layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
-        else if (layer.convolution)
+          leave_mixer(layer.attention, layer.mixer_scale);
+        }
+        if (layer.convolution) {
           layer.convolution->mix(team, x, num_rows, *chunks, convolution_memory_, mixed);
-        else
+          leave_mixer(layer.convolution, layer.mixer_scale);
+        }
+        if (layer.recurrence) {
           layer.recurrence->mix(team, x, num_rows, *chunks, recurrence_memory_, mixed);
-        const auto output = [&](const auto& use) { layer.output().multiply(team, mixed, num_rows, use); };
-        leave(output, layer.after_mixer, scale);
+          leave_mixer(layer.recurrence, layer.attention ? layer.beside_scale : layer.mixer_scale);
+        }
+        if (!layer.mlp && !layer.experts) continue;
         if (!layer.is_parallel) x = enter(layer.before_mlp, scale);
+        scale = layer.mlp_scale;
         const auto mlp = [&](const auto& use) {
           if (layer.experts) return layer.experts->multiply(team, x, num_rows, experts_memory_, use);
           layer.mlp->activate(team, x, num_rows, inner);
@@ -254,17 +272,15 @@ class DecoderOf : public Decoder {
   struct Layer {
     Norm before_mixer, after_mixer, before_mlp, after_mlp;
     bool is_parallel;
-    float residual_scale;
-    std::unique_ptr<Attention<T>> attention;  // one of these three
+    float mixer_scale, beside_scale, mlp_scale;
+    std::unique_ptr<Attention<T>> attention;  // see LayerWeights
     std::unique_ptr<ShortConvolution<T>> convolution;
     std::unique_ptr<Recurrence<T>> recurrence;
-    std::unique_ptr<DenseMlp<T>> mlp;  // one of these two
+    std::unique_ptr<DenseMlp<T>> mlp;
     std::unique_ptr<Experts<T>> experts;
     size_t pieces;  // the index of the attention's pieces in a step
 
-    const Linear<T>& output() const {  // of the mixer
-      return attention ? attention->output() : convolution ? convolution->output() : recurrence->output();
-    }
+    bool has_mixer() const { return attention || convolution || recurrence; }
   };
 
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.

@@ -64,6 +64,7 @@ struct AttentionWeights {
 
 struct MlpWeights {
   int64_t inner_size, activation, is_gated;
+  double gate_scale;                // of what the activation gets
   double alpha, limit;              // of a limited gate (layers/activation.h); limit 0: of none
   Weight gate, up;                  // [inner_size, size]; without numbers in `up`, `gate` has the rows of both
   const void* input_bias;           // of both, one after the other
@@ -114,6 +115,7 @@ struct RecurrenceWeights {
   const RowsOfWeight* inputs;       // one after the other: the channels, a gate for each value, in the delta
                                     // rule a rate for each value head, and a time step for each value head
   const void* input_bias;
+  const float* input_scale;         // of the same outputs, or null
   Convolution convolution;          // followed by SiLU
   int64_t query_first, key_first, value_first;  // the channels with which these begin
   double query_scale;
@@ -129,17 +131,17 @@ struct RecurrenceWeights {
 };
 
 // The caller keeps norms, rotations, sinks, convolutions, rates, K and V, states, and weights that are not
-// packed as long as the decoder, which copies the rest. Biases may be null. A layer has one of `attention`,
-// `convolution` and `recurrence`; the others are null.
+// packed as long as the decoder, which copies the rest. Biases may be null. A layer has a mixer, an MLP, or
+// both; the pointers to all other parts are null.
 struct LayerWeights {
   Norm before_mixer, after_mixer, before_mlp, after_mlp;  // [size]
   int64_t is_parallel;              // the MLP has the input of the mixer
-  double residual_scale;            // of what mixer and MLP add to the hidden states
-  const AttentionWeights* attention;
+  double mixer_scale, beside_scale, mlp_scale;  // of what the parts add to the hidden states
+  const AttentionWeights* attention;            // the mixer is one of these three
   const ShortConvolutionWeights* convolution;
-  const RecurrenceWeights* recurrence;
-  MlpWeights mlp;
-  const ExpertWeights* experts;     // in place of `mlp`, or null
+  const RecurrenceWeights* recurrence;          // or it is beside attention, and has the same input
+  const MlpWeights* mlp;                        // one of these two
+  const ExpertWeights* experts;
 };
 
 // A head that drafts tokens: a layer whose input is made of a token's embedding and of the final hidden state

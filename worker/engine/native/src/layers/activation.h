@@ -25,21 +25,22 @@ inline float error_function(float x) {
   return std::copysign(1.0f - series * t * exponential(-x * x), x);
 }
 
-// out = activation(gate) * up, or without `up` the activation alone.
+// out = activation(scale * gate) * up, or without `up` the activation alone.
 template <typename T, typename Activate>
-void activate_row_with(const T* gate, const T* up, int64_t size, T* out, const Activate& activate) {
+void activate_row_with(
+    const T* gate, float scale, const T* up, int64_t size, T* out, const Activate& activate) {
   if (up == nullptr) {
 #pragma omp simd
-    for (int64_t d = 0; d < size; ++d) store(out[d], activate(load(gate[d])));
+    for (int64_t d = 0; d < size; ++d) store(out[d], activate(scale * load(gate[d])));
     return;
   }
 #pragma omp simd
-  for (int64_t d = 0; d < size; ++d) store(out[d], activate(load(gate[d])) * load(up[d]));
+  for (int64_t d = 0; d < size; ++d) store(out[d], activate(scale * load(gate[d])) * load(up[d]));
 }
 
 template <typename T>
-void activate_row(Activation activation, const T* gate, const T* up, int64_t size, T* out) {
-  const auto row = [&](const auto& activate) { activate_row_with(gate, up, size, out, activate); };
+void activate_row(Activation activation, const T* gate, float scale, const T* up, int64_t size, T* out) {
+  const auto row = [&](const auto& activate) { activate_row_with(gate, scale, up, size, out, activate); };
   switch (activation) {
     case Activation::kSilu: return row([](float x) { return gated(x, x); });
     case Activation::kGelu:

@@ -1,5 +1,5 @@
-// An MLP that computes all of its weights for each row: down(activation(gate) * up), or without a gate
-// down(activation(up)).
+// An MLP that computes all of its weights for each row: down(activation(scale * gate) * up), or without a gate
+// down(activation(scale * up)).
 #pragma once
 
 #include "interface.h"
@@ -15,7 +15,8 @@ class DenseMlp {
       const MlpWeights& weights, int64_t size, int num_threads, WeightMemory* memory,
       int64_t granule = kGranule)
       : inner_size_(weights.inner_size), is_gated_(weights.is_gated != 0),
-        activation_(static_cast<Activation>(weights.activation)), alpha_(static_cast<float>(weights.alpha)),
+        activation_(static_cast<Activation>(weights.activation)),
+        gate_scale_(static_cast<float>(weights.gate_scale)), alpha_(static_cast<float>(weights.alpha)),
         limit_(static_cast<float>(weights.limit)),
         inputs_(
             inner_size_, side_by_side(inputs_of(weights, size)), static_cast<const T*>(weights.input_bias),
@@ -51,7 +52,7 @@ class DenseMlp {
       if (limit_ > 0.0f)
         limited_gate_row(gate, up, alpha_, limit_, columns.count, to);
       else
-        activate_row(activation_, gate, up, columns.count, to);
+        activate_row(activation_, gate, gate_scale_, up, columns.count, to);
     }
   }
 
@@ -68,7 +69,7 @@ class DenseMlp {
   const int64_t inner_size_;
   const bool is_gated_;
   const Activation activation_;
-  const float alpha_, limit_;
+  const float gate_scale_, alpha_, limit_;
   Linear<T> inputs_, down_;
 };
 

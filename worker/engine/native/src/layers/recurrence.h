@@ -55,9 +55,14 @@ class Recurrence {
       T* mixed) const {
     T* projected = memory.projected.data();
     inputs_.multiply(team, x, num_rows, [&](const T* y, Range rows, Range columns) {
-      for (int64_t i = 0; i < rows.count; ++i)
-        std::copy_n(
-            y + i * columns.count, columns.count, projected + (rows.first + i) * width() + columns.first);
+      for (int64_t i = 0; i < rows.count; ++i) {
+        T* to = projected + (rows.first + i) * width() + columns.first;
+        std::copy_n(y + i * columns.count, columns.count, to);
+        if (!weights_.input_scale) continue;
+        const float* scale = weights_.input_scale + columns.first;
+#pragma omp simd
+        for (int64_t d = 0; d < columns.count; ++d) store(to[d], load(to[d]) * scale[d]);
+      }
     });
     const int64_t num_channels = weights_.convolution.num_channels;
     float* scratch = memory.scratch.data() + Team::thread() * scratch_size();
