@@ -128,10 +128,10 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_multipliers": [1.6, 0.9],
         "lm_head_multiplier": 0.7,
     },
-    "nemotron_h": {  # a block is recurrent, attends or has an MLP
+    "nemotron_h": {  # a block is recurrent, attends, or has an MLP or experts
         **LLAMA_SHAPED,
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "num_hidden_layers": 5,
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 8,
         "ssm_state_size": 16,
@@ -139,6 +139,11 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "conv_kernel": 4,
         "moe_intermediate_size": 24,
         "moe_shared_expert_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
     },
     "lfm2": {
         **LLAMA_SHAPED,

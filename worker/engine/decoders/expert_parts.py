@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
+from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP, activation_of
 from promptq.worker.engine.decoders.norm_parts import Found, NotOfThisKindError, require
 from promptq.worker.engine.device.expert_weights import (
     expert_weights,
@@ -94,9 +94,9 @@ class Limits(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """One gated MLP. Weights are [outputs, inputs]."""
+    """One MLP. Weights are [outputs, inputs]."""
 
-    gate: torch.Tensor | QuantizedWeight
+    gate: torch.Tensor | QuantizedWeight | None
     up: torch.Tensor | QuantizedWeight
     down: torch.Tensor | QuantizedWeight
     input_bias: torch.Tensor | None
@@ -114,6 +114,7 @@ class ExpertParts:
     gate."""
     router_bias: torch.Tensor | None
     """fp32, of the same outputs."""
+    is_gated: bool
     activation: str
     """Its name in ACTIVATIONS."""
     limits: Limits
@@ -129,7 +130,8 @@ class ExpertParts:
 
         Raises NotOfThisKindError if the MLP has an unknown part.
         """
-        names = {name for name, _ in mlp.named_children()}
+        children = mlp.named_children()
+        names = {name for name, each in children if type(each) is not nn.Identity}
         require(names <= _PARTS, f"an MLP of {sorted(names)}")
         fused, router = mlp.experts, mlp.gate if "gate" in names else mlp.router
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
@@ -149,6 +151,7 @@ class ExpertParts:
             routing=routing,
             router=weight,
             router_bias=None if bias is None else bias.float(),
+            is_gated=plain.has_gate,
             activation=activation,
             limits=limits,
             fused=fused,
@@ -262,6 +265,8 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
 
 def _activation(fused: Any) -> tuple[str, Limits]:
     """Returns the formula that gives what the library's experts compute."""
+    if not fused.has_gate:
+        return activation_of(fused.act_fn), Limits()
     generator = torch.Generator("cpu").manual_seed(0)
     gate, up = 10 * torch.randn(2, _NUM_PROBES, 8, generator=generator, device="cpu")
     expected = fused._apply_gate(join_gates(fused, gate, up))

@@ -233,7 +233,7 @@ def release(modules: Iterable[nn.Module]) -> int:
             num_bytes += sum(tensor.nbytes for tensor in weight.tensors)
             module.quantized = weight.released()
         elif isinstance(module, QuantizedExperts):
-            weights = [weight for expert in module.quantized for weight in expert]
+            weights = [weight for expert in module.quantized for weight in expert if weight]
             num_bytes += sum(tensor.nbytes for weight in weights for tensor in weight.tensors)
             module.quantized = []
     return num_bytes

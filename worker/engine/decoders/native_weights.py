@@ -217,11 +217,11 @@ class NativeWeights:
         return library.MlpWeights(
             inner_size=expert.up.shape[0],
             activation=[*ACTIVATIONS].index(parts.activation),
-            is_gated=True,
+            is_gated=parts.is_gated,
             gate_scale=1.0,
             alpha=parts.limits.alpha,
             limit=parts.limits.limit,
-            gate=self._weight_at(expert.gate),
+            gate=library.Weight() if expert.gate is None else self._weight_at(expert.gate),
             up=self._weight_at(expert.up),
             input_bias=self._address(expert.input_bias),
             down=self._weight_at(expert.down),

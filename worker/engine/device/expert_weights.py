@@ -16,16 +16,25 @@ _TOLERANCE = 0.1
 class ExpertWeights(NamedTuple):
     """The weights of one expert, [outputs, inputs]."""
 
-    gate: torch.Tensor
+    gate: torch.Tensor | None
     up: torch.Tensor
     down: torch.Tensor
 
 
 def has_experts(module: Any) -> bool:
     """Whether a module of the library has experts as `expert_weights` takes them."""
-    tensors = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if getattr(module, "has_post_expert_norm", True):
+        return False
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    tensors = [getattr(module, name, None) for name in names]
     are_fused = all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in tensors)
-    return are_fused and getattr(module, "has_post_expert_norm", True) is False
+    return are_fused and bool(module.has_gate or not module.has_bias)
+
+
+def input_weights(module: Any) -> torch.Tensor:
+    """Returns the weights of the gates and ups of all experts, or of ups if there are no gates."""
+    weights: torch.Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    return weights
 
 
 def take_any_sizes(model: Any) -> None:
@@ -35,7 +44,7 @@ def take_any_sizes(model: Any) -> None:
     rows = [
         weight.shape[1 if module.is_transposed else 2] * weight.itemsize
         for module in experts
-        for weight in (module.gate_up_proj, module.down_proj)
+        for weight in (input_weights(module), module.down_proj)
     ]
     if any(num_bytes % 16 for num_bytes in rows):
         model.set_experts_implementation("eager")
@@ -43,10 +52,11 @@ def take_any_sizes(model: Any) -> None:
 
 def expert_weights(module: Any, index: int) -> ExpertWeights:
     """Returns views of the weights of an expert, which need not be contiguous."""
-    gate_up, down = module.gate_up_proj[index], module.down_proj[index]
+    inputs, down = input_weights(module)[index], module.down_proj[index]
     if module.is_transposed:
-        gate_up, down = gate_up.T, down.T
-    return ExpertWeights(*split_gates(module, gate_up), down)
+        inputs, down = inputs.T, down.T
+    gate, up = split_gates(module, inputs) if module.has_gate else (None, inputs)
+    return ExpertWeights(gate, up, down)
 
 
 def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,11 +114,16 @@ def sum_of_experts(
     for index in sorted(set(chosen.flatten().tolist())):
         rows, slots = (chosen == index).nonzero(as_tuple=True)
         weights = weights_of(index)
-        gate, up = (nn.functional.linear(hidden[rows], each.float()) for each in weights[:2])
-        gate_up = join_gates(experts, gate, up)
-        if experts.has_bias:
-            gate_up = gate_up + experts.gate_up_proj_bias[index].float()
-        down = nn.functional.linear(experts._apply_gate(gate_up), weights.down.float())
+        inner = nn.functional.linear(hidden[rows], weights.up.float())
+        if weights.gate is None:
+            inner = experts.act_fn(inner)
+        else:
+            gate = nn.functional.linear(hidden[rows], weights.gate.float())
+            gate_up = join_gates(experts, gate, inner)
+            if experts.has_bias:
+                gate_up = gate_up + experts.gate_up_proj_bias[index].float()
+            inner = experts._apply_gate(gate_up)
+        down = nn.functional.linear(inner, weights.down.float())
         if experts.has_bias:
             down = down + experts.down_proj_bias[index].float()
         total.index_add_(0, rows, down * shares[rows, slots, None].float())

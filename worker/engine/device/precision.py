@@ -14,6 +14,7 @@ from torch import nn
 from promptq.worker.engine.device.expert_weights import (
     expert_weights,
     has_experts,
+    input_weights,
     misread_experts,
     sum_of_experts,
 )
@@ -112,7 +113,7 @@ def _widens(module: Any) -> bool:
 def _large_weights(module: Any) -> list[torch.Tensor]:
     """Returns the weights that a module can widen part by part."""
     if has_experts(module):
-        return [module.gate_up_proj, module.down_proj]
+        return [input_weights(module), module.down_proj]
     return [module.weight] if _kind(module) in _WIDENING and module.weight.numel() else []
 
 

@@ -18,6 +18,7 @@ from promptq.worker.engine.device.expert_weights import (
     ExpertWeights,
     expert_weights,
     has_experts,
+    input_weights,
     sum_of_experts,
 )
 from promptq.worker.engine.device.precision import embedding_scale, product
@@ -85,8 +86,8 @@ class QuantizedExperts(nn.Module):
 
     plain: Any
     """The library's module, without weights."""
-    quantized: list[tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]]
-    """Gate, up and down of each expert."""
+    quantized: list[tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]]
+    """Gate, if there is one, up and down of each expert."""
 
     def __init__(self, plain: nn.Module, bits: int, group: int | None) -> None:
         """Rounds the weights of the library's module `plain`, and frees them."""
@@ -95,9 +96,10 @@ class QuantizedExperts(nn.Module):
         rounded = partial(QuantizedWeight.of, bits=bits, group=group)
         self.quantized = []
         for index in range(len(self.plain.down_proj)):
-            gate, up, down = map(rounded, expert_weights(plain, index))
-            self.quantized.append((gate, up, down))
-        for parameter in (self.plain.gate_up_proj, self.plain.down_proj):
+            gate, up, down = expert_weights(plain, index)
+            of_gate = None if gate is None else rounded(gate)
+            self.quantized.append((of_gate, rounded(up), rounded(down)))
+        for parameter in (input_weights(plain), self.plain.down_proj):
             parameter.data = parameter.new_empty(0)
 
     def forward(
@@ -107,7 +109,9 @@ class QuantizedExperts(nn.Module):
         return total.to(hidden.dtype)
 
     def _dequantized(self, index: int) -> ExpertWeights:
-        return ExpertWeights(*(each.dequantized() for each in self.quantized[index]))
+        gate, up, down = self.quantized[index]
+        of_gate = None if gate is None else gate.dequantized()
+        return ExpertWeights(of_gate, up.dequantized(), down.dequantized())
 
 
 def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:

@@ -12,6 +12,7 @@ import torch
 from promptq.worker.engine.decoders.expert_parts import Expert, ExpertParts
 from promptq.worker.engine.decoders.layer_parts import dense_mlp
 from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
+from promptq.worker.engine.device.expert_weights import input_weights
 from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.quantization.modules import quantize_model
 from tests.worker.engine.tiny_models import MIXTURES, make_model
@@ -25,8 +26,13 @@ def mixture(family: str, **overrides: Any) -> Any:
     """The last layer's mixture of a random model."""
     model: Any = make_model(family, SEED, **overrides)
     model.set_experts_implementation("eager")  # the other one knows no odd sizes
+    return mixture_of(model)
+
+
+def mixture_of(model: Any) -> Any:
     layer = model.model.layers[-1]
-    return layer.block_sparse_moe if family == "granitemoe" else layer.mlp
+    names = ("block_sparse_moe", "mixer", "mlp")
+    return next(getattr(layer, name) for name in names if hasattr(layer, name))
 
 
 def parts_of(mlp: Any) -> ExpertParts:
@@ -58,7 +64,7 @@ def expected(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES, "nemotron_h"])
 def test_each_familys_experts(family: str) -> None:
     """Whatever its router and its activation, and however its weights lie."""
     mlp, x = mixture(family), rows(41)
@@ -138,14 +144,14 @@ def test_a_row_that_is_not_finite_harms_no_other() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h"])
 def test_quantized_experts(family: str, bits: int) -> None:
     """Like the module with the same rounded weights, up to the rounding of inputs to 8 bits."""
     model: Any = make_model(family, SEED)
     plain = mixture(family)
     quantize_model(model, bits, 32)
-    mlp, x = model.model.layers[-1].mlp, rows(50)
-    assert mlp.experts.plain.gate_up_proj.numel() == 0
+    mlp, x = mixture_of(model), rows(50)
+    assert input_weights(mlp.experts.plain).numel() == 0
     parts = parts_of(mlp)
     wanted = expected(mlp, x)
     assert 0.001 < (expected(plain, x) - wanted).norm() / wanted.norm() < 0.5

@@ -63,7 +63,7 @@ class Experts:
 def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Returns the weights of all gates and ups, expert by expert, and of all downs. Those of the
     experts become views of them."""
-    inputs = [weight for gate, up, _ in fused.quantized for weight in (gate, up)]
+    inputs = [each for *both, _ in fused.quantized for each in both if each is not None]
     downs = [down for _, _, down in fused.quantized]
     for weights in (inputs, downs):
         require(len({weight.kind for weight in weights}) == 1, "experts of several formats")

@@ -106,23 +106,21 @@ class FusedDecoder(Decoder):
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
         parts = ModelParts.of(model, len(caches))
-        attentions = [_attention(layer) for layer in parts.layers]
-        for layer in parts.layers:
-            _require_known(layer)
+        known = [_attention_and_mlp(layer) for layer in parts.layers]
         self._parts = parts
         is_scaled = embedding_scale(parts.embedding) is not None
         self._embedding_scale = 1.0 if is_scaled else parts.embedding_scale
         self._head = fused(parts.head)
         tables: dict[Rotation | None, RotationTables | None] = {None: None}
         self._attentions: list[_Attention] = []
-        for attention, cache, pattern in zip(attentions, caches, patterns, strict=True):
+        for (attention, _), cache, pattern in zip(known, caches, patterns, strict=True):
             rotation = attention.rotation
             if rotation is not None and rotation not in tables:
                 tables[rotation] = rotation.tables(max_length, parts.norm.weight)
             self._attentions.append(
                 _Attention(attention, tables[rotation], cache, pattern, backend)
             )
-        self._mlps: list[Product] = [fused_mlp(_mlp(layer)) for layer in parts.layers]
+        self._mlps: list[Product] = [fused_mlp(mlp) for _, mlp in known]
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         hidden, update = self._last_sum(step)
@@ -178,37 +176,29 @@ class FusedDecoder(Decoder):
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:
         for layer in ModelParts.of(model).layers:
-            fused(*_attention(layer).qkv)
-            mlp = _mlp(layer)
+            attention, mlp = _attention_and_mlp(layer)
+            fused(*attention.qkv)
             if isinstance(mlp, ExpertParts) and isinstance(mlp.fused, QuantizedExperts):
                 joined_experts(mlp.fused)
             if (dense := _dense(mlp)) is not None:
                 fused(*dense.inputs)
 
 
-def _attention(layer: Layer) -> Attention:
-    if (recurrent := layer.recurrent) is not None:
-        kind = recurrent.mixer.name
-        raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
-    if not isinstance(layer.mixer, Attention):
-        raise NotOfThisKindError("it has layers without attention")
-    return layer.mixer
-
-
-def _mlp(layer: Layer) -> MLP:
-    if layer.mlp is None:
-        raise NotOfThisKindError("it has layers without an MLP")
-    return layer.mlp
-
-
 def _dense(mlp: MLP) -> DenseMLP | None:
     return mlp.shared if isinstance(mlp, ExpertParts) else mlp
 
 
-def _require_known(layer: Layer) -> None:
+def _attention_and_mlp(layer: Layer) -> tuple[Attention, MLP]:
     """Raises NotOfThisKindError if the layer has a part that these kernels do not compute."""
-    attention, dense = _attention(layer), _dense(_mlp(layer))
+    if (recurrent := layer.recurrent) is not None:
+        kind = recurrent.mixer.name
+        raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
+    attention, mlp = layer.mixer, layer.mlp
+    if not isinstance(attention, Attention) or mlp is None:
+        raise NotOfThisKindError("it has layers of one part, without fused kernels")
+    dense = _dense(mlp)
     require(not attention.is_gated, "gates of heads")
+    require(not isinstance(mlp, ExpertParts) or mlp.is_gated, "experts without gates")
     require(dense is None or dense.gate_scale == 1.0, "an MLP that scales its gate")
     for linears in (attention.qkv, () if dense is None else dense.inputs):
         num_biases = sum(linear.bias is not None for linear in linears)
@@ -217,3 +207,4 @@ def _require_known(layer: Layer) -> None:
     if query is not None and key is not None and not attention.norms_whole_rows:
         formulas = {(norm.formula, norm.epsilon, norm.bias is None) for norm in (query, key)}
         require(len(formulas) == 1, "norms of queries and keys with different formulas")
+    return attention, mlp
