@@ -25,6 +25,8 @@ from promptq.worker.engine.decoders.head_parts import DraftStep
 from promptq.worker.engine.model.attention_operator import SeamContext, SeamLayer
 from promptq.worker.engine.model.packed_model import SEAM, join_seam
 
+FULL_ATTENTION = "full_attention"
+"""The library's name for layers that attend without a window."""
 _WORK_BESIDE = 4_000_000
 """Weights whose reading takes about as long as a step's work beside the model: scheduling, sampling
 and the like."""
@@ -58,7 +60,8 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, name, None)
         if kinds and not getattr(config, f"mtp_{name}", None):
-            setattr(config, f"mtp_{name}", [kinds[-1]])
+            kind = FULL_ATTENTION if FULL_ATTENTION in kinds else kinds[-1]
+            setattr(config, f"mtp_{name}", [kind])
     try:
         with ExitStack() as stack:
             for each in MtpModel.get_init_context(model.dtype, False, False, None):

@@ -161,22 +161,23 @@ class HeadDrafts:
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
         """Returns the rows that the head has to compute before it can draft."""
         held = self._held.get(share.sequence.sequence_id)
-        if held is None or share.num_tokens != 1:
+        if held is None:
             return None
-        held.cut(share.start)
-        if held.end != share.start:
+        end = share.start + share.num_tokens - 1  # a row needs the next token
+        held.cut(end)
+        if held.end != end:
             return None
         table, size, start = share.sequence.block_table, self._block_size, held.start
         block = start // size
         if self._num_filled[table[block]] < start - block * size:
             block += 1
             start = block * size
-        if start >= share.start:
+        if start >= end:
             return None
         states = torch.cat(held.parts)[start - held.start :]
         while block > 0 and self._num_filled[table[block - 1]] == size:
             block -= 1
-        return _Rows(share, start, block, states)
+        return _Rows(share, start, end, block, states)
 
     def _step(self, rows: list[_Rows]) -> DraftStep:
         size = self._block_size
@@ -186,7 +187,7 @@ class HeadDrafts:
         write_blocks: list[int] = []
         query_starts, context_lens, tables = [0], [], []
         for each, count in zip(rows, counts, strict=True):
-            sequence, end = each.share.sequence, each.share.start
+            sequence, end = each.share.sequence, each.end
             input_ids += sequence.token_ids[each.start + 1 : end + 1]
             positions += range(each.start, end)
             table = sequence.block_table
@@ -230,7 +231,7 @@ class HeadDrafts:
 
     def _fill(self, rows: _Rows) -> None:
         """Note that the head has computed these rows."""
-        table, size, end = rows.share.sequence.block_table, self._block_size, rows.share.start
+        table, size, end = rows.share.sequence.block_table, self._block_size, rows.end
         for index in range(rows.start // size, num_blocks_for(end, size)):
             self._num_filled[table[index]] = min(size, end - index * size)
         del self._held[rows.share.sequence.sequence_id]
@@ -238,10 +239,11 @@ class HeadDrafts:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of the head before a draft: those of the positions `start` to `share.start`."""
+    """Rows of the head before a draft, of the positions `start` to `end`."""
 
     share: ScheduledSequence
     start: int
+    end: int
     first_block: int
     """The block of the sequence from which on the head attends."""
     states: torch.Tensor
@@ -265,8 +267,9 @@ def attention_of_head(
         return loaded, []
     if drafts is None and checked.decoder is None:
         return replace(loaded, head=None), []
-    if checked.mixers:
-        return replace(loaded, head=None, why_no_head="the model has recurrent layers"), []
+    if checked.mixers and checked.decoder is None:
+        reason = "the library's modules compute recurrent layers"
+        return replace(loaded, head=None, why_no_head=reason), []
     try:
         return loaded, [head_spec(checked.specs)]
     except NoHeadError as error:

@@ -24,10 +24,24 @@ from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
 
 SEED = 5
 BLOCK_SIZE = 4
+IN_A_LAYER = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "post_norm": "shared_head.norm",
+}
+"""Names of a head's parts in the checkpoints of DeepSeek V3 and GLM 4.5."""
+OF_QWEN = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+}
+RECURRENT = ["qwen3_next", "qwen3_5_text"]
 
 
-def save_with_head(directory: Path, family: str) -> Path:
-    """A random model of a family, with a random head as one more layer of its checkpoint."""
+def save_with_head(directory: Path, family: str, *, agrees: bool = False) -> Path:
+    """A random model of a family, with a random head in the format of published checkpoints."""
     model = make_model(family, SEED)
     config = model.config
     config.num_mtp_layers = 1
@@ -40,28 +54,41 @@ def save_with_head(directory: Path, family: str) -> Path:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        if agrees:
+            make_agree(model, head)
     # The library's `save_pretrained` splits experts into the tensors of published checkpoints.
     block = make_model(family, SEED)
     block.model.layers[-1].load_state_dict(head.mtp_block.state_dict())
     block.save_pretrained(directory)
+    is_of_qwen = family in RECURRENT
     last = f"model.layers.{config.num_hidden_layers - 1}."
-    added = f"model.layers.{config.num_hidden_layers}."
+    added = "mtp." if is_of_qwen else f"model.layers.{config.num_hidden_layers}."
+    layer = f"{added}layers.0." if is_of_qwen else added
     tensors = {
-        name.replace(last, added): tensor
+        name.replace(last, layer): tensor
         for name, tensor in load_file(directory / "model.safetensors").items()
         if name.startswith(last)
     }
-    for name, module in (
-        ("enorm", head.enorm),
-        ("hnorm", head.hnorm),
-        ("eh_proj", head.eh_proj),
-        ("shared_head.norm", head.post_norm),
-    ):
-        tensors[f"{added}{name}.weight"] = module.weight.detach()
+    for part, name in (OF_QWEN if is_of_qwen else IN_A_LAYER).items():
+        tensors[f"{added}{name}.weight"] = getattr(head, part).weight.detach()
     model.save_pretrained(directory)
     whole = {**load_file(directory / "model.safetensors"), **tensors}
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def make_agree(model: Any, head: MtpLayer) -> None:
+    """Let the next token mostly follow from the last one, for the model and its head of Qwen."""
+    for module in (model, head):
+        for name, parameter in module.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")):
+                parameter.mul_(0.002)
+    size = model.config.hidden_size
+    head.eh_proj.weight.copy_(torch.cat([torch.eye(size), 0.05 * torch.eye(size)], dim=1))
+    head.enorm.weight.zero_()  # one is added
+    head.hnorm.weight.zero_()
+    assert head.post_norm is not None
+    head.post_norm.weight.copy_(model.model.norm.weight)
 
 
 def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any) -> ModelRunner:
@@ -79,7 +106,8 @@ def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any
             ),
         )
 
-    return runner(num_blocks * BLOCK_SIZE * runner(None).kv_layout.bytes_per_token)
+    layout = runner(None).kv_layout
+    return runner(num_blocks * BLOCK_SIZE * layout.bytes_per_token + layout.state_bytes)
 
 
 def requests_of(prompts: list[list[int]], max_tokens: int = 40) -> list[EngineRequest]:
@@ -120,6 +148,7 @@ def run(
     [
         *(("llama", True), ("qwen3", True), ("glm4_moe", True)),
         *(("glm4_moe", False), ("deepseek_v3", False)),
+        ("qwen3_next", True),
     ],
 )
 def test_a_head_of_any_quality_changes_no_token(family: str, native: bool, tmp_path: Path) -> None:
@@ -218,6 +247,40 @@ def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Pa
     assert max(map(len, recorder.drafts.values())) > 2
     for token_ids, drafted in recorder.drafts.items():
         assert drafted == drafts_of_library(directory, [*token_ids], len(drafted))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
+    """Drafts are those of the library, also after accepted ones, whose states the next step
+    computes again. They change no token."""
+    print(f"seed {SEED}")
+    directory = save_with_head(tmp_path, family, agrees=True)
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (5, 21, 9, 34, 3, 12, 27, 8)
+    ]
+    greedy = SamplingParams(temperature=0.0)
+    requests = [
+        EngineRequest(index, prompt, greedy, seed=0, max_tokens=16, order=(index, ""))
+        for index, prompt in enumerate(prompts)
+    ]
+    expected, _ = run(load(directory, drafts=False), requests, speculative_tokens=0)
+    runner: Any = load(directory, drafts=True)
+    assert runner.why_no_head == ""
+    recorder = runner._drafts._head = Recorder(runner._drafts._head)
+    outputs, stats = run(runner, requests, every=2, prefill_chunk=8)
+    assert outputs == expected
+    assert stats.drafted_tokens > stats.accepted_tokens > stats.drafted_tokens / 3
+    assert len(recorder.drafts) >= 8
+    for token_ids, drafted in recorder.drafts.items():
+        assert drafted == drafts_of_library(directory, [*token_ids], len(drafted))
+
+
+def test_the_librarys_recurrent_modules_have_no_head(tmp_path: Path) -> None:
+    runner = load(save_with_head(tmp_path, "qwen3_5_text"), drafts=True, native=False)
+    assert "recurrent" in runner.why_no_head
+    assert runner.abilities.head_cost is None
 
 
 def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
