@@ -11,6 +11,8 @@ nothing.
   under 5 MB; byte-level BPE tokenizer of 2,048 tokens; ChatML chat template.
 - **Made by** `python -m training.train --seed {seed} --steps {steps}`: about ten minutes of
   two CPU cores that have nothing else to do.
+- **Draft head**, in `mtp/`: `python -m training.draft_head`. It predicts further tokens, so that a
+  step makes several, and changes no text.
 - **Trained on** text that `training/texts/stories.py`, `chats.py` and `sketches.py` write
   themselves, every document seen once. Nothing was copied from anywhere.
 - **Loss** on documents it has not seen: {loss:.3f} nats per token.
