@@ -30,7 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import Batch, batches
-from training.train import Plan, optimizers_of, rate_factor
+from training.train import Plan, optimizers_of
 
 FILE = Path("mtp", "model.safetensors")
 """Apart from the model, so that programs that do not know heads can read the model."""
@@ -40,11 +40,14 @@ FILE = Path("mtp", "model.safetensors")
 class HeadPlan:
     """How the head is trained."""
 
-    steps: int = 1000
-    batch_tokens: int = 2048
+    steps: int = 200
+    warmup_steps: int = 20
+    cooldown_share: float = 0.4
+    batch_tokens: int = 640
     max_row_tokens: int = 512
-    depth: int = 3
+    depth: int = 2
     depth_weight: float = 0.8
+    start_batches: int = 8
     validation_batches: int = 8
 
 
@@ -53,9 +56,10 @@ class _Rows:
     """A batch, and what the model computes from it."""
 
     token_ids: torch.Tensor  # [rows, width]
-    is_counted: torch.Tensor  # [rows, width - 1], whether a prediction counts
     states: torch.Tensor  # [rows, width, hidden size]
-    shares: torch.Tensor  # [rows, width, vocabulary], the model's distributions
+    last_inputs: torch.Tensor  # [rows, width, hidden size], of the model's last layer
+    counted: torch.Tensor  # [count], the predictions that count, as places in [rows, width - 1]
+    shares: torch.Tensor  # [count, vocabulary], the model's distributions for these predictions
 
 
 def train_head(folder: Path, seed: int = 0, plan: HeadPlan | None = None) -> list[float]:
@@ -68,7 +72,6 @@ def train_head(folder: Path, seed: int = 0, plan: HeadPlan | None = None) -> lis
     tokenizer = cast(Any, PreTrainedTokenizerFast).from_pretrained(folder)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     cast(nn.Module, model).requires_grad_(False).eval()
-    head = _new_head(model)
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in tokenizer(texts)["input_ids"]]
@@ -76,28 +79,37 @@ def train_head(folder: Path, seed: int = 0, plan: HeadPlan | None = None) -> lis
     sizes = plan.batch_tokens, plan.max_row_tokens
     training = batches(random.Random(f"{seed} head"), encode, *sizes)
     validation = batches(random.Random(f"{seed} validate head"), encode, *sizes)
+    head = _new_head(model, islice(training, plan.start_batches))
     _fit(model, head, training, plan)
     accepted = _validate(model, head, islice(validation, plan.validation_batches), plan, seed)
     _save(folder, head, model.config.num_hidden_layers)
     return accepted
 
 
-def _new_head(model: Qwen3ForCausalLM) -> MtpLayer:
-    """Returns a head that starts as the model's last layer on the mean of its two inputs."""
+@torch.no_grad()
+def _new_head(model: Qwen3ForCausalLM, batches: Iterator[Batch]) -> MtpLayer:
+    """Returns a head that starts as the model's last layer and norm. Its projection starts as the
+    linear map that comes closest to the input of that layer."""
     config = model.config
     head = MtpLayer(config, Qwen3DecoderLayer, Qwen3RMSNorm, 0)
     head.mtp_block.load_state_dict(model.model.layers[-1].state_dict())
-    half = 0.5 * torch.eye(config.hidden_size)
-    with torch.no_grad():
-        head.eh_proj.weight.copy_(torch.cat([half, half], dim=1))
+    cast(nn.Module, head.post_norm).load_state_dict(model.model.norm.state_dict())
+    size = config.hidden_size
+    squares = 1e-3 * torch.eye(2 * size, dtype=torch.float64)
+    products = torch.zeros(2 * size, size, dtype=torch.float64)
+    for batch in batches:
+        rows = _rows(model, batch)
+        inputs = _counted(_inputs(head, _embedded(model, head, rows), rows.states[:, :-1]), rows)
+        squares += inputs.T.double() @ inputs.double()
+        products += inputs.T.double() @ _counted(rows.last_inputs[:, 1:], rows).double()
+    head.eh_proj.weight.copy_(torch.linalg.solve(squares, products).T)
     return head.requires_grad_(True).train()
 
 
 def _fit(
     model: Qwen3ForCausalLM, head: MtpLayer, training: Iterator[Batch], plan: HeadPlan
 ) -> None:
-    rates = Plan(steps=plan.steps)
-    optimizers = optimizers_of([*head.parameters()], [], rates)
+    optimizers = optimizers_of([*head.parameters()], [], Plan())
     with Progress() as progress:
         task = progress.add_task("train the head", total=plan.steps)
         for step, batch in enumerate(islice(training, plan.steps)):
@@ -111,12 +123,22 @@ def _fit(
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             for optimizer, rate in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate * rate_factor(step, rates)
+                    group["lr"] = rate * rate_factor(step, plan)
                 optimizer.step()
                 optimizer.zero_grad()
             progress.update(task, advance=1)
             if step % 50 == 0:
                 progress.print(f"{step}: " + " ".join(f"{each.item():.3f}" for each in losses))
+
+
+def rate_factor(step: int, plan: HeadPlan) -> float:
+    """Returns the factor of the learning rates: a linear warm-up to 1, and at the end linearly down
+    to nothing. So a longer training begins like a shorter one."""
+    return min(
+        1.0,
+        (step + 1) / plan.warmup_steps,
+        (plan.steps - step) / (plan.cooldown_share * plan.steps),
+    )
 
 
 @torch.no_grad()
@@ -125,18 +147,33 @@ def _rows(model: Qwen3ForCausalLM, batch: Batch) -> _Rows:
     width = max(map(len, batch.rows))
     token_ids = torch.tensor([row + [0] * (width - len(row)) for row in batch.rows])
     lengths = torch.tensor([len(row) for row in batch.rows]).unsqueeze(1)
+    counted = (torch.arange(1, width) < lengths).flatten().nonzero().squeeze(1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        states = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
-        logits = model.lm_head(states)
-    is_counted = torch.arange(1, width) < lengths
-    return _Rows(token_ids, is_counted, states.float(), logits.float().softmax(-1))
+        hidden = model.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        states = hidden.last_hidden_state
+        logits = model.lm_head(states[:, 1:].flatten(0, 1).index_select(0, counted))
+    last_inputs = hidden.hidden_states[-2].float()
+    return _Rows(token_ids, states.float(), last_inputs, counted, logits.float().softmax(-1))
+
+
+def _counted(values: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """Returns the values [rows, width - 1, size] of predictions that count, as [count, size]."""
+    return values.flatten(0, 1).index_select(0, rows.counted)
+
+
+def _embedded(model: Qwen3ForCausalLM, head: Any, rows: _Rows) -> torch.Tensor:
+    return cast(torch.Tensor, head.enorm(model.model.embed_tokens(rows.token_ids[:, 1:])))
+
+
+def _inputs(head: Any, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    return torch.cat([embedded, head.hnorm(states)], dim=-1)
 
 
 def _predictions(model: Qwen3ForCausalLM, head: Any, rows: _Rows, depth: int) -> list[torch.Tensor]:
-    """Returns logits [rows, width - 1, vocabulary] of each depth. Place i of each predicts the
-    token after token i + 1, which is an input, from the state of the row before: that of the
-    model, or at greater depths the head's own."""
-    embedded = head.enorm(model.model.embed_tokens(rows.token_ids[:, 1:]))
+    """Returns logits [count, vocabulary] of each depth. Place i predicts the token after token
+    i + 1, which is an input, from the state of the row before: that of the model, or at greater
+    depths the head's own."""
+    embedded = _embedded(model, head, rows)
     places = torch.arange(embedded.shape[1]).unsqueeze(0)
     rotation = model.model.rotary_emb(embedded, places)
     states = rows.states[:, :-1]
@@ -144,9 +181,9 @@ def _predictions(model: Qwen3ForCausalLM, head: Any, rows: _Rows, depth: int) ->
     values: list[torch.Tensor] = []
     predictions = []
     for _ in range(depth):
-        hidden = head.eh_proj(torch.cat([embedded, head.hnorm(states)], dim=-1))
+        hidden = head.eh_proj(_inputs(head, embedded, states))
         states = head.post_norm(_layer(head.mtp_block, hidden, rotation, keys, values))
-        predictions.append(model.lm_head(states))
+        predictions.append(model.lm_head(_counted(states, rows)))
         states = functional.pad(states, (0, 0, 1, 0))[:, :-1]
     return predictions
 
@@ -169,33 +206,21 @@ def _layer(
     group = attention.num_key_value_groups
     keys.append(key.repeat_interleave(group, dim=1))
     values.append(value.repeat_interleave(group, dim=1))
-    width, depth = query.shape[2], len(keys)
-    hidden_places = torch.ones(width, width, dtype=torch.bool).triu(2 - depth)
-    scores = [(query @ keys[0].transpose(2, 3)).masked_fill(hidden_places, -torch.inf)]
-    recent = [
-        (_back(keys[place], depth - 1 - place), _back(values[place], depth - 1 - place))
-        for place in range(1, depth)
-    ]
-    scores += [(query * each).sum(-1, keepdim=True) for each, _ in recent]
-    weights = (torch.cat(scores, dim=-1) * attention.scaling).float().softmax(-1).to(value.dtype)
-    attended = weights[..., :width] @ values[0]
-    for place, (_, each) in enumerate(recent):
-        attended = attended + weights[..., width + place, None] * each
+    everywhere = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool)
+    seen = [everywhere.tril(1 - len(keys))]
+    seen += [everywhere.tril(back).triu(back) for back in range(2 - len(keys), 1)]
+    attended = functional.scaled_dot_product_attention(
+        query, torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(seen, dim=1)
+    )
     merged = attended.transpose(1, 2).flatten(2)
     hidden = hidden + attention.o_proj(merged)
     return cast(torch.Tensor, hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
 
 
-def _back(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns at place i the row of place i - count."""
-    return functional.pad(rows, (0, 0, count, 0))[:, :, : rows.shape[2]]
-
-
 def _loss(logits: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """Returns the mean cross entropy with the model's distributions, in nats per token. A draft
     after the last known token of a row counts too."""
-    losses = -(rows.shares[:, 1:] * logits.float().log_softmax(-1)).sum(-1)
-    return losses[rows.is_counted].mean()
+    return functional.cross_entropy(logits.float(), rows.shares)
 
 
 @torch.no_grad()
@@ -212,12 +237,11 @@ def _validate(
     total = 0
     for batch in validation:
         rows = _rows(model, batch)
-        uniform = torch.rand(rows.is_counted.shape, generator=generator).unsqueeze(-1)
-        wanted = _drawn(rows.shares[:, 1:], uniform)
+        uniform = torch.rand(len(rows.shares), 1, generator=generator)
+        wanted = _drawn(rows.shares, uniform)
         for depth, logits in enumerate(_predictions(model, head, rows, plan.depth)):
-            drawn = _drawn(logits.softmax(-1), uniform)
-            right[depth] += (drawn == wanted)[rows.is_counted].sum()
-        total += int(rows.is_counted.sum())
+            right[depth] += (_drawn(logits.softmax(-1), uniform) == wanted).sum()
+        total += len(wanted)
     return (right / total).tolist()
 
 

@@ -10,6 +10,8 @@ it, you can try and test promptq without a model hub. The model knows next to no
   under 5 MB; byte-level BPE tokenizer of 2,048 tokens; ChatML chat template.
 - **Made by** `python -m training.train --seed {seed} --steps {steps}`: about ten minutes on
   two CPU cores that do nothing else.
+- **Draft head**, in `mtp/`: `python -m training.draft_head`. It predicts further tokens, so that a
+  step makes several, and changes no text.
 - **Trained on** text that `training/texts/stories.py`, `chats.py` and `sketches.py` generate. The
   model saw every document once. No text was copied from anywhere.
 - **Loss** on documents that the model has not seen: {loss:.3f} nats per token.

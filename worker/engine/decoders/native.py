@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ctypes import byref, c_void_p, pointer
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -187,23 +188,24 @@ NativeDecoder.unpacked = UnpackedDecoder
 def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
     """Describes the rows of a step, and returns the memory to which the description refers."""
     layout = step.layout
-    starts, contexts = torch.tensor(layout.query_starts), torch.tensor(layout.context_lens)
-    tables = layout.block_tables.contiguous()
+    num_sequences, tables = len(layout.context_lens), layout.block_tables.contiguous()
+    numbers = np.array([*layout.query_starts, *layout.context_lens], dtype=np.int64)
+    starts = numbers.ctypes.data
     described = library.Step(
         num_rows=step.input_ids.shape[1],
         ids=step.input_ids.data_ptr(),
         positions=step.positions.data_ptr(),
         layout=library.Layout(
-            num_sequences=len(contexts),
+            num_sequences=num_sequences,
             max_blocks=tables.shape[1],
-            query_starts=starts.data_ptr(),
-            context_lens=contexts.data_ptr(),
+            query_starts=starts,
+            context_lens=starts + (num_sequences + 1) * numbers.itemsize,
             block_tables=tables.data_ptr(),
             write_blocks=layout.write_blocks.data_ptr(),
             write_offsets=layout.write_offsets.data_ptr(),
         ),
     )
-    return described, [starts, contexts, tables]
+    return described, [numbers, tables]
 
 
 def release(modules: Iterable[nn.Module]) -> int:

@@ -30,7 +30,7 @@ def to_device_at_once(
 ) -> list[torch.Tensor]:
     """Moves several arrays of any types to the device in one copy. Returns views of that copy."""
     if device.type != "cuda":
-        return [to_device(array, device) for array in arrays]
+        return [torch.from_numpy(array) for array in arrays]
     # Triton compiles kernels again for addresses that are not multiples of 16.
     ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays])
     starts = [0, *ends[:-1].tolist()]

@@ -62,23 +62,32 @@ class _Held:
 
     start: int
     """The position of the first row."""
+    end: int
+    """The position after the last row."""
     parts: list[torch.Tensor]
-
-    @property
-    def end(self) -> int:
-        return self.start + sum(map(len, self.parts))
 
     def cut(self, end: int) -> None:
         """Drop the rows of rejected drafts."""
-        while self.parts and (excess := self.end - end) > 0:
+        while self.end > end and self.parts:
             last = self.parts.pop()
-            if len(last) > excess:
-                self.parts.append(last[: len(last) - excess])
+            num_left = max(0, last.shape[0] - (self.end - end))
+            self.end -= last.shape[0] - num_left
+            if num_left:
+                self.parts.append(last[:num_left])
 
     def add(self, part: torch.Tensor) -> None:
         self.parts.append(part)
-        while len(self.parts) > 1 and self.end - self.start - len(self.parts[0]) >= MOST_HELD:
-            self.start += len(self.parts.pop(0))
+        self.end += part.shape[0]
+        while len(self.parts) > 1:
+            start = self.start + self.parts[0].shape[0]
+            if self.end - start < MOST_HELD:
+                break
+            self.start = start
+            del self.parts[0]
+
+    def states(self, start: int) -> torch.Tensor:
+        """Returns the states from a position on, [rows, hidden size]."""
+        return _joined(self.parts)[start - self.start :]
 
 
 class HeadDrafts:
@@ -146,9 +155,11 @@ class HeadDrafts:
             if before is not None:
                 before.cut(start)
             if before is None or before.end != start:
-                before = _Held(start, [])
+                before = _Held(start, start, [])
             assert states is not None, "there are such rows"
-            before.add(states[begin:end].clone())  # or all states of the step would be held
+            part = states[begin:end]
+            # A slice would keep all states of the step in memory.
+            before.add(part if num_kept == states.shape[0] else part.clone())
             held[sequence_id] = before
         self._held = held
 
@@ -176,7 +187,7 @@ class HeadDrafts:
             start = block * size
         if start >= end:
             return None
-        states = torch.cat(held.parts)[start - held.start :]
+        states = held.states(start)
         while block > 0 and self._num_filled[table[block - 1]] == size:
             block -= 1
         return _Rows(share, start, end, block, states)
@@ -210,7 +221,7 @@ class HeadDrafts:
             ids,
             moved,
             layout_of_rows(query_starts, context_lens, blocks, owners, at, size),
-            torch.cat([each.states for each in rows]),
+            _joined([each.states for each in rows]),
             [each.share.sequence for each in rows],
             counts,
             self._sampler,
@@ -234,6 +245,10 @@ class _Rows:
     first_block: int
     """The block of the sequence from which on the head attends."""
     states: torch.Tensor
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _num_kept(item: ScheduledSequence, num_items: int) -> int:
