@@ -272,5 +272,5 @@ def test_a_conversation_on_a_spoilt_input_is_refused(
         put(own_worker.queue, previous)
         own_worker.finish(own_worker.take(), "Hi")
         call = {"model": "", "input": "?", "previous_response_id": previous, "background": True}
-        answer = http.post("/v1/responses", json=call)
+        answer = http.post("/v1/responses", json=call, timeout=None)
         assert answer.status_code in (200, 400, 409), (value[:50], answer.text)
