@@ -111,7 +111,8 @@ CHANNELS = {
 }
 """The names in several databases."""
 
-READ, WRITE = "read", "read, write"
+READ, WRITE = "read", "write"
+"""Cells of the table. `write` includes reading."""
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)

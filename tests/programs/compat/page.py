@@ -20,12 +20,12 @@ _HEAD = f"""# Other people's programs
 
 These programs were tested with the gateway. `python -m tests compat` runs each one against a real
 gateway with the shipped model, and writes this page. Each program runs in a separate environment,
-with an API key and the alias `gpt-4o` for the model, and reaches no other server.
+with an API key and the alias `gpt-4o` for the model, and reaches no server but the gateway.
 
-A program makes several attempts. Each attempt tests one feature: a call, a stream, a tool, a
+Each program makes several attempts. An attempt tests one feature: a call, a stream, a tool, a
 schema, or a wrong call, whose error must say how to correct the call. *passes* is the number of
-attempts with the right result. *through* lists the parts of the API that the program used.
-`{RESULTS.relative_to(ROOT)}` lists all attempts.
+attempts with the right result; *fails* is the number of the others, with the reasons. *through*
+lists the parts of the API that the program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|
