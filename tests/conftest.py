@@ -28,12 +28,11 @@ from promptq.shared.queue import spoilt
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server import retry
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
-from tests.support import processes
+from tests.support import library_caches, processes
 from tests.support.roles import (
     AsyncQueueClient,
     QueueClient,
     as_role,
-    forget_refusals,
     refusals,
 )
 from tests.support.servers import Server, embedded_server, in_database, redis_server
@@ -198,6 +197,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def pytest_collection_finish() -> None:
     """No collection of garbage looks through what was imported."""
+    library_caches.install()
     gc.freeze()
     gc.enable()
 
@@ -206,7 +206,7 @@ def pytest_collection_finish() -> None:
 def _emptied(url: str) -> Iterator[None]:
     with redis.Redis.from_url(url) as client:
         client.flushall()
-    forget_refusals(url)
+        client.acl_log_reset()
     yield
     assert refusals(url) == []
 

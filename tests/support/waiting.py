@@ -9,22 +9,29 @@ from collections.abc import Callable
 from typing import Any
 
 
+def _pause(began: float) -> float:
+    """Seconds until the next look. Starts of processes take long, and each look takes CPU."""
+    return min(0.01, max(0.002, (time.monotonic() - began) / 50))
+
+
 def until(condition: Callable[[], Any]) -> Any:
     """Waits until a condition is true, and returns its value."""
+    began = time.monotonic()
     while not (value := condition()):
-        time.sleep(0.002)
+        time.sleep(_pause(began))
     return value
 
 
 async def async_until(condition: Callable[[], Any]) -> Any:
     """Waits like `until` beside other tasks; the condition may return an awaitable."""
+    began = time.monotonic()
     while True:
         value = condition()
         if inspect.isawaitable(value):
             value = await value
         if value:
             return value
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(_pause(began))
 
 
 class Clock:
