@@ -71,7 +71,7 @@ class CappedRouter(Qwen2MoeTopKRouter):
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "an MLP of .*further": lambda mlp: mlp.add_module("further", nn.Identity()),
+    "an MLP of .*further": lambda mlp: mlp.add_module("further", nn.Linear(1, 1)),
     "experts of type Identity": lambda mlp: setattr(mlp, "experts", nn.Identity()),
     "experts of type Qwen2MoeExperts": lambda mlp: setattr(
         mlp.experts, "has_post_expert_norm", True
