@@ -65,8 +65,9 @@ def build_promptq(wheel: Path | None) -> Path:
     constraints = (ROOT / "constraints.txt").read_bytes() + (ROOT / "pyproject.toml").read_bytes()
     wanted = hashlib.sha256(constraints).hexdigest()
     if mark.exists() and mark.read_text() == wanted:  # only the package itself is another one
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, "--force-reinstall", str(wheel)], check=True)
+        install = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        command = [sys.executable, *install, "--force-reinstall", str(wheel)]
+        subprocess.run(command, check=True)
         return python
     shutil.rmtree(folder / "venv", ignore_errors=True)
     python = building.install(folder / "venv", wheel, "all", newest=False)

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 from promptq.worker.engine.native.build import KINDS, name_for
+from tests.programs.package.linking import link_requirements
 from tests.support.paths import ROOT
 
 FOLDERS = ("producer", "worker", "shared")
@@ -36,13 +37,16 @@ def check_contents(wheel: Path) -> None:
 
 
 def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
-    """Returns the interpreter of a new environment that has the wheel with these extras."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    """Returns the interpreter of a new environment that has the wheel with these extras. Without
+    `newest`, links stand for packages that are installed here."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
+    if not newest:
+        link_requirements(folder, wheel, extras)
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
     chosen = [wanted, _tested_torch()] if "all" in extras and newest else [wanted]
     constraints = [] if newest else ["--constraint", str(ROOT / "constraints.txt")]
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-compile"]
     subprocess.run([*install, *constraints, *chosen], check=True)
     subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)

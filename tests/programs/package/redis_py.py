@@ -32,11 +32,11 @@ def check(wheel: Path, version: str) -> str:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         kept = [line for line in lines if not line.startswith("redis==")]
         constraints.write_text("\n".join([*kept, f"redis=={version}"]))
-        install = ["-m", "pip", "install", "--quiet", "--no-compile"]
+        install = ["-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
         said = ""
         for command in (
-            [sys.executable, "-m", "venv", f"{folder}/venv"],
-            [python, *install, "--constraint", constraints, f"{wheel}[server]", *TOOLS],
+            [sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"],
+            [sys.executable, *install, "--constraint", constraints, f"{wheel}[server]", *TOOLS],
             [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
