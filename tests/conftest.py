@@ -40,6 +40,8 @@ from tests.support.servers import Server, embedded_server, in_database, redis_se
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Inductor would start processes that compile for a GPU, and each would import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # As workers do. More processes than cores would else spin while they wait for their threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -182,9 +182,7 @@ def measure_fewer_bits(
 
     from benchmarks.gpu import checks, formats, measures, models
 
-    size = replace(models.LARGE, batches=(1,))
-    if tiny:
-        size = replace(models.TINY, layers=1)
+    size = models.TINY if tiny else replace(models.LARGE, batches=(1,))
     right = {
         "kernels": lambda: checks.check_kernels(device, tiny=tiny),
         "products": lambda: checks.check_products(device, tiny=tiny),

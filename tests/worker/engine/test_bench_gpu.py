@@ -17,6 +17,9 @@ RUN_BARE = """
 import runpy, sys
 for name in ("pydantic", "pydantic_settings", "redis", "structlog"):
     sys.modules[name] = None
+import triton.runtime.interpreter
+from tests.support import library_caches
+library_caches.install()
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -74,25 +74,27 @@ def described(name: str, compiled: Any) -> dict[str, Any]:
     """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `loop`:
     the instructions of the longest loop, `waits`: how many reads may be under way at each wait for
     reads, and `buffers`: how many tiles each buffer in shared memory holds."""
-    usage = _dump(compiled, "--dump-resource-usage")
-    registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", usage)
+    dump = _dump(compiled.asm["cubin"])
+    registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", dump)
     text = compiled.asm["ttgir"]
     return {
         "kernel": name,
         "shared": compiled.metadata.shared,
         "registers": int(registers),
         "stack": int(stack),
-        "loop": _longest_loop(_dump(compiled, "--dump-sass")),
+        "loop": _longest_loop(dump),
         "waits": [int(num) for num in re.findall(r"async_wait.*\{num = (\d+)", text)],
         "buffers": [int(num) for num in re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d", text)],
     }
 
 
-def _dump(compiled: Any, what: str) -> str:
+@cache
+def _dump(cubin: bytes) -> str:
+    """Returns what the code uses, and the code. Launches with other arguments often share both."""
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [str(_TOOLS / "cuobjdump"), what, file.name]
+        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -460,7 +460,7 @@ def test_a_mixed_step_waits_for_nothing(family: str, seed: int) -> None:
 @pytest.mark.parametrize("wanted", [WIDE, *FORMATS.values()], ids=["bf16", *FORMATS])
 def test_the_model_of_a_step_says_what_is_launched(wanted: Format) -> None:
     """And the bytes of the products, most of all that is moved, are those of their tensors."""
-    size = replace(TINY, vocab=208)  # cards multiply fp8 by sixteens
+    size = replace(TINY, layers=2, vocab=208)  # cards multiply fp8 by sixteens
     kernels = step_kernels(size, size.batch, size.context, wanted)
     recorder = record_step(size, size.batch, size.context, fused=True, wanted=wanted)
     assert recorder.counts == Counter(kernel.name for kernel in kernels)

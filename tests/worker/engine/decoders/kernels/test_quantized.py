@@ -26,7 +26,7 @@ from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels.linear import fused
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
-from promptq.worker.engine.load_check import formula
+from promptq.worker.engine.load_check import comparison, formula
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import (
@@ -128,7 +128,8 @@ def test_weights_of_one_kind_are_joined_once(seed: int) -> None:
 
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the place of a card."""
+    """The CPU in the place of a card. The check has few rows, since the interpreter is slow."""
+    monkeypatch.setattr(comparison, "LENGTHS", (9, 5))
     monkeypatch.setattr(model_runner, "backends_on", lambda *_: [TritonPaged()])
     monkeypatch.setattr(model_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
 
