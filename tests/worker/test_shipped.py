@@ -81,6 +81,7 @@ def test_the_model_is_one_safetensors_file_of_less_than_5_mb() -> None:
         "model.safetensors"
     ]
     assert (MODEL_DIR / "model.safetensors").stat().st_size < MAX_BYTES
+    assert (MODEL_DIR / FILE).stat().st_size < MAX_BYTES / 5
 
 
 def test_the_model_has_grouped_query_heads_and_tied_embeddings(model: Any) -> None:

@@ -54,7 +54,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             redis.Redis.from_url(default) as server,
             started(tmp_path_factory.mktemp("killed"), url, *OPTIONS) as killed,
         ):
-            fields: dict[str, Any] = {"temperature": 0.0, "logprobs": 1}
+            # Without drafts, an event has one token.
+            fields: dict[str, Any] = {"temperature": 0.0, "logprobs": 1, "speculative_tokens": 0}
             source = client.enqueue(PROMPT, max_tokens=NUM_TOKENS, **fields)
             until(lambda: server.xlen(log_of(source)) > RUNNING_AT)
             fork = client.fork(source, at=RUNNING_AT)

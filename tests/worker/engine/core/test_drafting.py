@@ -139,6 +139,15 @@ def test_a_head_that_is_wrong_drafts_seldom() -> None:
     assert 10 < sum(lengths[1000:]) < 50
 
 
+def test_a_head_drafts_less_for_several_sequences() -> None:
+    """Each of them has a row, and is computed by the head too."""
+    head = Head(cost=0.135)
+    lengths = [head.best_length(7, number, credit=0.0)[0] for number in (1, 2, 4, 8)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 2
+    assert lengths[2:] == [0, 0]
+
+
 def test_a_request_begins_with_what_is_known_of_the_head() -> None:
     new, drafter = [*range(100)], head_drafter()
     lengths_of_drafts(drafter, new, 200, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpLayer
 
 from promptq.shared.protocol.request import SamplingParams
@@ -22,6 +22,7 @@ from promptq.worker.engine.model.draft_heads import load_head
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner import head_drafts
 from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.shipped import MODEL_DIR
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
 
 SEED = 5
@@ -380,6 +381,27 @@ def test_the_librarys_recurrent_modules_have_no_head(tmp_path: Path) -> None:
     runner = load(save_with_head(tmp_path, "qwen3_5_text"), drafts=True, native=False)
     assert "recurrent" in runner.why_no_head
     assert runner.abilities.head_cost is None
+
+
+def test_the_head_of_the_shipped_model_drafts_most_of_a_story() -> None:
+    """At a usual temperature. No token changes."""
+    options = LoadOptions(device="cpu", max_num_seqs=1, kv_cache_memory=2**24)
+    runner = ModelRunner.load(str(MODEL_DIR), options)
+    assert runner.why_no_head == ""
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL_DIR)
+    params = SamplingParams(temperature=0.8)
+    prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "A little fox")]
+    outputs = []
+    for count in (0, 7):
+        requests = [
+            EngineRequest(index, prompt, params, seed=index, max_tokens=200)
+            for index, prompt in enumerate(prompts)
+        ]
+        texts, stats = run(runner, requests, max_num_seqs=1, speculative_tokens=count)
+        outputs.append(texts)
+    assert outputs[0] == outputs[1]
+    assert stats.accepted_tokens > stats.generation_tokens / 2
+    assert stats.accepted_tokens > stats.drafted_tokens / 2
 
 
 def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
