@@ -60,6 +60,15 @@ MAX_SHOWN_DEAD = 100
 RequestId = Annotated[str, Query(alias="id")]
 
 
+async def shown_queue(gateway: ThisGateway, queue: str = "") -> ServedQueue:
+    """The queue that the query names; without a name the gateway's own. Raises ApiError 404."""
+    return await gateway.queues.named(queue)
+
+
+ThisQueue = Annotated[ServedQueue, Depends(shown_queue)]
+"""A route's parameter of this type is the queue that its page shows."""
+
+
 class _Dead(BaseModel):
     ids: list[str]
 
@@ -334,12 +343,3 @@ async def _request_message(served: ServedQueue, timeline: Timeline) -> str:
         payload = payload[:MAX_SHOWN_PAYLOAD] + "…"
     shown = timeline.model_copy(update={"payload": payload})
     return message("request", await _as_of_now(served, shown))
-
-
-async def shown_queue(gateway: ThisGateway, queue: str = "") -> ServedQueue:
-    """The queue that the query names; without a name the gateway's own. Raises ApiError 404."""
-    return await gateway.queues.named(queue)
-
-
-ThisQueue = Annotated[ServedQueue, Depends(shown_queue)]
-"""A route's parameter of this type is the queue that its page shows."""
