@@ -107,6 +107,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             KeyUses(queues.own.queue),
             Refusals(),
         )
+        _make_routes(app)
         beside = [
             asyncio.create_task(_look_at_server(app.state.gateway)),
             asyncio.create_task(kept_up("responses", ResponseRecords(app.state.gateway).keep_all)),
@@ -140,8 +141,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    # FastAPI would build the routes of an included router once more, for each app.
-    app.router.routes += [route for router in _ROUTERS for route in router.routes]
+    for router in _ROUTERS:
+        app.include_router(router)
     return measure_http(trace_http(app, tracing), logs=settings.http_log_requests)
 
 
@@ -160,3 +161,11 @@ async def _look_at_server(gateway: Gateway) -> None:
         with suppress(RedisError):  # calls log why it is away
             log.note(await gateway.queue.run(maxmemory_warning()))
         await asyncio.sleep(LOOK_SECONDS)
+
+
+def _make_routes(app: FastAPI) -> None:
+    """Make FastAPI build the routes of included routers now. Otherwise it builds them at the first
+    call, which then waits."""
+    call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
+    for route in app.routes:
+        route.matches(call)

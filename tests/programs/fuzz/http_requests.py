@@ -109,10 +109,21 @@ def all_routes() -> list[Route]:
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
     described = app.openapi()["paths"]
     found = {(method.upper(), path) for path, methods in described.items() for method in methods}
-    for route in app.routes:
-        methods = getattr(route, "methods", None) or ()
-        found |= {(method, getattr(route, "path", "")) for method in methods}
+    for route in _flat(app.routes):
+        found |= {(method, route.path) for method in route.methods or ()}
     return sorted(found)
+
+
+def _flat(routes: Sequence[Any]) -> list[Any]:
+    """Also those of routers that the application includes."""
+    found = []
+    for route in routes:
+        inner = getattr(route, "original_router", None) or getattr(route, "router", None)
+        if inner is not None:
+            found += _flat(inner.routes)
+        elif getattr(route, "methods", None) is not None:
+            found.append(route)
+    return found
 
 
 def make_request(
