@@ -81,7 +81,7 @@ def test_a_second_server_says_which_one_commands_mean(
             said = " ".join(beside(second.url))
             assert advertised() == second.url
             assert f"Another embedded server runs on port {first.port}." in said
-            assert f"now mean this one, on port {second.port}, until it ends" in said
+            assert f"now use this server, on port {second.port}, until it ends" in said
             assert f'--redis "$(promptq url --port {first.port})"' in said
             assert advertised(first.port) == first.url
 

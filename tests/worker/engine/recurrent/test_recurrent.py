@@ -275,7 +275,7 @@ def test_a_resume_in_bf16_has_the_same_bits(
     assert runner.abilities.exact_resume
     prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(21)]
     prompts = [prefix + [rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (3, 14, 2, 9)]
-    few = dict.fromkeys(("11", "23", "42", "67", "90"), 100.0)
+    few = dict.fromkeys(("11", "23", "42"), 100.0)  # so some drafts are right
     params = [
         SamplingParams(temperature=0.0, logprobs=0, logit_bias=few),
         SamplingParams(temperature=1.3, top_p=0.9, logprobs=0, logit_bias=few),
