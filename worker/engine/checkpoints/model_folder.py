@@ -200,9 +200,9 @@ class ModelFolder:
         shared = (".embed_tokens.weight", ".shared_head.head.weight")  # copies of the model's
         return {name: places[name] for name in self._of_head(places) if not name.endswith(shared)}
 
-    def head_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of `head_files` by name."""
-        places = self.head_files()
+    @staticmethod
+    def head_weights(places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+        """Returns the tensors by name. `places` are those of `head_files`."""
         weights: dict[str, torch.Tensor] = {}
         for file in {*places.values()}:
             with safe_open(file, "pt") as tensors:

@@ -25,7 +25,12 @@ from promptq.worker.engine.decoders.layer_inputs import (
     LayerInputs,
 )
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP, activation_of
-from promptq.worker.engine.decoders.named_parts import is_linear, parts_of, scale_of_embedding
+from promptq.worker.engine.decoders.named_parts import (
+    is_linear,
+    parts_of,
+    require_linears,
+    scale_of_embedding,
+)
 from promptq.worker.engine.decoders.norm_parts import (
     RMS_NORM,
     Found,
@@ -258,8 +263,7 @@ def _recurrent(mixer: Mixer) -> Recurrent:
     parts = mixer.parts
     if parts is None:
         raise NotOfThisKindError(f"it has recurrent layers of an unknown kind ({mixer.name})")
-    for linear in parts.linears:
-        require(is_linear(linear), f"a linear layer of type {type(linear).__name__}")
+    require_linears(parts.linears)
     if not isinstance(parts, RecurrenceParts):
         return Recurrent(mixer, parts, None)
     require(activation_of(parts.activation) == "silu", "a convolution without SiLU")

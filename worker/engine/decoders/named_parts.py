@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,9 +51,14 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
     """Returns the linear layers of these names. Raises NotOfThisKindError for another kind."""
     linears = tuple(parts[name] for name in names)
-    for linear in linears:
-        require(is_linear(linear), f"a linear layer of type {type(linear).__name__}")
+    require_linears(linears)
     return linears
+
+
+def require_linears(modules: Iterable[nn.Module]) -> None:
+    """Raises NotOfThisKindError if a module is no linear layer that our code knows."""
+    for module in modules:
+        require(is_linear(module), f"a linear layer of type {type(module).__name__}")
 
 
 def is_linear(module: nn.Module) -> bool:

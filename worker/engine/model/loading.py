@@ -223,11 +223,11 @@ def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None,
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
-        if not files.head_files():
+        if not (places := files.head_files()):
             return None, ""
         if files.is_quantized:
             return None, "its weights are quantized"
-        return load_head(model, files.head_weights()), ""
+        return load_head(model, files.head_weights(places)), ""
     except (NoHeadError, StopIteration, *LOADING_ERRORS) as error:
         return None, first_sentence(error)
 

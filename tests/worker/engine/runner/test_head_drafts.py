@@ -301,7 +301,8 @@ def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list
     """Greedy drafts by the library's modules, over the whole text and without a cache."""
     library: Any = AutoModelForCausalLM
     model = library.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
-    loaded = load_head(model, ModelFolder(str(directory), False).head_weights())
+    files = ModelFolder(str(directory), False)
+    loaded = load_head(model, files.head_weights(files.head_files()))
     head: Any = loaded.module
     head.config._attn_implementation = "eager"
     states = model.model(torch.tensor([token_ids])).last_hidden_state[:, :-1]
