@@ -3,10 +3,10 @@
 Tested code connects in its role. A test's own reads and changes use the server's default user, who
 may do anything; deploy/redis.acl turns that user off.
 
-These have no roles: fakeredis, which does not support them; the servers that `promptq up`, `demo`
-and `server` start, which are for one user of one machine; those whose test stops them, or sets a
-password or users of its own; the exploration of states, which puts whole states in and takes them
-out; the scripts' calls in a cluster, which are about slots (its worker and client have roles).
+Some servers have no roles: fakeredis does not support them; `promptq up`, `demo` and `server` start
+theirs for one user of one machine; some tests stop their server, or set its password or its users;
+the exploration of states writes and reads whole states. In a cluster, scripts are called without a
+role, because these tests are about slots; its worker and client have roles.
 """
 
 from __future__ import annotations

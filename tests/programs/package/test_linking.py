@@ -18,7 +18,9 @@ Requires-Dist: rich; extra == "shown"
 Requires-Dist: fakeredis; extra == "tested"
 Requires-Dist: not-installed-here; extra == "all"
 """
-NAMES = "import importlib.metadata as m; print(*(it.metadata['Name'] for it in m.distributions()))"
+NAMES = (
+    "import importlib.metadata as m; print(*(each.metadata['Name'] for each in m.distributions()))"
+)
 
 
 def test_required_packages_are_linked(tmp_path: Path) -> None:
