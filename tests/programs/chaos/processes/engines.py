@@ -21,6 +21,8 @@ from tests.programs.stand_in_server.starting import StandIn, save_byte_model, st
 from tests.support.servers import free_port
 
 _IDLE_SECONDS = 30.0
+_REAL_START_SECONDS = "300"
+"""The longest wait of a worker for a real server, which compiles when it starts."""
 
 
 class KillableStandIn:
@@ -66,7 +68,8 @@ class Engines:
         """Returns the options of the worker with this number."""
         url = self._servers[number % len(self._servers)].url
         where = ["--engine", self._engine, "--upstream", url, "--stuck-seconds", "3"]
-        return [*where, "--model", str(self._model), "--dtype", "float32"]
+        wait = ["--redis-wait", _REAL_START_SECONDS] if self._is_real else []
+        return [*where, *wait, "--model", str(self._model), "--dtype", "float32"]
 
     def references(self) -> dict[str, Expected]:
         """Returns the answer to each request that `make_request` makes, by its template."""
@@ -90,6 +93,8 @@ class Engines:
 
     async def hurt(self, fault: Fault, rng: random.Random) -> bool:
         """Inflict a fault on one server at a time. Returns whether the fault is possible."""
+        if self._is_real and self._lock.locked():
+            return False  # it still starts, and faults would queue up for longer than the run
         async with self._lock:
             server = rng.choice(self._servers)
             if fault is Fault.ENGINE_KILL:

@@ -14,10 +14,10 @@ namespace promptq {
 enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu, kLimited, kXielu };
 
 // Returns x / (1 + e^-by).
-inline float gated(float x, float by) { return x / (1.0f + exponential(-by)); }
+[[gnu::always_inline]] inline float gated(float x, float by) { return x / (1.0f + exponential(-by)); }
 
 // Returns the error function with an error of at most 2e-7 (Abramowitz and Stegun, 7.1.26).
-inline float error_function(float x) {
+[[gnu::always_inline]] inline float error_function(float x) {
   const float t = 1.0f / (1.0f + 0.3275911f * std::fabs(x));
   float series = 1.061405429f;
   for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
@@ -26,7 +26,7 @@ inline float error_function(float x) {
 }
 
 // Returns e^x - 1 - x for x <= 0. Near 0, a series keeps the digits that the difference would lose.
-inline float exponential_rest(float x) {
+[[gnu::always_inline]] inline float exponential_rest(float x) {
   float series = 1.0f / 40320;
   for (const float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f})
     series = series * x + factor;

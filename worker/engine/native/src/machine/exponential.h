@@ -11,8 +11,9 @@ namespace promptq {
 
 // Returns e^x with a relative error of at most 4e-7; e^-87 below -87, and e^88 above 88.
 //
-// The result is 2^n for the nearest n, times a Taylor series for the rest.
-inline float exponential(float x) {
+// The result is 2^n for the nearest n, times a Taylor series for the rest. A loop that calls this function has
+// vector code only if the call is inlined.
+[[gnu::always_inline]] inline float exponential(float x) {
   constexpr float kLog2 = 0.693147180559945f;
   x = std::min(std::max(x, -87.0f), 88.0f);
   const float n = std::rint(x * (1.0f / kLog2));
@@ -27,7 +28,7 @@ inline float exponential(float x) {
 }
 
 // Returns the hyperbolic tangent of x with a relative error of at most 4e-7.
-inline float hyperbolic_tangent(float x) {
+[[gnu::always_inline]] inline float hyperbolic_tangent(float x) {
   const float square = x * x, magnitude = std::fabs(x);
   float series = -5.70498872745e-3f;
   for (const float factor : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
