@@ -133,7 +133,7 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
 
 def start(folder: Path, format: str) -> None:
     """Load in this process, and print the time and the added memory."""
-    import promptq.worker.engine.runner.model_runner  # noqa: F401  # the libraries, before
+    import promptq.worker.engine.runner.load_runner  # noqa: F401  # the libraries, before
 
     before, began = _resident_bytes(), time.perf_counter()
     with watching_own_memory() as peak:

@@ -22,6 +22,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import document
@@ -91,7 +92,7 @@ def main() -> None:
         texts: list[list[int]] = []
         expected: Read | None = None
         for title, quantization in FORMATS.items():
-            runner = ModelRunner.load(folder, LoadOptions(**_BASE, **quantization))
+            runner = load_runner(folder, LoadOptions(**_BASE, **quantization))
             if not texts and name == "shipped":
                 texts = documents(options.seed, options.texts, folder)
             elif not texts:

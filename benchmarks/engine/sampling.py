@@ -25,7 +25,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.sampling import sampler
 
 VOCAB_SIZE = 150_000
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks sampling", description=__doc__)
     parser.add_argument("--no-native", action="store_true", help="torch samples and computes")
     options = parser.parse_args()
-    runner = ModelRunner.of(
+    runner = runner_of(
         make_model(),
         LoadOptions(
             kv_cache_memory=MODELS["473m"].kv_cache_bytes,

@@ -30,6 +30,7 @@ from promptq.worker.engine.decoders.rotation_parts import RotationTables
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.quantization.fp8_weight import HAS_FP8
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import NATIVE, VOCAB_SIZE, generate, make_model
 
@@ -274,7 +275,7 @@ def check_models(device: torch.device, *, tiny: bool) -> str:
 
 def _runner(loaded: LoadedModel) -> ModelRunner:
     options = LoadOptions(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=4)
-    return ModelRunner.of(loaded, options)
+    return runner_of(loaded, options)
 
 
 def _outputs(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

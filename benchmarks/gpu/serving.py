@@ -18,7 +18,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import runner_of
 
 LOAD = 0.7
 """Requests arrive at this share of the rate at which the engine can serve them."""
@@ -59,7 +59,7 @@ class Serving:
             block_size=BLOCK_SIZE,
             native=device.type == "cuda",  # native code on a CPU would free the weights
         )
-        self._runner = ModelRunner.of(loaded, options)
+        self._runner = runner_of(loaded, options)
 
     def rate(self, count: int, params: SamplingParams = GREEDY) -> float:
         """Returns output tokens a second for `count` requests that come at once."""

@@ -17,6 +17,7 @@ from benchmarks.gpu.models import BLOCK_SIZE, SEED, Size
 from benchmarks.gpu.timing import wait
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
+from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 
 MAX_BATCHED_TOKENS = 8192
@@ -56,7 +57,7 @@ def engine_rate(
     started = time.perf_counter()
     text = loaded.text_config
     per_token = text.num_hidden_layers * size.kv_heads * size.head_size * 2 * 2
-    runner = ModelRunner.of(
+    runner = runner_of(
         loaded,
         LoadOptions(
             kv_cache_memory=tokens * per_token,

@@ -19,7 +19,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.model_free import BY_ITSELF, finished, running_worker
@@ -43,9 +43,9 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
 
 def served(directory: Path, *, num_blocks: int) -> Served:
     options = LoadOptions(device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_num_seqs=6)
-    layout = ModelRunner.load(str(directory), options).kv_layout
+    layout = load_runner(str(directory), options).kv_layout
     memory = num_blocks * BLOCK_SIZE * layout.bytes_per_token + layout.state_bytes
-    runner = ModelRunner.load(str(directory), replace(options, kv_cache_memory=memory))
+    runner = load_runner(str(directory), replace(options, kv_cache_memory=memory))
     engine = LLMEngine(runner, max_num_seqs=6, max_num_batched_tokens=24, prefill_chunk=7)
     identity = ModelIdentity(directory.name, directory.name)
     return Served(engine, ByteTokenizer(), identity, frozenset(), "cpu", "float32")

@@ -31,7 +31,7 @@ COMMAND = ("promptq.producer.commands.*", "promptq.producer.gateway.*", "promptq
 WORKER = (
     "promptq.worker.command",
     "promptq.worker.serve.process",
-    "promptq.worker.engine.runner.model_runner",
+    "promptq.worker.engine.runner.load_runner",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
 )

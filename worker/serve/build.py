@@ -185,7 +185,7 @@ def _build_model(
         from transformers.utils import logging as transformers_logging
 
         from promptq.worker.engine.model.loading import LoadOptions
-        from promptq.worker.engine.runner.model_runner import ModelRunner
+        from promptq.worker.engine.runner.load_runner import load_runner
 
     take_over_logs("transformers", "huggingface_hub")
     cast("Any", transformers_logging).disable_progress_bar()  # `progress` shows the whole start
@@ -208,7 +208,7 @@ def _build_model(
         compile=settings.compile,
         cuda_graphs=settings.cuda_graphs,
     )
-    runner = ModelRunner.load(name, options, progress, known)
+    runner = load_runner(name, options, progress, known)
     if runner.is_slow_in_bf16:
         get_logger().warning(
             "this processor has no fast products in bfloat16, and there is no native code for this"

@@ -46,7 +46,7 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
     handle_signals(stop, stop_now)
     client = await unless(stop, open_when_there(redis_url, first.redis_wait))
     is_native = any(each.engine == NATIVE and each.model != MODEL_FREE for each in settings)
-    slow_imports = ["promptq.worker.engine.runner.model_runner"] * is_native
+    slow_imports = ["promptq.worker.engine.runner.load_runner"] * is_native
     context = forking("promptq.worker.command", *slow_imports)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     target = partial(_serve_in_turn, cores)

@@ -151,9 +151,9 @@ def _faulty_model() -> type | None:
 
 if __name__ == "__main__":
     if (runner := _faulty_model()) is not None:
-        from promptq.worker.engine.runner import model_runner
+        from promptq.worker.engine.runner import load_runner
 
-        model_runner.ModelRunner = runner  # type: ignore[misc]  # a class in the place of another
+        load_runner.ModelRunner = runner  # type: ignore[misc]  # a class in the place of another
     else:
         process.build = build
     main()

@@ -17,7 +17,7 @@ from promptq.worker.engine.api.messages import EngineLimits, EngineRequest, Sequ
 from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.serve.engine_thread import EngineThread
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
@@ -45,7 +45,7 @@ def model_free(_directory: Path) -> EnginePort:
 
 def native(directory: Path) -> EnginePort:
     options = LoadOptions(device="cpu", dtype="float32", kv_cache_memory=2**22)
-    runner = ModelRunner.load(str(directory), options)
+    runner = load_runner(str(directory), options)
     engine = LLMEngine(runner, max_num_seqs=SLOTS, max_num_batched_tokens=64, max_model_len=LENGTH)
     return EngineThread(engine)
 

@@ -21,6 +21,7 @@ from promptq.worker.engine.quantization.modules import (
     QuantizedLinear,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.load_runner import load_runner, runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import build, fits_beside_others, identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
@@ -116,7 +117,7 @@ def test_weights_are_those_that_the_tool_reads(name: str) -> None:
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", IN_FEW_BITS)
 def test_native_code_serves_it(name: str) -> None:
-    runner = ModelRunner.load(str(FILES / name), options())
+    runner = load_runner(str(FILES / name), options())
     assert runner.why_no_own_code == ""
     assert runner.is_row_invariant
     assert runner.dtype == torch.bfloat16
@@ -128,7 +129,7 @@ def test_native_code_serves_it(name: str) -> None:
 def test_without_native_code_it_is_served_as_wide_numbers(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = ModelRunner.load(str(FILES / name), options(native=False, dtype="float32"))
+    runner = load_runner(str(FILES / name), options(native=False, dtype="float32"))
     assert off(runner, name) < 1e-4
     assert "all of the linear layers" in caplog.text
     assert "take the memory and time of float32" in caplog.text
@@ -152,7 +153,7 @@ def test_a_family_whose_weights_the_library_joins_is_served_as_wide_numbers(tmp_
     settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     ids = torch.arange(3, 15)
-    assert not ModelRunner.load(str(folder), options(dtype="float32")).why_no_own_code
+    assert not load_runner(str(folder), options(dtype="float32")).why_no_own_code
     loaded = load_model(str(folder), device=CPU, dtype="float32", decoder=NativeDecoder)
     plain = load_model(str(wide), device=CPU, dtype="float32")
     assert off_by(logits_of(loaded.model, ids), logits_of(plain.model, ids)).max() < 1e-5
@@ -166,7 +167,7 @@ def test_what_turns_out_not_to_be_for_native_code_is_widened(
         return torch.rand(len(rows), self._vocab_size)
 
     monkeypatch.setattr(UnpackedDecoder, "logits", something_else)
-    runner = ModelRunner.load(str(FILES / name), options(dtype="float32"))
+    runner = load_runner(str(FILES / name), options(dtype="float32"))
     assert "its logits are off by" in runner.why_no_own_code
     assert off(runner, name) < 1e-4
     assert "all of the linear layers" in caplog.text
@@ -174,15 +175,15 @@ def test_what_turns_out_not_to_be_for_native_code_is_widened(
 
 def test_what_was_not_saved_in_few_bits_can_be_rounded(caplog: pytest.LogCaptureFixture) -> None:
     """The rest stays as it is in the file."""
-    ModelRunner.load(str(FILES / "fp8"), options())
+    load_runner(str(FILES / "fp8"), options())
     assert "7 of the linear layers" in caplog.text
     caplog.clear()
     loaded = load_model(str(FILES / "fp8"), device=CPU)
-    runner = ModelRunner.of(loaded, options(quantization="int8"))
+    runner = runner_of(loaded, options(quantization="int8"))
     assert not caplog.text
     assert off(runner, "fp8") < 0.05
     loaded = load_model(str(FILES / "gptq"), device=CPU, decoder=NativeDecoder)
-    ModelRunner.of(loaded, options(quantization="int8"))
+    runner_of(loaded, options(quantization="int8"))
     model: Any = loaded.model
     assert model.model.layers[0].mlp.down_proj.quantized.bits == 4
     assert model.model.embed_tokens.quantized.bits == 8
@@ -242,7 +243,7 @@ def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
     tensors["lm_head.weight_scale"] = scales
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     loaded = load_model(str(folder), device=CPU, decoder=NativeDecoder)
-    runner = ModelRunner.of(loaded, options())
+    runner = runner_of(loaded, options())
     assert runner.why_no_own_code == ""
     model: Any = loaded.model
     assert isinstance(model.lm_head, QuantizedLinear)

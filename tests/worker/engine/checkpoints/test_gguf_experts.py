@@ -16,7 +16,7 @@ from promptq.worker.engine.decoders.native import NativeDecoder
 from promptq.worker.engine.load_check.comparison import off_by
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.quantization.modules import QuantizedExperts
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from tests.worker.engine.checkpoints.test_refused import rewritten
 from tests.worker.engine.quantization.test_quantization import logprobs_of
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
@@ -137,7 +137,7 @@ def test_experts_keep_their_bits(family: str, kinds: dict[str, str], tmp_path: P
         options = LoadOptions(
             device="cpu", block_size=4, kv_cache_memory=8_000_000, dtype="float32", native=native
         )
-        runner = ModelRunner.load(str(file), options)
+        runner = load_runner(str(file), options)
         assert (runner.why_no_own_code == "") == native
         found = torch.tensor(logprobs_of(runner, ids[:10], ids[10:]))
         assert ((found - of_next).abs() / spread).mean() < most

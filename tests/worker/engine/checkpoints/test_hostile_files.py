@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from promptq.shared.errors import ConfigurationError, ModelError
 from promptq.worker.engine.model.loading import LoadOptions, load_model
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.model_files import read_model_facts
@@ -230,7 +230,7 @@ def test_settings_that_cannot_be_are_named(
 ) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-    said = refusal(lambda: ModelRunner.load(str(folder), LoadOptions(device="cpu")))
+    said = refusal(lambda: load_runner(str(folder), LoadOptions(device="cpu")))
     assert expected in said
     assert str(folder) in said or "llama" in said
 
@@ -267,7 +267,7 @@ def test_tables_of_positions_are_no_longer_than_the_cache(folder: Path) -> None:
     config = {**json.loads(file.read_text()), "max_position_embeddings": 10**12}
     file.write_text(json.dumps(config))
     options = LoadOptions(device="cpu", kv_cache_memory=2**20, max_num_seqs=2)
-    runner = ModelRunner.load(str(folder), options)
+    runner = load_runner(str(folder), options)
     assert runner.max_model_len <= runner.kv_layout.num_blocks * runner.kv_layout.block_size
 
 
@@ -359,5 +359,5 @@ def test_weights_that_are_no_numbers_are_named(
     weights[name][0, 0] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     options = LoadOptions(device="cpu", dtype=dtype)
-    said = refusal(lambda: ModelRunner.load(str(folder), options))
+    said = refusal(lambda: load_runner(str(folder), options))
     assert said == f"llama: logits are not numbers: the weight {name} {expected}"

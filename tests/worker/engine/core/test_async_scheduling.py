@@ -16,7 +16,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from tests.support.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
@@ -341,7 +341,7 @@ def test_a_model_gives_the_same_tokens_and_logprobs(tmp_path: Path) -> None:
     ]
 
     def outputs_of(*, async_scheduling: bool, ends: dict[int, int]) -> dict[int, list[object]]:
-        runner = ModelRunner.load(
+        runner = load_runner(
             str(directory), LoadOptions(device="cpu", dtype="float32", max_model_len=64)
         )
         ahead = []

@@ -13,6 +13,7 @@ from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, Sequence
 from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.sampling import sampler
 from promptq.worker.engine.sampling.penalties import Penalties
@@ -200,7 +201,7 @@ ASKING = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, min_token
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     directory = save_model(tmp_path_factory.mktemp("llama"), "llama", 7)
-    return ModelRunner.load(
+    return load_runner(
         str(directory), LoadOptions(device="cpu", dtype="float32", kv_cache_memory=1 << 20)
     )
 

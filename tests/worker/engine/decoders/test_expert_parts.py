@@ -16,7 +16,7 @@ from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.expert_weights import misread_experts
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from tests.worker.engine.tiny_models import MIXTURES, make_model, save_model
 
 FORMULAS = {
@@ -119,9 +119,9 @@ def test_experts_are_compared_with_their_module_in_16_bits(
     """Our reading of them is not compared with itself."""
     directory = str(save_model(tmp_path, "qwen3_moe", seed))
     options = LoadOptions(device="cpu", dtype="bfloat16", kv_cache_memory=2**20)
-    assert ModelRunner.load(directory, options).why_no_own_code == ""
+    assert load_runner(directory, options).why_no_own_code == ""
     monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", SwappedExperts)
-    assert "its logits are off by" in ModelRunner.load(directory, options).why_no_own_code
+    assert "its logits are off by" in load_runner(directory, options).why_no_own_code
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -15,6 +15,7 @@ from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.pooling import Pool
 from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.core.stepping import run_to_end
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
@@ -25,7 +26,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def load(directory: Path, **options: Any) -> ModelRunner:
-    return ModelRunner.load(str(directory), LoadOptions(device="cpu", block_size=4, **options))
+    return load_runner(str(directory), LoadOptions(device="cpu", block_size=4, **options))
 
 
 def make_prompts(seed: int) -> list[list[int]]:

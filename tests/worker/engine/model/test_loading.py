@@ -26,8 +26,9 @@ from promptq.worker.engine.attention.kv_cache_size import (
 )
 from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.device.memory import free_bytes
+from promptq.worker.engine.model.backend_choice import resolve_device
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
-from promptq.worker.engine.runner.model_runner import ModelRunner, resolve_device
+from promptq.worker.engine.runner.load_runner import load_runner
 from tests.worker.engine.tiny_models import save_model
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_loads(model_dir: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype(model_dir: Path, dtype: Any) -> None:
     assert load(model_dir, dtype=dtype).model.dtype == getattr(torch, dtype)
-    runner = ModelRunner.load(
+    runner = load_runner(
         str(model_dir), LoadOptions(device="cpu", dtype=dtype, kv_cache_memory=10**6)
     )
     size = 4 if dtype == "float32" else 2
@@ -201,23 +202,23 @@ def test_options_that_cannot_work(model_dir: Path) -> None:
     with pytest.raises(ConfigurationError, match="--device: 'cuda:99'"):
         resolve_device("cuda:99")
     with pytest.raises(ConfigurationError, match="needs at least 8192 bytes"):
-        ModelRunner.load(str(model_dir), LoadOptions(device="cpu", kv_cache_memory=8191))
+        load_runner(str(model_dir), LoadOptions(device="cpu", kv_cache_memory=8191))
     with pytest.raises(ConfigurationError, match="--max-model-len: 500"):
-        ModelRunner.load(str(model_dir), LoadOptions(device="cpu", max_model_len=500))
+        load_runner(str(model_dir), LoadOptions(device="cpu", max_model_len=500))
     assert issubclass(UnsupportedModelError, ModelError)
 
 
 def test_the_cache_is_as_large_as_asked_for(model_dir: Path) -> None:
-    runner = ModelRunner.load(str(model_dir), LoadOptions(device="cpu", kv_cache_memory=100_000))
+    runner = load_runner(str(model_dir), LoadOptions(device="cpu", kv_cache_memory=100_000))
     layout = runner.kv_layout
     assert layout.num_blocks == 100_000 // (layout.bytes_per_token * layout.block_size)
-    cache = runner._cache
+    cache = runner.cache
     held = sum(layer.key.nbytes + layer.value.nbytes for layer in cache.layers)
     assert held == layout.num_blocks * layout.block_size * layout.bytes_per_token
 
 
 def test_the_cache_is_as_large_as_it_can_be_used(model_dir: Path) -> None:
-    runner = ModelRunner.load(
+    runner = load_runner(
         str(model_dir), LoadOptions(device="cpu", max_num_seqs=3, max_model_len=100)
     )
     assert runner.kv_layout.num_blocks == -(-3 * 100 // 16)

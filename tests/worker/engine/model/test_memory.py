@@ -30,8 +30,9 @@ from promptq.worker.engine.load_check.comparison import TF32_TOLERANCE, TOLERANC
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model import loading
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
-from promptq.worker.engine.runner import model_runner
+from promptq.worker.engine.runner import load_runner
 from promptq.worker.engine.runner.cuda_graphs import GraphedModel, graph_bytes
+from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.device.test_precision import forced_tf32
 from tests.worker.engine.runner.fake_cuda import FakeCuda
@@ -53,7 +54,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """The CPU stands for a CUDA device whose memory is counted."""
     fake = FakeCuda()
     fake.install(monkeypatch)
-    for module in (memory, kv_cache_size, model_runner):
+    for module in (memory, kv_cache_size, load_runner):
         monkeypatch.setattr(module, "counts_memory", lambda device: True)
     return fake
 
@@ -105,7 +106,7 @@ def test_the_largest_step_is_measured_before_the_cache_is_allocated(
     note_work(cuda, monkeypatch, reserved=8 * MIB, peak=6 * MIB)
     held = 10
     cuda.free = iter([1 << 30, int(8 * MIB + held * BLOCK_BYTES / CUDA_SHARE) + 1])
-    runner = ModelRunner.of(loaded(), OPTIONS)
+    runner = runner_of(loaded(), OPTIONS)
     assert runner.kv_layout.num_blocks == held
     step = cuda.asked.index("step of 20 rows and 3 samples")
     trial = max(place for place in range(step) if cuda.asked[place].startswith("cache of"))
@@ -134,7 +135,7 @@ def test_a_cache_of_a_given_size_is_not_measured_for(
 ) -> None:
     note_work(cuda, monkeypatch)
     options = LoadOptions(kv_cache_memory=9 * BLOCK_BYTES, block_size=4, native=False)
-    assert ModelRunner.of(loaded(), options).kv_layout.num_blocks == 9
+    assert runner_of(loaded(), options).kv_layout.num_blocks == 9
     assert "mem_get_info" not in cuda.asked
 
 
@@ -142,7 +143,7 @@ def test_no_room_beside_the_largest_step(cuda: FakeCuda, monkeypatch: pytest.Mon
     note_work(cuda, monkeypatch, reserved=8 * MIB)
     cuda.free = iter([1 << 30, 8 * MIB + BLOCK_BYTES])
     with pytest.raises(ConfigurationError, match=r"--max-num-batched-tokens: .* takes 8388608 byt"):
-        ModelRunner.of(loaded(), OPTIONS)
+        runner_of(loaded(), OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_the_error_for_a_step_that_does_not_fit_names_the_option(
         kv_cache_memory=memory_bytes, block_size=4, max_model_len=32, native=False
     )
     with pytest.raises(ConfigurationError, match=f"{option}: the largest step does not fit"):
-        ModelRunner.of(loaded(), options)
+        runner_of(loaded(), options)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,8 @@ def test_graphs_are_estimated_by_the_two_largest(
 def test_all_trials_of_graphs_are_captured_on_one_stream(cuda: FakeCuda) -> None:
     """Libraries keep memory for each stream on which they worked."""
     pytest.importorskip("triton")
-    runner = ModelRunner.of(loaded(), OPTIONS)
-    graph_bytes([StepKind(2), StepKind(1)], runner._capturing(OPTIONS), CPU)
+    runner = runner_of(loaded(), OPTIONS)
+    graph_bytes([StepKind(2), StepKind(1)], runner.capturing(OPTIONS), CPU)
     assert len(cuda.captured) == 4
     assert len({stream for _, stream, _ in cuda.captured}) == 1
     assert len({pool for _, _, pool in cuda.captured}) == 3
@@ -214,14 +215,14 @@ def test_one_cache_is_alive_after_the_load(
         request.getfixturevalue("cuda")
     others = caches_alive()
     options = LoadOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, native=native)
-    runner = ModelRunner.of(model, options)
-    assert caches_alive().keys() - others.keys() == {*map(id, runner._cache.layers)}
+    runner = runner_of(model, options)
+    assert caches_alive().keys() - others.keys() == {*map(id, runner.cache.layers)}
 
 
 def test_peak_memory_is_read_for_snapshots_only(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = ModelRunner.of(loaded(), OPTIONS)
+    runner = runner_of(loaded(), OPTIONS)
     monkeypatch.setattr(
         ModelRunner,
         "peak_memory_bytes",

@@ -23,7 +23,7 @@ from promptq.worker.engine.load_check.comparison import LENGTHS
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_length import model_length
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.tiny_models import (
     EXPERTS,
     FAMILIES,
@@ -163,7 +163,7 @@ def test_a_model_with_a_custom_mask_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_layer_that_stops_calling_is_noticed() -> None:
     loaded = loaded_model("llama")
-    runner = ModelRunner.of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
+    runner = runner_of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
     runner.launch(batch_of_one())
     model: Any = loaded.model
     model.config.num_hidden_layers = 1
@@ -255,14 +255,14 @@ def test_a_backend_without_fp32_is_checked_in_its_own_type() -> None:
 
 def test_a_backend_is_asked_for_by_name() -> None:
     options = LoadOptions(kv_cache_memory=10**6, attention="torch")
-    runner = ModelRunner.of(loaded_model("llama"), options)
+    runner = runner_of(loaded_model("llama"), options)
     assert runner.why_no_own_code == "--attention torch was requested"
     with pytest.raises(
         ConfigurationError, match=r"--attention: 'best' is not one of auto, .*torch"
     ):
-        ModelRunner.of(loaded_model("llama"), replace(options, attention="best"))
+        runner_of(loaded_model("llama"), replace(options, attention="best"))
     with pytest.raises(ConfigurationError, match=r"--attention: 'triton' runs on cuda, .* is cpu"):
-        ModelRunner.of(loaded_model("llama"), replace(options, attention="triton"))
+        runner_of(loaded_model("llama"), replace(options, attention="triton"))
 
 
 def wider(scoring: Scoring) -> Scoring:
@@ -420,11 +420,11 @@ def test_length_beyond_the_models_positions() -> None:
 def test_a_model_serves_one_cache_at_a_time() -> None:
     """A second runner takes the model over; the first one fails rather than use the wrong cache."""
     loaded = loaded_model("llama")
-    first = ModelRunner.of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
-    ModelRunner.of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
-    step = first._packer.pack(batch_of_one())
+    first = runner_of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
+    runner_of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
+    step = first.packer.pack(batch_of_one())
     with pytest.raises(UnsupportedModelError, match="was not seen by the check at load"):
-        first._model.logits(step, torch.tensor([0]))
+        first.model.logits(step, torch.tensor([0]))
 
 
 def batch_of_one() -> Batch:

@@ -14,7 +14,7 @@ import torch
 
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.native.library import load_native
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 
 
 def main(library: str, *directories: str) -> None:
@@ -33,7 +33,7 @@ def main(library: str, *directories: str) -> None:
     native.decoder_run = run_starved
     options = LoadOptions(device="cpu", dtype="float32", block_size=4, kv_cache_memory=8_000_000)
     for directory in directories:
-        print(ModelRunner.load(directory, options).why_no_own_code)
+        print(load_runner(directory, options).why_no_own_code)
 
 
 if __name__ == "__main__":

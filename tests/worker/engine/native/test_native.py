@@ -20,6 +20,7 @@ from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, library_path
 from promptq.worker.engine.native.library import NativeError, Weight, load_native
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.load_runner import load_runner, runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import (
     FAMILIES,
@@ -43,7 +44,7 @@ SHAPES = [
 
 
 def load(directory: Path, **options: Any) -> ModelRunner:
-    return ModelRunner.load(
+    return load_runner(
         str(directory),
         LoadOptions(device="cpu", block_size=4, kv_cache_memory=8_000_000, **options),
     )
@@ -207,9 +208,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
-    runner = ModelRunner.of(
-        loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000, max_num_seqs=4)
-    )
+    runner = runner_of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000, max_num_seqs=4))
     assert runner.why_no_own_code not in ("", "it is turned off")
 
 
@@ -222,7 +221,7 @@ def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", scaled)
     loaded = LoadedModel("llama", make_model("llama", SEED), frozenset())
-    runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
+    runner = runner_of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
     assert "of their spread" in runner.why_no_own_code
 
 

@@ -27,6 +27,7 @@ from promptq.worker.engine.quantization.modules import (
     with_plain_modules,
 )
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.runner.load_runner import load_runner, runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import (
     FAMILIES,
@@ -114,7 +115,7 @@ def test_log_probabilities_are_near_those_of_the_whole_numbers(
     """Relative to their spread. They are nearer to the library's model with the rounded weights."""
     sizes = {**FAMILIES.get(family, LLAMA_SHAPED), **SHAPE, "initializer_range": 0.1}
     directory = save_model(tmp_path, family, SEED, **sizes)
-    runner = ModelRunner.load(str(directory), options(quantization, dtype="float32"))
+    runner = load_runner(str(directory), options(quantization, dtype="float32"))
     assert runner.why_no_own_code == ""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB_SIZE, (60,), generator=generator).tolist()
@@ -149,7 +150,7 @@ def test_the_embedding_and_the_head_are_rounded_if_asked(
 ) -> None:
     directory = save_model(tmp_path, "qwen3", SEED, **SHAPE, tie_word_embeddings=tied)
     loaded = load_model(str(directory), device=CPU)
-    runner = ModelRunner.of(loaded, options("int4", quantize_embeddings=embeddings))
+    runner = runner_of(loaded, options("int4", quantize_embeddings=embeddings))
     assert runner.why_no_own_code == ""
     kinds = {type(module) for module in loaded.model.modules()}
     assert (modules.QuantizedEmbedding in kinds) == embeddings
@@ -191,9 +192,7 @@ def test_a_cache_in_int8_holds_nearly_twice_the_tokens(tmp_path: Path, seed: int
     ids = torch.randint(3, VOCAB_SIZE, (60,), generator=generator).tolist()
     found, tokens = {}, {}
     for dtype in ("auto", "int8"):
-        runner = ModelRunner.load(
-            directory, options("none", dtype="bfloat16", kv_cache_dtype=dtype)
-        )
+        runner = load_runner(directory, options("none", dtype="bfloat16", kv_cache_dtype=dtype))
         assert runner.why_no_own_code == ""
         assert runner.is_row_invariant
         layout = runner.kv_layout
@@ -219,7 +218,7 @@ def test_a_cache_in_int8_needs_native_code(others: dict[str, Any]) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"gpt2: .*--kv-cache-dtype int8 needs promptq's code"
     ):
-        ModelRunner.of(loaded, asked)
+        runner_of(loaded, asked)
 
 
 def test_a_model_stays_on_its_device_and_in_its_dtype() -> None:
@@ -234,7 +233,7 @@ def test_a_model_stays_on_its_device_and_in_its_dtype() -> None:
 
 def test_what_was_rounded_and_copied_is_freed(tmp_path: Path) -> None:
     loaded = load_model(str(save_model(tmp_path, "llama", SEED, **SHAPE)), device=CPU)
-    ModelRunner.of(loaded, options("int8"))
+    runner_of(loaded, options("int8"))
     linears = [it for it in loaded.model.modules() if isinstance(it, nn.Linear)]
     assert len(linears) == 2 * 7 + 1
     for linear in linears:
@@ -258,7 +257,7 @@ def test_a_decoder_that_computes_something_else_is_found_out(
     monkeypatch.setattr(NativeDecoder, "_weight", other_weight)
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)
     with pytest.raises(UnsupportedModelError, match=r"--quantization int8 changes logits by"):
-        ModelRunner.load(str(directory), options("int8"))
+        load_runner(str(directory), options("int8"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -277,7 +276,7 @@ def test_products_that_are_wrong_on_a_processor_are_found_out(
     monkeypatch.setattr(NativeDecoder, "_weight", other_weight)
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)
     with pytest.raises(UnsupportedModelError, match=r"llama: the products of native code change"):
-        ModelRunner.load(str(directory), options("none", dtype=dtype))
+        load_runner(str(directory), options("none", dtype=dtype))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama4_text"])
@@ -286,7 +285,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match=f"{family}: --quantization int8 needs promptq's code"
     ):
-        ModelRunner.of(loaded, options("int8"))
+        runner_of(loaded, options("int8"))
 
 
 @pytest.mark.parametrize(
@@ -303,4 +302,4 @@ def test_what_rules_a_quantization_out_is_named(
 ) -> None:
     directory = save_model(tmp_path, "llama", SEED, **SHAPE)
     with pytest.raises((ConfigurationError, UnsupportedModelError), match=named):
-        ModelRunner.load(str(directory), options(**{"quantization": "int8", **changed}))
+        load_runner(str(directory), options(**{"quantization": "int8", **changed}))

@@ -25,6 +25,7 @@ from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.recognition import mixers_of
 from promptq.worker.engine.recurrent.rows import LONGEST_PIECE, Pieces
 from promptq.worker.engine.recurrent.state_pool import StatePool, pool_bytes
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.runner.trial_steps import most_padded_step
 from tests.worker.engine.core.test_recovery import serve
@@ -59,7 +60,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def load(directory: Path, **options: Any) -> ModelRunner:
     settings = {"max_num_seqs": 4, "kv_cache_memory": 2_000_000, "block_size": 4} | options
     settings.setdefault("dtype", "float32")
-    return ModelRunner.load(str(directory), LoadOptions(device="cpu", **settings))
+    return load_runner(str(directory), LoadOptions(device="cpu", **settings))
 
 
 def sequences_of(lengths: list[int]) -> list[Sequence]:
@@ -218,7 +219,7 @@ def test_what_former_owners_left_in_a_slot_reaches_nobody(
         else:
             while engine.has_work:
                 engine.step()
-        for tensors in runner._states.tensors:
+        for tensors in runner.states.tensors:
             for tensor in tensors:
                 tensor[1:] = float("nan")
         tokens, _ = serve(engine, [EngineRequest(number, prompt, GREEDY, seed=0, max_tokens=6)])
@@ -230,7 +231,7 @@ def test_states_count_as_memory(directory_of: Callable[[str], Path]) -> None:
     directory = directory_of("qwen3_5_text")
     runner: Any = load(directory, max_num_seqs=3, kv_cache_memory=300_000)
     layout = runner.kv_layout
-    held = sum(tensor[1:].nbytes for tensors in runner._states.tensors for tensor in tensors)
+    held = sum(tensor[1:].nbytes for tensors in runner.states.tensors for tensor in tensors)
     assert held == layout.state_bytes == pool_bytes(mixers_of(make_model("qwen3_5_text")), 3)
     block_bytes = layout.block_size * layout.bytes_per_token
     assert layout.num_blocks == (300_000 - held) // block_bytes
@@ -358,7 +359,7 @@ def test_a_prefix_is_computed_until_its_state_is_kept(
     assert cached(prefixes[2], 3)[-1] == 20
     assert cached(prefixes[1], 1) == [0], "its state was used least recently"
     assert cached(prefixes[1], 1) == [20]
-    for tensors in runner._states.tensors:
+    for tensors in runner.states.tensors:
         for tensor in tensors:
             tensor[1:9] = float("nan")  # of the slots
     assert cached(prefixes[1], 1) == [20]
@@ -450,7 +451,7 @@ def test_the_check_leaves_the_librarys_modules_as_they_were() -> None:
 @pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
 def test_bf16_is_close_to_fp32(family: str, directory_of: Callable[[str], Path]) -> None:
     """The check at load is made in fp32, and states are rounded as little as the library's."""
-    runner = ModelRunner.load(
+    runner = load_runner(
         str(directory_of(family)),
         LoadOptions(device="cpu", dtype="bfloat16", max_num_seqs=4, kv_cache_memory=2_000_000),
     )

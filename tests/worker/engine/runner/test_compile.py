@@ -25,6 +25,7 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.runner.compiled import CompiledModel
+from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.serve.build import build
 from tests.worker.engine.tiny_models import generate, make_model
@@ -74,7 +75,7 @@ def loaded_of(model: Any) -> LoadedModel:
 
 def compiled_runner(model: Any) -> ModelRunner:
     options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 96, "block_size": 4}
-    return ModelRunner.of(loaded_of(model), LoadOptions(native=False, compile=True, **options))
+    return runner_of(loaded_of(model), LoadOptions(native=False, compile=True, **options))
 
 
 def engine_of(runner: ModelRunner) -> LLMEngine:

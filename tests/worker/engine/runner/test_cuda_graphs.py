@@ -19,9 +19,12 @@ from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.runner import load_runner as loading
 from promptq.worker.engine.runner import model_runner
 from promptq.worker.engine.runner.cuda_graphs import GraphedModel, on_device
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.warm_up import warm_up, warm_up_kinds
 from promptq.worker.engine.sampling.temperature_and_choice import TritonKernels
 from promptq.worker.serve.build import _method
 from tests.worker.engine.core.stepping import make_sequence
@@ -54,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def load_tiny(folder: Path) -> ModelRunner:
     options = LoadOptions(device="cpu", dtype="float32", max_num_seqs=2, native=False)
-    return ModelRunner.load(str(save_model(folder, "llama", 1)), options)
+    return load_runner(str(save_model(folder, "llama", 1)), options)
 
 
 def graphed(model: TinyModel) -> GraphedModel:
@@ -131,8 +134,8 @@ def test_a_warm_up_compares_results_that_graphs_write_to_one_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runner = load_tiny(tmp_path)
-    monkeypatch.setattr(runner, "_model", OnePlace(runner.vocab_size))
-    runner._warm_up()
+    monkeypatch.setattr(runner, "model", OnePlace(runner.vocab_size))
+    warm_up(runner)
     assert not runner.is_row_invariant
 
 
@@ -142,12 +145,12 @@ def test_the_warm_up_of_kernels_replays_no_graph(
     """Their kernels were compiled when they were captured, for their own sizes alone."""
     runner = load_tiny(tmp_path)
     served = GraphedModel(
-        runner._model, KINDS, max_num_seqs=4, max_model_len=64, block_size=16, device=CPU
+        runner.model, KINDS, max_num_seqs=4, max_model_len=64, block_size=16, device=CPU
     )
-    monkeypatch.setattr(runner, "_model", served)
-    runner.warm_up_kinds(16, 2)
+    monkeypatch.setattr(runner, "model", served)
+    warm_up_kinds(runner, 16, 2)
     assert cuda.replayed == []
-    assert runner._model is served
+    assert runner.model is served
 
 
 def test_the_ready_line_says_why_there_are_no_graphs(
@@ -160,7 +163,7 @@ def test_the_ready_line_says_why_there_are_no_graphs(
     monkeypatch.setattr(runner, "why_no_own_code", "")
     assert _method(runner, settings) == "fused kernels"
     cuda.breaks_captures = True
-    monkeypatch.setattr(runner, "_model", graphed(TinyModel()))
+    monkeypatch.setattr(runner, "model", graphed(TinyModel()))
     assert _method(runner, settings).endswith(f"no CUDA graphs ({runner.why_no_graphs})")
 
 
@@ -176,7 +179,8 @@ def test_all_that_a_runner_computes_goes_to_its_device(
 ) -> None:
     """The model on the CPU stands for one on `cuda:1`."""
     second = torch.device("cuda", 1)
-    monkeypatch.setattr(model_runner, "on_device", lambda device: on_device(second))
+    for module in (loading, model_runner):
+        monkeypatch.setattr(module, "on_device", lambda device: on_device(second))
     seen: list[torch.device] = []
 
     def note(name: str, owner: Any) -> None:
@@ -189,9 +193,9 @@ def test_all_that_a_runner_computes_goes_to_its_device(
         monkeypatch.setattr(owner, name, noting)
 
     for name in ("load_model", "check_model", "KVCache"):
-        note(name, model_runner)
+        note(name, loading)
     runner = load_tiny(tmp_path)
-    note("logits", runner._model)
+    note("logits", runner.model)
     note("sample", runner._sampler)
     sequence = make_sequence(5, tokens=[3, 4, 5, 6, 7])
     sequence.slot, sequence.block_table = 0, [0]
@@ -230,7 +234,7 @@ def test_a_step_that_needs_hidden_states_replays_no_graph(
     runner = load_tiny(tmp_path)
     toy = Toy(runner.vocab_size, seed)
     limits = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16}
-    monkeypatch.setattr(runner, "_model", GraphedModel(toy, KINDS, **limits, device=CPU))
+    monkeypatch.setattr(runner, "model", GraphedModel(toy, KINDS, **limits, device=CPU))
     engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16)
     engine.add(EngineRequest(1, [5, 6, 7], SamplingParams(), 0, max_tokens=1, pooling="mean"))
     [output] = engine.step().outputs
@@ -285,7 +289,7 @@ def test_graphs_choose_what_is_chosen_without_them(
 
     for runner, model in ((plain, toy), (served, graphs)):
         kernels = TritonKernels(CPU)
-        monkeypatch.setattr(runner, "_model", model)
+        monkeypatch.setattr(runner, "model", model)
         monkeypatch.setattr(runner._sampler, "_kernels", kernels)
         if runner is served and not further:
             monkeypatch.setattr(kernels, "choose", choose)

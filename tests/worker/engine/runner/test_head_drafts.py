@@ -21,6 +21,7 @@ from promptq.worker.engine.decoders.head_parts import DraftStep
 from promptq.worker.engine.model.draft_heads import load_head
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner import head_drafts
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.shipped import MODEL_DIR
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
@@ -97,7 +98,7 @@ def make_agree(model: Any, head: MtpLayer) -> None:
 def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any) -> ModelRunner:
     def runner(memory: int | None) -> ModelRunner:
         given = {"dtype": "float32", "kv_cache_memory": memory, "drafts": drafts, **options}
-        return ModelRunner.load(
+        return load_runner(
             str(directory),
             LoadOptions(device="cpu", block_size=BLOCK_SIZE, max_num_seqs=4, **given),
         )
@@ -183,8 +184,8 @@ def test_steps_that_fail_change_no_token(method: str, period: int, tmp_path: Pat
     requests = requests_of(prompts_of(1, 13, 30, 6))
     expected, _ = run(load(directory, drafts=False), requests, speculative_tokens=0)
     runner: Any = load(directory, drafts=True)
-    faulty = Faulty(getattr(runner._model, method), period)
-    setattr(runner._model, method, faulty)
+    faulty = Faulty(getattr(runner.model, method), period)
+    setattr(runner.model, method, faulty)
     outputs, stats = run(runner, requests)
     assert outputs == expected
     assert faulty.num_faults >= 3
@@ -387,7 +388,7 @@ def test_the_librarys_recurrent_modules_have_no_head(tmp_path: Path) -> None:
 def test_the_head_of_the_shipped_model_drafts_most_of_a_story() -> None:
     """At a usual temperature. No token changes."""
     options = LoadOptions(device="cpu", max_num_seqs=1, kv_cache_memory=2**24)
-    runner = ModelRunner.load(str(MODEL_DIR), options)
+    runner = load_runner(str(MODEL_DIR), options)
     assert runner.why_no_head == ""
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL_DIR)
     params = SamplingParams(temperature=0.8)

@@ -36,11 +36,11 @@ LOAD = """
 import json, sys
 from benchmarks.lib.memory import watching_own_memory
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 
 with watching_own_memory() as peak:
     options = json.loads(sys.argv[2])
-    runner = ModelRunner.load(sys.argv[1], LoadOptions(device="cpu", **options))
+    runner = load_runner(sys.argv[1], LoadOptions(device="cpu", **options))
 assert runner.why_no_own_code == "", runner.why_no_own_code
 print(peak[0])
 """

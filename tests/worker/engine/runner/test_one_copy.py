@@ -80,9 +80,9 @@ def test_a_step_makes_one_copy(
     if graphs:
         cuda.install(monkeypatch)
         limits = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16}
-        served = GraphedModel(runner._model, KINDS, **limits, device=CPU, choose=choose_tokens)
+        served = GraphedModel(runner.model, KINDS, **limits, device=CPU, choose=choose_tokens)
         assert served.why_no_graphs == ""
-        monkeypatch.setattr(runner, "_model", served)
+        monkeypatch.setattr(runner, "model", served)
     random = Random(seed)
     chunks = [None, 2, 3, 4, 5, 6, 7, 8]
     for chunk in chunks:  # the first steps find out which lists there are

@@ -19,7 +19,7 @@ from promptq.worker.engine.core import scheduler
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
 
 SEED = 11
@@ -62,10 +62,10 @@ def make_engine(
     options = LoadOptions(
         device="cpu", dtype="float32", block_size=BLOCK_SIZE, native=native, max_num_seqs=8
     )
-    layout = ModelRunner.load(str(directory), options).kv_layout
+    layout = load_runner(str(directory), options).kv_layout
     memory = num_blocks * BLOCK_SIZE * layout.bytes_per_token + layout.state_bytes
     options = replace(options, kv_cache_memory=memory)
-    runner = ModelRunner.load(str(directory), options)
+    runner = load_runner(str(directory), options)
     return LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=70, prefill_chunk=chunk)
 
 

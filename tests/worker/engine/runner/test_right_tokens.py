@@ -20,7 +20,7 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.recognition import mixers_of
 from promptq.worker.engine.recurrent.state_pool import pool_bytes
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from tests.worker.engine.tiny_models import (
     FAMILIES,
     NATIVE,
@@ -61,7 +61,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
             expected = [
                 generate(model, prompt, 5 + 3 * (index % 5)) for index, prompt in enumerate(prompts)
             ]
-            layout = ModelRunner.load(str(directory), LoadOptions(device="cpu")).kv_layout
+            layout = load_runner(str(directory), LoadOptions(device="cpu")).kv_layout
             made[name] = Family(
                 directory, prompts, expected, layout.bytes_per_token, mixers_of(model)
             )
@@ -91,7 +91,7 @@ def make_engine(
     native: bool = True,
     attention: str = "auto",
 ) -> LLMEngine:
-    runner = ModelRunner.load(
+    runner = load_runner(
         str(family.directory),
         LoadOptions(
             device="cpu",
@@ -203,7 +203,7 @@ def test_blocks_of_the_departed_leave_nothing(family_of: Callable[[str], Family]
     family = family_of("llama")
     engine = make_engine(family, num_blocks=40)
     runner: Any = engine._runner
-    for layer in runner._cache.layers:
+    for layer in runner.cache.layers:
         layer.key.fill_(float("nan"))
         layer.value.fill_(float("nan"))
     outputs, _ = run(engine, greedy_requests(family))

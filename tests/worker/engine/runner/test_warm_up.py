@@ -30,6 +30,7 @@ from promptq.worker.engine.runner.trial_steps import (
     powers_of_two,
     trial_batch,
 )
+from promptq.worker.engine.runner.warm_up import warm_up_kinds
 from tests.worker.engine.tiny_models import check_on_torch, make_model
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_no_later_step_launches_another_variant(
 ) -> None:
     runner = make_runner(family, bits)
     launches = Launches(monkeypatch)
-    runner.warm_up_kinds(TOKENS, SEQUENCES)
+    warm_up_kinds(runner, TOKENS, SEQUENCES)
     warm = launches.take()
     assert len(warm) >= 4  # writes, decodes, and several tiles of chunks
     if bits is not None:

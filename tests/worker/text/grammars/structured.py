@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served
@@ -93,7 +93,7 @@ def served_with_random_weights(directory: Path, **engine: Any) -> Served:
 
 
 def served(directory: str = str(MODEL_DIR), kv_cache_memory: int = 2**26, **engine: Any) -> Served:
-    runner = ModelRunner.load(
+    runner = load_runner(
         directory, LoadOptions(device="cpu", dtype="float32", kv_cache_memory=kv_cache_memory)
     )
     tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))

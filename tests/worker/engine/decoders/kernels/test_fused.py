@@ -52,8 +52,8 @@ from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE,
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.backend_choice import own_decoders
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from promptq.worker.engine.runner import model_runner
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner import load_runner
+from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.tiny_models import (
     FAMILIES,
     LLAMA_SHAPED,
@@ -363,15 +363,15 @@ def test_a_runner_makes_the_librarys_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(owner, name, noting)
 
     note("arrange", FusedDecoder)
-    note("fitting_blocks", model_runner)
-    monkeypatch.setattr(model_runner, "backends_on", lambda *_: [TritonPaged()])
-    monkeypatch.setattr(model_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
+    note("fitting_blocks", load_runner)
+    monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
+    monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
     model = make_model("llama", 7, **SMALL)
     prompts = {0: [5, 9, 11], 1: [40, 3]}
     expected = {each: generate(model, prompt, 3) for each, prompt in prompts.items()}
     model.requires_grad_(False).to(DEVICE)
     options = LoadOptions(block_size=BLOCK_SIZE, kv_cache_memory=50_000, max_model_len=8)
-    runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
+    runner = runner_of(LoadedModel("tiny", model, frozenset()), options)
     assert runner.why_no_own_code == ""
     assert events == ["arrange", "fitting_blocks"]
     engine = LLMEngine(runner, max_num_seqs=2, max_num_batched_tokens=8)

@@ -34,7 +34,8 @@ from promptq.worker.engine.quantization.modules import (
     move_quantized,
     quantize_model,
 )
-from promptq.worker.engine.runner import model_runner
+from promptq.worker.engine.runner import load_runner
+from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.runner.quantizing import check_quantization
 from tests.worker.engine.checkpoints.test_formats import FILES, logits_of
@@ -130,8 +131,8 @@ def test_weights_of_one_kind_are_joined_once(seed: int) -> None:
 def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU in the place of a card. The check has few rows, since the interpreter is slow."""
     monkeypatch.setattr(comparison, "LENGTHS", (9, 5))
-    monkeypatch.setattr(model_runner, "backends_on", lambda *_: [TritonPaged()])
-    monkeypatch.setattr(model_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
+    monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
+    monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
 
 
 def greedy(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -157,7 +158,7 @@ def test_a_runner_rounds_weights(quantization: Any, family: str) -> None:
     options = LoadOptions(
         block_size=4, kv_cache_memory=50_000, max_model_len=8, quantization=quantization
     )
-    runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
+    runner = runner_of(LoadedModel("tiny", model, frozenset()), options)
     assert runner.why_no_own_code == ""
     assert isinstance(model.get_output_embeddings(), QuantizedLinear)
     prompts = [[5, 9, 11], [40, 3]]
@@ -179,7 +180,7 @@ def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptu
     assert QuantizedLinear in kinds  # nothing was widened
     before = logits_of(loaded.model, ids.to(DEVICE))
     options = LoadOptions(block_size=4, kv_cache_memory=3_000_000, max_model_len=16)
-    runner = ModelRunner.of(loaded, options)
+    runner = runner_of(loaded, options)
     assert runner.why_no_own_code == ""
     assert "take the memory" not in caplog.text
     (found,) = greedy(runner, [ids.tolist()], 1)
@@ -204,7 +205,7 @@ def test_weights_in_fp8_pass_where_no_memory_is_left_for_fp32(
     model.to(DEVICE)
     move_quantized(model, DEVICE)
     options = LoadOptions(block_size=4, kv_cache_memory=100_000, max_model_len=16)
-    runner = ModelRunner.of(LoadedModel("tiny", model, frozenset(), "fp8"), options)
+    runner = runner_of(LoadedModel("tiny", model, frozenset(), "fp8"), options)
     assert runner.why_no_own_code == ""
 
 
@@ -220,7 +221,7 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(seed: int) -> None:
         options = LoadOptions(
             block_size=4, kv_cache_memory=20_000, max_model_len=32, kv_cache_dtype=dtype
         )
-        runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
+        runner = runner_of(LoadedModel("tiny", model, frozenset()), options)
         tokens[dtype] = runner.kv_layout.num_blocks
         found[dtype] = torch.tensor(logprobs_of(runner, prompt[:1], prompt[1:]))
     assert tokens["fp8"] == 2 * tokens["auto"]
