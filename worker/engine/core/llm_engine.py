@@ -33,8 +33,9 @@ from promptq.worker.engine.core.failed_steps import (
 from promptq.worker.engine.core.kept_states import KeptStates
 from promptq.worker.engine.core.prefill_pacing import Pacing
 from promptq.worker.engine.core.runner import Runner, SampledToken
-from promptq.worker.engine.core.scheduler import Scheduler, most_reported_rows
+from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from promptq.worker.engine.core.step_plan import most_reported_rows
 
 _AUDIT_INTERVAL_SECONDS = 1.0
 """An audit takes 0.1 µs for each block, too much for the end of every lone request."""

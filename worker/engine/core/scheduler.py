@@ -5,26 +5,20 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
-from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
-from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
-from promptq.worker.engine.core.shares import Shares, TenantCounts
-
-_MAX_LOGITS = 2**25
-"""The most logits of a step from which log-probabilities of prompts are reported: 128 MiB in
-fp32."""
-
-
-def most_reported_rows(vocab_size: int) -> int:
-    """Returns the most rows of a step that report log-probabilities of prompts."""
-    return max(1, _MAX_LOGITS // vocab_size)
+from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
+from promptq.worker.engine.core.shares import (
+    Shares,
+    TenantCounts,
+    beyond_their_share,
+    last_of_most,
+)
+from promptq.worker.engine.core.step_plan import StepPlan, can_plan_next
 
 
 class _Room(NamedTuple):
@@ -139,7 +133,7 @@ class Scheduler:
             for share in batch.scheduled
             if share.sequence.status is SequenceStatus.RUNNING
         }
-        if not all(map(_can_plan_next, shares.values())):
+        if not all(map(can_plan_next, shares.values())):
             return None
         plan = self._new_plan(long_prompt_chunk)
         prefilling: dict[Sequence, int] = {}
@@ -155,7 +149,7 @@ class Scheduler:
                     return None
                 plan.give(sequence, start)
         plan.limit_prompts(prompt_tokens)
-        for sequence in self._in_turn([*prefilling]):
+        for sequence in self._tenants_running.in_turn([*prefilling]):
             plan.give(sequence, prefilling[sequence])
         admissible = chain(self._ahead_of_order(plan), self._in_order(plan))
         if not plan.shares or next(admissible, None) is not None:
@@ -178,8 +172,8 @@ class Scheduler:
         if {*map(id, self.waiting)} != {*map(id, self._waiting_by_urgency)}:
             raise RuntimeError("waiting by order and waiting by urgency are not the same sequences")
 
-    def _new_plan(self, long_prompt_chunk: int | None) -> _Plan:
-        return _Plan(
+    def _new_plan(self, long_prompt_chunk: int | None) -> StepPlan:
+        return StepPlan(
             self.max_num_batched_tokens,
             self.prefill_chunk,
             long_prompt_chunk or self.prefill_chunk,
@@ -193,7 +187,7 @@ class Scheduler:
         """Number of sequences that may still be admitted."""
         return min(len(self._free_slots), self.max_running - len(self.running))
 
-    def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
+    def _continue_running(self, plan: StepPlan, prompt_tokens: int | None) -> None:
         prefilling = []
         for sequence in list(self.running):
             if sequence.slot is None:
@@ -209,37 +203,18 @@ class Scheduler:
             else:
                 plan.give(sequence)
         plan.limit_prompts(prompt_tokens)
-        for sequence in self._in_turn(prefilling):
+        for sequence in self._tenants_running.in_turn(prefilling):
             if sequence.slot is not None:
                 plan.give(sequence)
-
-    def _in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns running sequences in the order in which their prompts are computed: by priority,
-        and the first one of each tenant before the second of any."""
-        if len(self._tenants_running) < 2:
-            return sequences
-        numbers: Counter[tuple[int, str]] = Counter()
-
-        def turn(sequence: Sequence) -> tuple[int, int]:
-            priority, tenant = sequence.request.priority, sequence.request.tenant
-            numbers[priority, tenant] += 1
-            return priority, numbers[priority, tenant]
-
-        return sorted(sequences, key=turn)
 
     def _next_to_make_room(self) -> Sequence:
         """Returns the running sequence to preempt when memory is short: of the least urgent ones,
         the last of the tenant that has most. Never the most urgent one, unless it runs alone."""
-        last = self.running[-1]
         if len(self._tenants_running) < 2:
-            return last
-        shares = self._shares()
-        lesser = takewhile(
-            lambda one: one.request.priority == last.request.priority, reversed(self.running[1:])
-        )
-        return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
+            return self.running[-1]
+        return last_of_most(self.running, self._shares())
 
-    def _ahead_of_order(self, plan: _Plan) -> Iterator[tuple[Sequence, _Room]]:
+    def _ahead_of_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
         """Yields waiting sequences that can join this plan ahead of the queue's order. Expects the
         caller to admit each before the next.
 
@@ -255,7 +230,7 @@ class Scheduler:
             if (room := self._find_room(newcomer, plan, self._beyond_their_share)) is not None:
                 yield newcomer, room
 
-    def _in_order(self, plan: _Plan) -> Iterator[tuple[Sequence, _Room]]:
+    def _in_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
         """Yields waiting sequences that can join this plan in the queue's order. Expects the caller
         to admit each before the next."""
         position = 0  # also the number of places kept for sequences that wait for a prefix
@@ -293,7 +268,7 @@ class Scheduler:
                 newcomers.append(sequence)
         return newcomers
 
-    def _draft(self, plan: _Plan) -> None:
+    def _draft(self, plan: StepPlan) -> None:
         """Draft tokens for decodes, with rows and blocks that no other sequence needs."""
         num_tokens = sum(share.num_tokens for share in plan.shares.values())
         num_rows = min(MAX_ROWS - num_tokens, plan.num_tokens_left)
@@ -311,7 +286,7 @@ class Scheduler:
                 num_rows -= len(draft)
 
     def _find_room(
-        self, sequence: Sequence, plan: _Plan, preemptible: _Preemptible
+        self, sequence: Sequence, plan: StepPlan, preemptible: _Preemptible
     ) -> _Room | None:
         """Returns room for a waiting sequence beside this plan. None if there is too little, or if
         the sequence should wait for a prefix."""
@@ -339,26 +314,10 @@ class Scheduler:
         fits = num_needed - self._watermark <= self.block_manager.num_free + num_freed_at_most
         return lesser if fits else []
 
-    def _beyond_their_share(self, newcomer: Sequence, num_needed: int) -> Iterator[Sequence]:
-        """Yields the last sequence of the tenant that has most, again and again, as long as that
-        tenant keeps its share."""
+    def _beyond_their_share(self, newcomer: Sequence, num_needed: int) -> Iterable[Sequence]:
         if max(self._tenants_running.values()) < 2:
-            return
-        shares = self._shares()
-        by_tenant: dict[str, list[Sequence]] = {}
-        for sequence in self.running:
-            if sequence.request.priority >= newcomer.request.priority:
-                by_tenant.setdefault(sequence.request.tenant, []).append(sequence)
-        while by_tenant:
-            most = max(by_tenant.values(), key=lambda each: shares.of_tenant(each[-1].request))
-            request, num_blocks = most[-1].request, len(most[-1].block_table)
-            if shares.may_make_room(request, num_blocks, newcomer.request, num_needed):
-                shares.remove(request, num_blocks)
-                yield most.pop()
-            else:
-                most.clear()
-            if not most:
-                del by_tenant[request.tenant]
+            return ()
+        return beyond_their_share(self.running, self._shares(), newcomer.request, num_needed)
 
     def _shares(self) -> Shares:
         running = ((sequence.request, len(sequence.block_table)) for sequence in self.running)
@@ -372,7 +331,7 @@ class Scheduler:
             self._without_room = sequence.sequence_id, self.block_manager.num_gained + num_missing
         return num_missing <= 0
 
-    def _still_lacks_room(self, sequence: Sequence, plan: _Plan) -> bool:
+    def _still_lacks_room(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether a sequence surely lacks room still. Cheap: does not look up its prefix."""
         known, num_gained = self._without_room
         return (
@@ -386,7 +345,7 @@ class Scheduler:
         needed = self.block_manager.num_needed(sequence, prefix)
         return needed + self._watermark if num_others else needed
 
-    def _admit(self, sequence: Sequence, room: _Room, plan: _Plan) -> None:
+    def _admit(self, sequence: Sequence, room: _Room, plan: StepPlan) -> None:
         prefix = room.prefix
         for victim in room.victims:
             self._preempt(victim, plan)
@@ -407,7 +366,7 @@ class Scheduler:
         self._tenants_running.add(sequence.request.tenant)
         plan.give(sequence)
 
-    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         plan.take_back(sequence)
         self.set_back(sequence)
 
@@ -423,110 +382,6 @@ class Scheduler:
         if sequence.slot is not None:
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = None
-
-
-@dataclass(slots=True)
-class _Plan:
-    """The shares of the step that is being planned, and the tokens that are left to give."""
-
-    num_tokens_left: int
-    prefill_chunk: int
-    long_prompt_chunk: int
-    block_size: int
-    num_reported_rows_left: int
-    keeps_states: bool
-    """Whether prefixes are shared only where states of recurrent layers are kept."""
-    shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
-    prefilling: set[Sequence] = field(default_factory=set)
-    """The sequences that do not decode."""
-
-    def limit_prompts(self, num_tokens: int | None) -> None:
-        """Leave at most `num_tokens` for prompts, if there are decodes beside them."""
-        if self.shares and num_tokens is not None:
-            self.num_tokens_left = min(self.num_tokens_left, num_tokens)
-
-    def give(self, sequence: Sequence, start: int | None = None) -> None:
-        """Give a sequence a share of the tokens that are left, if any are.
-
-        `start` is the number of its tokens that a step which still runs will have computed. If
-        these are all known tokens, the share is for the unknown next one.
-        """
-        start = sequence.num_computed_tokens if start is None else start
-        uncomputed = max(1, sequence.num_tokens - start)
-        num_tokens = min(uncomputed, self.prefill_chunk, self.num_tokens_left)
-        has_decodes = len(self.shares) > len(self.prefilling)
-        if has_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
-            num_tokens = min(num_tokens, self.long_prompt_chunk)
-        if start < sequence.keep_after:
-            num_tokens = min(num_tokens, sequence.keep_after - start)
-        if num_tokens == 0:
-            return
-        samples = num_tokens == uncomputed and sequence.request.pooling is None
-        share = ScheduledSequence(sequence, start, num_tokens, samples)
-        num_reported = len(share.reported_rows)
-        if (excess := num_reported - self.num_reported_rows_left) > 0:
-            num_tokens = share.reported_rows.stop - excess - start
-            if num_tokens <= 0:
-                return
-            num_reported -= excess
-            share = replace(share, num_tokens=num_tokens, samples=False)
-        self.num_reported_rows_left -= num_reported
-        self.shares[sequence] = share
-        self.num_tokens_left -= num_tokens
-        if uncomputed > 1 and not sequence.decodes:
-            self.prefilling.add(sequence)
-
-    def take_back(self, sequence: Sequence) -> None:
-        share = self.shares.pop(sequence, None)
-        self.prefilling.discard(sequence)
-        if share is not None:
-            self.num_tokens_left += share.num_tokens
-            self.num_reported_rows_left += len(share.reported_rows)
-
-    def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether another sequence of this step is about to compute the next block of this prefix.
-
-        `sequence` should then wait a step and share the block. Only sequences that make progress in
-        this step count, so that no sequence waits for a stalled one.
-        """
-        index = len(prefix)
-        if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
-            return False  # `sequence` computes this block in any case
-        if self.keeps_states:
-            return any(self._keeps_for(other, sequence, index) for other in [*self.prefilling])
-        block_hash = sequence.block_hashes[index]
-        return any(
-            index < len(other.block_hashes) and other.block_hashes[index] == block_hash
-            for other in self.prefilling
-        )
-
-    def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
-        """Let `other`, which this plan computes, keep its state where its tokens begin to differ
-        from those of `sequence`. Returns False if that would be no later than after the
-        `num_shared` blocks that `sequence` can share already, or if `other` is past that place."""
-        hashes = other.block_hashes, sequence.block_hashes
-        most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
-        # Equal hashes are of equal tokens before them, so the first difference can be bisected.
-        num_equal = bisect_left(range(most), True, key=lambda i: hashes[0][i] != hashes[1][i])
-        share, end = self.shares[other], num_equal * self.block_size
-        if end <= max(share.start, num_shared * self.block_size):
-            return False
-        if not share.start < other.keep_after <= end:
-            other.keep_after = end
-            self.take_back(other)
-            self.give(other, share.start)
-        return True
-
-
-def _can_plan_next(share: ScheduledSequence) -> bool:
-    """Whether the next share of its sequence can be planned without the token that it samples."""
-    sequence = share.sequence
-    return not share.samples or (
-        not share.draft
-        and sequence.may_end
-        and sequence.drafter is None
-        and not sequence.request.needs_last_token
-    )
 
 
 def _order(sequence: Sequence) -> tuple[Any, ...]:

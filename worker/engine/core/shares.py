@@ -1,11 +1,13 @@
-"""Counts tenants' sequences, and computes each tenant's share of an engine."""
+"""Counts tenants' sequences, and divides an engine among tenants by their shares."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.sequence import Sequence
 
 
 class TenantCounts(dict[str, int]):
@@ -18,6 +20,20 @@ class TenantCounts(dict[str, int]):
         self[tenant] -= 1
         if not self[tenant]:
             del self[tenant]
+
+    def in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Returns sequences of these tenants in the order in which their prompts are computed: by
+        priority, and the first one of each tenant before the second of any."""
+        if len(self) < 2:
+            return sequences
+        numbers: Counter[tuple[int, str]] = Counter()
+
+        def turn(sequence: Sequence) -> tuple[int, int]:
+            priority, tenant = sequence.request.priority, sequence.request.tenant
+            numbers[priority, tenant] += 1
+            return priority, numbers[priority, tenant]
+
+        return sorted(sequences, key=turn)
 
 
 class Shares:
@@ -59,3 +75,32 @@ class Shares:
         slots += self._slots[request.tenant]
         blocks += self._blocks[request.tenant]
         return max(slots / self._num_slots, blocks / self._num_blocks) / request.weight
+
+
+def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
+    """Returns, of the least urgent running sequences, the last of the tenant that has most. Never
+    returns the first of several."""
+    priority = running[-1].request.priority
+    lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
+    return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
+
+
+def beyond_their_share(
+    running: list[Sequence], shares: Shares, newcomer: EngineRequest, num_needed: int
+) -> Iterator[Sequence]:
+    """Yields the last running sequence of the tenant that has most, again and again, as long as
+    that tenant keeps its share. `newcomer` needs `num_needed` blocks."""
+    by_tenant: dict[str, list[Sequence]] = {}
+    for sequence in running:
+        if sequence.request.priority >= newcomer.priority:
+            by_tenant.setdefault(sequence.request.tenant, []).append(sequence)
+    while by_tenant:
+        most = max(by_tenant.values(), key=lambda each: shares.of_tenant(each[-1].request))
+        request, num_blocks = most[-1].request, len(most[-1].block_table)
+        if shares.may_make_room(request, num_blocks, newcomer, num_needed):
+            shares.remove(request, num_blocks)
+            yield most.pop()
+        else:
+            most.clear()
+        if not most:
+            del by_tenant[request.tenant]

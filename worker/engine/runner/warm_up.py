@@ -9,8 +9,8 @@ import torch
 
 from promptq.shared.errors import UnsupportedModelError
 from promptq.shared.protocol.request import NEUTRAL, SamplingParams
-from promptq.worker.engine.core.scheduler import most_reported_rows
 from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.engine.core.step_plan import most_reported_rows
 from promptq.worker.engine.decoders.native import NativeDecoder
 from promptq.worker.engine.runner.cuda_graphs import GraphedModel
 from promptq.worker.engine.runner.model_runner import ModelRunner
