@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
-from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.limit_checks import check_request, check_settings
 from promptq.worker.engine.api.messages import (
     EngineLimits,
@@ -23,6 +21,7 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.committing import Committer, failed
 from promptq.worker.engine.core.drafting import Drafter, Head
 from promptq.worker.engine.core.failed_steps import (
     Collected,
@@ -32,9 +31,9 @@ from promptq.worker.engine.core.failed_steps import (
 )
 from promptq.worker.engine.core.kept_states import KeptStates
 from promptq.worker.engine.core.prefill_pacing import Pacing
-from promptq.worker.engine.core.runner import Runner, SampledToken
+from promptq.worker.engine.core.runner import Runner
 from promptq.worker.engine.core.scheduler import Scheduler
-from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
 from promptq.worker.engine.core.step_plan import most_reported_rows
 
 _AUDIT_INTERVAL_SECONDS = 1.0
@@ -107,7 +106,6 @@ class LLMEngine:
         # after one that failed.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
-        self._has_states = has_states
         cost = self.abilities.head_cost
         self._head = None if cost is None else Head(cost)
         self._async_scheduling = async_scheduling and not has_states
@@ -132,6 +130,7 @@ class LLMEngine:
         self._sequences: dict[int, Sequence] = {}
         self._totals = EngineStats(num_blocks=layout.num_blocks)
         self._next_audit_at = 0.0
+        self._committer = Committer(self._block_manager, self._totals, has_states=has_states)
         self._last_steps: deque[float] = deque(maxlen=_STEPS_SHOWN)
 
     @property
@@ -282,7 +281,7 @@ class LLMEngine:
         if error is None:
             output = SequenceOutput(sequence.sequence_id, [], given_back=_NO_MEMORY)
         else:
-            output = _failed(sequence, error)
+            output = failed(sequence, error)
         return self._end(sequence, output)
 
     def _end(self, sequence: Sequence, last_output: SequenceOutput) -> SequenceOutput:
@@ -312,125 +311,12 @@ class LLMEngine:
         )
 
     def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
-        for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
-            share.sequence.num_reported_rows = share.reported_rows.stop
-            share.sequence.prompt_logprobs.append(reported)
-        tokens = iter(collected.sampled)
         outputs = []
-        for share in batch.scheduled:
-            rows = next(tokens) if share.samples else []
-            if share.sequence.status is SequenceStatus.FINISHED:
-                continue  # it has ended since this step was launched
-            if not share.samples:
-                self._advance(share, share.num_tokens)
-                if share.sequence.request.pooling is not None:
-                    outputs += self._pool(share)
-                continue
-            output = self._append(share, _accepted(share, rows))
-            self._settle_draft(share, output, batch)
+        for sequence, output in self._committer.commit(batch, collected):
             if output.finish_reason is not None:
-                self._end(share.sequence, output)
+                self._end(sequence, output)
             outputs.append(output)
         return outputs
-
-    def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
-        """Note that the first tokens of the share are in the KV cache now."""
-        sequence, start, end = share.sequence, share.start, share.start + num_tokens
-        sequence.num_computed_tokens = end
-        self._block_manager.mark_computed(sequence, start, end)
-        reached = sequence.num_reached_tokens
-        if start < reached:
-            num_recomputed = min(end, reached) - start
-            sequence.timing.recomputed_tokens += num_recomputed
-            self._totals.recomputed_tokens += num_recomputed
-        if end > reached:
-            sequence.num_reached_tokens = end
-            num_new_of_prompt = min(end, sequence.num_prompt_tokens) - max(start, reached)
-            self._totals.prompt_tokens += max(0, num_new_of_prompt)
-
-    def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
-        """Append tokens up to an end, and return the output of the sequence."""
-        sequence = share.sequence
-        if tokens[0].error is not None:
-            output = _failed(sequence, tokens[0].error)
-            output.is_refused = sequence.request.bounds_choice
-            return output
-        prompt_logprobs = None
-        if sequence.num_output_tokens == 0 and sequence.request.wants_prompt_logprobs:
-            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        finish_reason, num_appended = None, 0
-        while finish_reason is None and num_appended < len(tokens):
-            sequence.token_ids.append(tokens[num_appended].token_id)
-            num_appended += 1
-            finish_reason = self._finish_reason(sequence)
-        # States do not include drafted tokens: the next step computes the accepted ones again.
-        num_accepted = 0 if self._has_states else num_appended - 1
-        self._advance(share, share.num_tokens + num_accepted)
-        grammar = sequence.request.grammar
-        if grammar is not None and finish_reason is not FinishReason.STOP:
-            try:
-                grammar.accept(sequence.token_ids[-1])
-            except Exception as error:  # must not stop the other sequences
-                return _failed(sequence, str(error))
-            if grammar.is_complete:
-                finish_reason = FinishReason.STOP
-        self._totals.generation_tokens += num_appended
-        sequence.num_shortages = 0
-        timing, reported_timing = sequence.timing, None
-        is_first = timing.first_token_at is None
-        if is_first:
-            timing.first_token_at = time.monotonic()
-        if is_first or timing.preemptions > sequence.num_reported_preemptions:
-            sequence.num_reported_preemptions = timing.preemptions
-            reported_timing = timing.copy()
-        logprobs = [token.logprob for token in tokens[:num_appended] if token.logprob is not None]
-        return SequenceOutput(
-            sequence.sequence_id,
-            sequence.token_ids[-num_appended:],
-            logprobs=logprobs or None,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            timing=reported_timing,
-        )
-
-    def _pool(self, share: ScheduledSequence) -> list[SequenceOutput]:
-        """Pool hidden states. The sequence ends with the states of its last token."""
-        sequence = share.sequence
-        if share.start == 0:
-            sequence.pool.clear()  # it was preempted and begins anew
-        if share.states is not None:
-            sequence.pool.add(share.states)
-        if sequence.num_uncomputed_tokens:
-            return []
-        vector = sequence.pool.mean()
-        if all(map(isfinite, vector)):
-            output = SequenceOutput(
-                sequence.sequence_id, [], finish_reason=FinishReason.STOP, embedding=vector
-            )
-        else:
-            output = _failed(
-                sequence,
-                "its hidden states are not finite: a weight is not finite (fetch the model's files"
-                " again), or they overflow in the model's dtype (try bfloat16 or float32)",
-            )
-        return [self._end(sequence, output)]
-
-    def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
-        num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
-        self._totals.drafted_tokens += num_drafted
-        self._totals.accepted_tokens += num_accepted
-        if share.sequence.drafter is not None:
-            share.sequence.drafter.settle(
-                num_drafted,
-                num_accepted,
-                len(batch.scheduled),
-                by_head=share.drafts_by_head,
-            )
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if sequence.may_end and sequence.token_ids[-1] in sequence.request.end_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_num_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
@@ -442,22 +328,3 @@ class LLMEngine:
         if not self.has_work and time.monotonic() >= self._next_audit_at:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS
-
-
-def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
-    """Returns the tokens that would have been sampled without a draft.
-
-    These are the first token, and each later token if all drafted tokens before it were right. The
-    list also ends before a token whose sampling failed. That token is sampled again as the first
-    one of the next step, so an error that persists ends the request there.
-    """
-    num_accepted = 1
-    for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
-        if token.token_id != drafted or following.error is not None:
-            break
-        num_accepted += 1
-    return sampled[:num_accepted]
-
-
-def _failed(sequence: Sequence, error: str) -> SequenceOutput:
-    return SequenceOutput(sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=error)

@@ -1,0 +1,171 @@
+"""Commits a step: its results become tokens, vectors and errors of sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from math import isfinite
+
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.messages import EngineStats, SequenceOutput
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.failed_steps import Collected
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import (
+    Batch,
+    ScheduledSequence,
+    Sequence,
+    SequenceStatus,
+)
+
+
+class Committer:
+    """Stores results in sequences, and counts their tokens in `totals`."""
+
+    def __init__(
+        self, block_manager: BlockManager, totals: EngineStats, *, has_states: bool
+    ) -> None:
+        self._block_manager = block_manager
+        self._totals = totals
+        self._has_states = has_states
+
+    def commit(
+        self, batch: Batch, collected: Collected
+    ) -> Iterator[tuple[Sequence, SequenceOutput]]:
+        """Stores the results of a batch, and yields the outputs. Expects the caller to end a
+        sequence with a finish reason before the next one."""
+        for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
+            share.sequence.num_reported_rows = share.reported_rows.stop
+            share.sequence.prompt_logprobs.append(reported)
+        tokens = iter(collected.sampled)
+        for share in batch.scheduled:
+            rows = next(tokens) if share.samples else []
+            if share.sequence.status is SequenceStatus.FINISHED:
+                continue  # it has ended since this step was launched
+            if not share.samples:
+                self._advance(share, share.num_tokens)
+                if share.sequence.request.pooling is not None:
+                    yield from self._pool(share)
+                continue
+            output = self._append(share, _accepted(share, rows))
+            self._settle_draft(share, output, batch)
+            yield share.sequence, output
+
+    def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
+        """Note that the first tokens of the share are in the KV cache now."""
+        sequence, start, end = share.sequence, share.start, share.start + num_tokens
+        sequence.num_computed_tokens = end
+        self._block_manager.mark_computed(sequence, start, end)
+        reached = sequence.num_reached_tokens
+        if start < reached:
+            num_recomputed = min(end, reached) - start
+            sequence.timing.recomputed_tokens += num_recomputed
+            self._totals.recomputed_tokens += num_recomputed
+        if end > reached:
+            sequence.num_reached_tokens = end
+            num_new_of_prompt = min(end, sequence.num_prompt_tokens) - max(start, reached)
+            self._totals.prompt_tokens += max(0, num_new_of_prompt)
+
+    def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
+        """Append tokens up to an end, and return the output of the sequence."""
+        sequence = share.sequence
+        if tokens[0].error is not None:
+            output = failed(sequence, tokens[0].error)
+            output.is_refused = sequence.request.bounds_choice
+            return output
+        prompt_logprobs = None
+        if sequence.num_output_tokens == 0 and sequence.request.wants_prompt_logprobs:
+            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        finish_reason, num_appended = None, 0
+        while finish_reason is None and num_appended < len(tokens):
+            sequence.token_ids.append(tokens[num_appended].token_id)
+            num_appended += 1
+            finish_reason = _finish_reason(sequence)
+        # States do not include drafted tokens: the next step computes the accepted ones again.
+        num_accepted = 0 if self._has_states else num_appended - 1
+        self._advance(share, share.num_tokens + num_accepted)
+        grammar = sequence.request.grammar
+        if grammar is not None and finish_reason is not FinishReason.STOP:
+            try:
+                grammar.accept(sequence.token_ids[-1])
+            except Exception as error:  # must not stop the other sequences
+                return failed(sequence, str(error))
+            if grammar.is_complete:
+                finish_reason = FinishReason.STOP
+        self._totals.generation_tokens += num_appended
+        sequence.num_shortages = 0
+        timing, reported_timing = sequence.timing, None
+        is_first = timing.first_token_at is None
+        if is_first:
+            timing.first_token_at = time.monotonic()
+        if is_first or timing.preemptions > sequence.num_reported_preemptions:
+            sequence.num_reported_preemptions = timing.preemptions
+            reported_timing = timing.copy()
+        logprobs = [token.logprob for token in tokens[:num_appended] if token.logprob is not None]
+        return SequenceOutput(
+            sequence.sequence_id,
+            sequence.token_ids[-num_appended:],
+            logprobs=logprobs or None,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            timing=reported_timing,
+        )
+
+    def _pool(self, share: ScheduledSequence) -> Iterator[tuple[Sequence, SequenceOutput]]:
+        """Pool hidden states. The sequence ends with the states of its last token."""
+        sequence = share.sequence
+        if share.start == 0:
+            sequence.pool.clear()  # it was preempted and begins anew
+        if share.states is not None:
+            sequence.pool.add(share.states)
+        if sequence.num_uncomputed_tokens:
+            return
+        vector = sequence.pool.mean()
+        if all(map(isfinite, vector)):
+            output = SequenceOutput(
+                sequence.sequence_id, [], finish_reason=FinishReason.STOP, embedding=vector
+            )
+        else:
+            output = failed(
+                sequence,
+                "its hidden states are not finite: a weight is not finite (fetch the model's files"
+                " again), or they overflow in the model's dtype (try bfloat16 or float32)",
+            )
+        yield sequence, output
+
+    def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
+        num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
+        self._totals.drafted_tokens += num_drafted
+        self._totals.accepted_tokens += num_accepted
+        if share.sequence.drafter is not None:
+            share.sequence.drafter.settle(
+                num_drafted,
+                num_accepted,
+                len(batch.scheduled),
+                by_head=share.drafts_by_head,
+            )
+
+
+def _finish_reason(sequence: Sequence) -> FinishReason | None:
+    if sequence.may_end and sequence.token_ids[-1] in sequence.request.end_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_num_tokens else None
+
+
+def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
+    """Returns the tokens that would have been sampled without a draft.
+
+    These are the first token, and each later token if all drafted tokens before it were right. The
+    list also ends before a token whose sampling failed. That token is sampled again as the first
+    one of the next step, so an error that persists ends the request there.
+    """
+    num_accepted = 1
+    for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
+        if token.token_id != drafted or following.error is not None:
+            break
+        num_accepted += 1
+    return sampled[:num_accepted]
+
+
+def failed(sequence: Sequence, error: str) -> SequenceOutput:
+    return SequenceOutput(sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=error)
