@@ -449,7 +449,7 @@ def test_a_compiler_that_fails_is_quoted(
     """And that it compiles, which takes a minute or two, is said before."""
     compiler = tmp_path / "cc"
     compiler.write_text(
-        "#!/bin/sh\necho 'decoder.cpp:1: fatal error: no such header' >&2\nexit 1\n"
+        "#!/bin/sh\necho 'interface.cpp:1: fatal error: no such header' >&2\nexit 1\n"
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))

@@ -12,7 +12,7 @@
 //
 // Python builds the decoder from the parts of a model
 // (decoders/layer_parts.py, decoders/native.py) and compares it with the library's own model at load.
-#include <malloc.h>
+#pragma once
 
 #include <algorithm>
 #include <memory>
@@ -20,13 +20,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "attention/paged_attention.h"
-#include "guarded.h"
 #include "interface.h"
 #include "layers/attention.h"
-#include "layers/dense_mlp.h"
 #include "layers/experts.h"
-#include "layers/experts_beside.h"
+#include "layers/layer.h"
 #include "layers/layer_inputs.h"
 #include "layers/norm.h"
 #include "layers/recurrence.h"
@@ -52,22 +49,7 @@ class DecoderOf : public Decoder {
   }
 
   void add_layer(const LayerWeights& weights) override {
-    layers_.push_back(Layer{
-        weights.before_mixer, weights.after_mixer, weights.before_mlp, weights.after_mlp,
-        weights.is_parallel != 0, static_cast<float>(weights.mixer_scale),
-        static_cast<float>(weights.beside_scale), static_cast<float>(weights.mlp_scale),
-        static_cast<float>(weights.output_scale)});
-    Layer& layer = layers_.back();
-    const auto make = [&]<typename Part, typename Weights>(std::unique_ptr<Part>& part, const Weights* given) {
-      if (given) part = std::make_unique<Part>(*given, shape_.size, num_threads_, packed_);
-    };
-    make(layer.attention, weights.attention);
-    make(layer.convolution, weights.convolution);
-    make(layer.recurrence, weights.recurrence);
-    make(layer.mlp, weights.mlp);
-    make(layer.experts, weights.experts);
-    make(layer.experts_beside, weights.experts_beside);
-    make(layer.input, weights.input);
+    Layer<T>& layer = layers_.emplace_back(weights, shape_.size, num_threads_, packed_);
     if (layer.attention) {
       const auto is_like = [&](size_t first) {
         return layers_[first].attention->has_pieces_of(*layer.attention);
@@ -238,7 +220,7 @@ class DecoderOf : public Decoder {
       else if (inputs_)
         inputs_->compute(team, step.ids, hidden, num_rows, inputs);
       for (auto place = first_layer; place != end_of_layers; ++place) {
-        const Layer& layer = *place;
+        const Layer<T>& layer = *place;
         const T* x = nullptr;
         if (layer.has_mixer()) x = enter(layer.before_mixer);
         const auto leave_mixer = [&](const auto& mixer, float its_scale) {
@@ -296,23 +278,6 @@ class DecoderOf : public Decoder {
     });
   }
 
-  struct Layer {
-    Norm before_mixer, after_mixer, before_mlp, after_mlp;
-    bool is_parallel;
-    float mixer_scale, beside_scale, mlp_scale, output_scale;
-    std::unique_ptr<Attention<T>> attention;  // see LayerWeights
-    std::unique_ptr<ShortConvolution<T>> convolution;
-    std::unique_ptr<Recurrence<T>> recurrence;
-    std::unique_ptr<DenseMlp<T>> mlp;
-    std::unique_ptr<Experts<T>> experts;
-    std::unique_ptr<ExpertsBeside<T>> experts_beside;
-    std::unique_ptr<LayerInput<T>> input;
-    size_t pieces;  // the index of the attention's pieces in a step
-
-    bool has_mixer() const { return attention || convolution || recurrence; }
-    bool has_mlp() const { return mlp || experts; }
-  };
-
   // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
   static constexpr int64_t kHeadSlices = 8;
 
@@ -360,7 +325,7 @@ class DecoderOf : public Decoder {
   WeightMemory* const packed_;  // null: weights are read where they are
   Linear<T> head_;
   std::unique_ptr<LayerInputs<T>> inputs_;
-  std::vector<Layer> layers_;
+  std::vector<Layer<T>> layers_;
   std::vector<size_t> with_other_pieces_;  // than the layers before
   bool has_states_ = false, has_experts_beside_ = false;
   // The largest of all layers.
@@ -374,99 +339,3 @@ class DecoderOf : public Decoder {
 };
 
 }  // namespace promptq
-
-const char* decoder_new(
-    const promptq::ModelShape* shape, const promptq::ModelWeights* weights, int64_t num_threads,
-    promptq::Decoder** decoder) {
-  return promptq::guarded([&] {
-    const int threads = static_cast<int>(num_threads);
-    if (shape->is_bf16)
-      *decoder = new promptq::DecoderOf<promptq::Bf16>(*shape, *weights, threads);
-    else
-      *decoder = new promptq::DecoderOf<float>(*shape, *weights, threads);
-  });
-}
-
-void decoder_free(promptq::Decoder* decoder) { delete decoder; }
-
-const char* decoder_add_layer(promptq::Decoder* decoder, const promptq::LayerWeights* weights) {
-  return promptq::guarded([&] { decoder->add_layer(*weights); });
-}
-
-const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step) {
-  return promptq::guarded([&] { decoder->run(*step); });
-}
-
-const char* decoder_add_head(promptq::Decoder* decoder, const promptq::HeadWeights* weights) {
-  return promptq::guarded([&] { decoder->add_head(*weights); });
-}
-
-const char* decoder_draft(promptq::Decoder* decoder, const promptq::Draft* draft) {
-  return promptq::guarded([&] { decoder->draft(*draft); });
-}
-
-void keep_freed_memory() {
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-}
-
-const char* paged_attention(
-    int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
-    const promptq::Layout* layout, const promptq::Scoring* scoring, void* out) {
-  using namespace promptq;
-  return guarded([&] {
-    const Pieces pieces(*layout, *cache, num_heads / cache->num_kv_heads, 1);
-    std::vector<float> scratch;
-    with_type(is_bf16, query, [&]<typename T>(const T* rows) {
-      for (int64_t index = 0; index < pieces.count(); ++index)
-        attend_sized(pieces.at(index, rows, static_cast<T*>(out), *cache, *scoring), scratch);
-    });
-  });
-}
-
-const char* linear(
-    int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const promptq::Weight* weight,
-    int64_t outputs, int64_t inputs, const void* bias, void* y) {
-  using namespace promptq;
-  return guarded([&] {
-    const Matrix numbers = matrix(*weight, outputs, inputs);
-    WeightMemory memory;
-    const auto multiply = [&]<typename T>(std::unique_ptr<Packed<T>> packed) {
-      packed->multiply(
-          static_cast<const T*>(x), rows, static_cast<const T*>(bias), static_cast<T*>(y), outputs);
-    };
-    if (!is_bf16)
-      multiply(pack<float>(numbers, memory));
-    else if (in_tiles || weight->scales)
-      multiply(pack<Bf16>(numbers, memory));
-    else
-      multiply(std::unique_ptr<Packed<Bf16>>(new VectorLinear<Bf16>(numbers, memory)));
-  });
-}
-
-const char* experts(
-    int64_t is_bf16, int64_t is_packed, const void* x, int64_t rows, int64_t size,
-    const promptq::ExpertWeights* weights, int64_t num_threads, void* y) {
-  using namespace promptq;
-  return guarded([&] {
-    with_type(is_bf16, x, [&]<typename T>(const T* from) {
-      WeightMemory packed;
-      const Experts<T> mixture(*weights, size, num_threads, is_packed ? &packed : nullptr);
-      ExpertsMemory<T> memory;
-      mixture.reserve(rows, memory);
-      Team::run(num_threads, [&](Team& team) {
-        mixture.multiply(team, from, from, rows, memory, [&](const T* result, Range range, Range columns) {
-          place_results(result, range, columns, static_cast<T*>(y), size);
-        });
-      });
-    });
-  });
-}
-
-bool has_tile_registers() {
-#ifdef __AMX_BF16__
-  return promptq::has_tiles();
-#else
-  return false;
-#endif
-}
