@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.decoders.native_weights import native_weight
+from promptq.worker.engine.decoders.native_tensors import native_weight
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, library_path

@@ -15,7 +15,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.native import NativeDecoder
-from promptq.worker.engine.decoders.native_weights import native_weight
+from promptq.worker.engine.decoders.native_tensors import native_weight
 from promptq.worker.engine.device.precision import in_float32
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.native import library
