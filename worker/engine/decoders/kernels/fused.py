@@ -62,7 +62,7 @@ class _Layer:
 
     parts: Layer
     mixers: tuple[tuple[_Mixer, float], ...]
-    """What mixes positions, with the scales of the results."""
+    """The parts that mix positions, with the scales of their results."""
     mlp: Product | None
 
 

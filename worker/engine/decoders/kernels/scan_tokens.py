@@ -1,4 +1,4 @@
-"""What a scan reads of each token."""
+"""Rates and lengths of the tokens of a scan."""
 
 from __future__ import annotations
 
