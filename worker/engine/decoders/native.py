@@ -106,12 +106,11 @@ class NativeDecoder(NativeWeights, Decoder):
         described.logits, described.states = logits.data_ptr(), states.data_ptr()
         if self.states is not None:
             places = self.states.begin(step.items)
-            num_drafted = torch.tensor([len(item.draft) for item in step.items])
-            memory += [places, num_drafted]
+            memory.append(places)
             described.entries = library.StateEntries(
                 read=places.read.data_ptr(),
                 written=places.written.data_ptr(),
-                num_drafted=num_drafted.data_ptr(),
+                num_drafted=places.num_drafted.data_ptr(),
             )
         self._native.decoder_run(self._decoder, described)
         del memory

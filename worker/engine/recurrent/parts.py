@@ -56,6 +56,10 @@ class ShortConvolutionParts:
     output: nn.Linear
 
     @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        return (self.input,)
+
+    @property
     def linears(self) -> tuple[nn.Linear, ...]:
         return self.input, self.output
 
@@ -107,8 +111,13 @@ class RecurrenceParts:
     output: nn.Linear
 
     @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """The linear layers of `inputs`."""
+        return tuple(dict.fromkeys(rows.linear for rows in self.inputs))
+
+    @property
     def linears(self) -> tuple[nn.Linear, ...]:
-        return *dict.fromkeys(rows.linear for rows in self.inputs), self.output
+        return *self.projections, self.output
 
 
 RecurrentParts = ShortConvolutionParts | RecurrenceParts

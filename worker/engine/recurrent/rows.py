@@ -28,12 +28,23 @@ class RecurrentRows:
 
     num_decodes: int
     starts: list[int]
-    read: torch.Tensor
-    """[num_sequences], int64: the pool's entries with the states before the step."""
-    written: torch.Tensor
-    """[num_sequences], int64: the pool's entries for the states after the step."""
+    table: torch.Tensor
+    """[5, num_sequences], int64: the pool's entries with the states before the step, and for those
+    after it; each sequence's first row, its number of rows, and how many of them are drafted."""
     scratch: Scratch
     _pieces: dict[int, Pieces] = field(default_factory=dict)
+
+    @property
+    def read(self) -> torch.Tensor:
+        return self.table[0]
+
+    @property
+    def written(self) -> torch.Tensor:
+        return self.table[1]
+
+    @property
+    def num_drafted(self) -> torch.Tensor:
+        return self.table[4]
 
     def chunks(self) -> Iterator[tuple[int, slice]]:
         """Yields each chunk's sequence and rows."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 
 from promptq.worker.engine.attention.kv_cache import zeros_in_pages
 from promptq.worker.engine.core.sequence import ScheduledSequence, slot_of
+from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.rows import RecurrentRows
@@ -88,8 +90,9 @@ class StatePool:
             written.append(self._entry(slot, target))
             starts.append(starts[-1] + item.num_rows)
             num_decodes += item.num_rows == 1
-        places = torch.tensor([read, written], device=self._device)
-        return RecurrentRows(num_decodes, starts, places[0], places[1], self._scratch)
+        counts, drafted = [item.num_rows for item in items], [len(item.draft) for item in items]
+        table = np.array([read, written, starts[:-1], counts, drafted], dtype=np.int64)
+        return RecurrentRows(num_decodes, starts, to_device(table, self._device), self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
         """Note that a step with these shares has written its states, and copy those to keep. The

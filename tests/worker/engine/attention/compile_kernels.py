@@ -8,6 +8,7 @@ each launch (see `described`). The seed chooses which variants follow the plain 
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from random import Random
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,16 +33,21 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.decoders.expert_parts import Limits, Routing
 from promptq.worker.engine.decoders.kernels.activation import Activation
+from promptq.worker.engine.decoders.kernels.convolution import convolve
 from promptq.worker.engine.decoders.kernels.experts import add_experts, choose_experts
 from promptq.worker.engine.decoders.kernels.fp8_product import rounded
+from promptq.worker.engine.decoders.kernels.gated_norm import gated_norm
 from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
 from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
 from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
+from promptq.worker.engine.decoders.kernels.scan import Scan
+from promptq.worker.engine.decoders.kernels.sequences import StepSequences
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS
 from promptq.worker.engine.decoders.norm_parts import RMS_NORM, Norm, NormFormula
 from promptq.worker.engine.decoders.rotation_parts import RotationTables
 from promptq.worker.engine.quantization.weight import QuantizedWeight
+from promptq.worker.engine.recurrent.parts import GatedNorm, RecurrenceParts
 from promptq.worker.engine.sampling.triton_choice import choose_tokens
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -195,11 +201,13 @@ def product_variants() -> list[Callable[[], None]]:
 def fused_variants() -> list[list[Callable[[], Any]]]:
     """Of each kernel of the fused decoder, the plain one first."""
     return [
+        *recurrent_variants(),
         [
             partial(place, 64, False, RMS_NORM, False),
             partial(place, 32, True, GEMMAS_NORM, False),
             partial(place, 64, False, CENTERED_NORM, True),
             partial(place, 0, False, None, False),
+            partial(place, 32, False, GEMMAS_NORM, False, is_gated=True),
         ],
         [
             partial(Activation(name, is_gated, is_interleaved, limits), empty(2, 6 * HIDDEN))
@@ -247,7 +255,88 @@ def fused_variants() -> list[list[Callable[[], Any]]]:
     ]
 
 
-def place(pairs: int, is_interleaved: bool, formula: NormFormula | None, follow: bool) -> None:
+def recurrent_variants() -> list[list[Callable[[], Any]]]:
+    """Of each kernel for recurrent layers, with the sizes of Qwen3-Next first."""
+    qwen, granite = RecurrentSize(16, 32, 128, 128), RecurrentSize(1, 48, 128, 64)
+    sizes = (qwen, True), (granite, False), (RecurrentSize(1, 32, 256, 64), False)  # Falcon-H1
+    of_head, of_row = (GatedNorm(empty(size), 1e-6, size, False) for size in (SIZE, HIDDEN))
+    return [
+        [partial(convolve_rows, False, 4, False), partial(convolve_rows, True, 3, True)],
+        *(
+            [partial(scan, size, is_delta, num_rows) for size, is_delta in sizes]
+            for num_rows in (1, 5)
+        ),
+        [
+            partial(gated_norm, torch.zeros(2, HIDDEN), empty(2, 2 * HIDDEN)[:, HIDDEN:], norm)
+            for norm in (of_head, of_row, replace(of_row, gates_first=True), None)
+        ],
+    ]
+
+
+class RecurrentSize(NamedTuple):
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+
+
+def sequences(num_rows: int) -> StepSequences:
+    """A sequence that decodes, or has a chunk."""
+    table, owner = torch.zeros(5, 1, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
+    return StepSequences(table, owner, int(num_rows == 1))
+
+
+def convolution(channels: int, size: int, has_bias: bool) -> torch.nn.Conv1d:
+    return torch.nn.Conv1d(
+        *(channels, channels, size), groups=channels, bias=has_bias, dtype=torch.bfloat16
+    ).requires_grad_(False)
+
+
+def convolve_rows(is_gated: bool, size: int, has_bias: bool) -> None:
+    convolve(
+        empty(5, 3 * HIDDEN),
+        convolution(HIDDEN, size, has_bias),
+        sequences(5),
+        empty(3, size - 1, HIDDEN),
+        is_gated=is_gated,
+    )
+
+
+def scan(size: RecurrentSize, is_delta: bool, num_rows: int) -> None:
+    of_keys = size.num_key_heads * size.key_size
+    num_channels = 2 * of_keys + size.num_value_heads * size.value_size
+    per_head = torch.zeros(size.num_value_heads)
+    parts = RecurrenceParts(
+        inputs=(),
+        input_scale=None,
+        convolution=convolution(num_channels, 4, False),
+        activation=None,
+        is_delta=is_delta,
+        **size._asdict(),
+        query_first=0,
+        key_first=of_keys,
+        value_first=2 * of_keys,
+        query_scale=0.1,
+        decay=per_head,
+        time_bias=per_head,
+        time_limits=(0.0, math.inf),
+        most_rate=1.0,
+        skip=None if is_delta else per_head,
+        norm=None,
+        output=torch.nn.Linear(1, 1),
+    )
+    states = torch.zeros(3, size.num_value_heads, size.key_size, size.value_size)
+    convolved = empty(num_rows, num_channels)
+    Scan(parts)(convolved, convolved[:, -2 * size.num_value_heads :], states, sequences(num_rows))
+
+
+def place(
+    pairs: int,
+    is_interleaved: bool,
+    formula: NormFormula | None,
+    follow: bool,
+    is_gated: bool = False,
+) -> None:
     places = torch.zeros(2, dtype=torch.int64)
     layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
     cache = LayerCache(*(empty(4, NUM_KV_HEADS, 16, SIZE) for _ in range(2)))
@@ -255,7 +344,9 @@ def place(pairs: int, is_interleaved: bool, formula: NormFormula | None, follow:
     norms = None
     if formula is not None:
         norms = HeadNorms.of(norm(SIZE, formula), norm(SIZE, formula), follow_rotation=follow)
-    place_heads(empty(2, QKV_SIZE), places, tables, norms, cache, layout)
+    of_gates = NUM_HEADS * SIZE if is_gated else 0
+    qkv = empty(2, QKV_SIZE + of_gates)
+    place_heads(qkv, places, tables, norms, cache, layout, is_gated=is_gated)
 
 
 def add(width: int, before: NormFormula | None, after: NormFormula | None) -> None:

@@ -78,7 +78,7 @@ def mixed(
 ) -> list[torch.Tensor]:
     """The outputs for the inputs [length, size] of some sequences, in random steps. A step that
     fails has written its states, and is computed again."""
-    pool = StatePool([mixer], len(inputs), CPU)
+    pool = StatePool([mixer], len(inputs), inputs[0].device)
     for tensor in pool.tensors[0]:
         tensor[1:] = float("nan")  # left by former owners
     sequences = sequences_of([len(each) for each in inputs])

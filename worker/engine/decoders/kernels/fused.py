@@ -5,13 +5,18 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Any of the norms may be missing. The kernel of the next norm adds each sum, because it reads the
-hidden state anyway.
+Any of the norms may be missing, and the attention or the MLP. A recurrent layer may be in the place
+of attention, or beside it. The kernel of the next norm adds each sum, because it reads the hidden
+state anyway.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.packed_step import PackedStep
@@ -27,13 +32,38 @@ from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
-from promptq.worker.engine.decoders.layer_parts import MLP, Layer, ModelParts
+from promptq.worker.engine.decoders.kernels.recurrent import recurrent_layer
+from promptq.worker.engine.decoders.kernels.sequences import StepSequences
+from promptq.worker.engine.decoders.layer_parts import MLP, Layer, ModelParts, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from promptq.worker.engine.device.precision import embedding_scale
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 from promptq.worker.engine.quantization.modules import FewBits, QuantizedExperts
+from promptq.worker.engine.recurrent.state_pool import StatePool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a step."""
+
+    step: PackedStep
+    sequences: StepSequences | None
+    """Set if there are recurrent layers."""
+
+
+_Mixer = Callable[[torch.Tensor, _Rows], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Kernels for the parts of a layer, which compute rows [T, hidden size]."""
+
+    parts: Layer
+    mixers: tuple[tuple[_Mixer, float], ...]
+    """The parts that mix positions, with the scales of their results."""
+    mlp: Product | None
 
 
 class _Attention:
@@ -47,6 +77,7 @@ class _Attention:
     ) -> None:
         self._qkv, self._output = fused(*parts.qkv), fused(parts.output)
         self._tables, self._cache, self._backend = tables, cache, backend
+        self._is_gated = parts.is_gated
         self._scoring = Scoring(parts.scale, pattern, parts.softcap, parts.sinks)
         self._row_norms: list[tuple[slice, Norm]] = []
         """Columns of Q, K and V that have a norm together."""
@@ -60,15 +91,34 @@ class _Attention:
             else:
                 self._head_norms = HeadNorms.of(query, key, follow_rotation=parts.norms_rotated)
 
-    def __call__(self, x: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        qkv = self._qkv(x)
+    def __call__(self, x: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        qkv, step = self._qkv(x), rows.step
         for columns, norm in self._row_norms:
             norm_columns(qkv[:, columns], norm)
         placed = place_heads(
-            qkv, step.positions[0], self._tables, self._head_norms, self._cache, step.layout
+            qkv,
+            step.positions[0],
+            self._tables,
+            self._head_norms,
+            self._cache,
+            step.layout,
+            is_gated=self._is_gated,
         )
         attended = self._backend.attend_written(placed, self._cache, step.layout, self._scoring)
+        if self._is_gated:
+            _, num_heads, size = placed.shape
+            with_gates = qkv[:, : 2 * num_heads * size].view(-1, num_heads, 2, size)
+            attended *= with_gates[:, :, 1].sigmoid()
         return self._output(attended.flatten(1))
+
+
+class _Recurrent:
+    def __init__(self, recurrent: Recurrent, states: list[torch.Tensor]) -> None:
+        self._layer = recurrent_layer(recurrent.parts, states)
+
+    def __call__(self, x: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        assert rows.sequences is not None, "there are recurrent layers"
+        return self._layer(x, rows.sequences)
 
 
 def fused_mlp(parts: MLP) -> Product:
@@ -76,7 +126,15 @@ def fused_mlp(parts: MLP) -> Product:
         return Experts(parts, None if parts.shared is None else fused_mlp(parts.shared))
     inputs, down = fused(*parts.inputs), fused(parts.down)
     activation = Activation(parts.activation, parts.is_gated)
-    return lambda x: down(activation(inputs(x)))
+    if parts.gate_scale == 1.0:
+        return lambda x: down(activation(inputs(x)))
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        projected = inputs(x)
+        projected[:, : parts.down.in_features].mul_(parts.gate_scale)  # of the gate, or of `up`
+        return down(activation(projected))
+
+    return compute
 
 
 class FusedDecoder(Decoder):
@@ -90,33 +148,53 @@ class FusedDecoder(Decoder):
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
         parts = ModelParts.of(model, len(placement.caches))
-        known = [_attention_and_mlp(layer) for layer in parts.layers]
+        for layer in parts.layers:
+            _require_kernels(layer)
         self._parts = parts
         is_scaled = embedding_scale(parts.embedding) is not None
         self._embedding_scale = 1.0 if is_scaled else parts.embedding_scale
         self._head = fused(parts.head)
         tables: dict[Rotation | None, RotationTables | None] = {None: None}
-        self._attentions: list[_Attention] = []
-        attended = zip(known, placement.caches, placement.patterns, strict=True)
-        for (attention, _), cache, pattern in attended:
-            rotation = attention.rotation
+        mixers = [layer.recurrent.mixer for layer in parts.layers if layer.recurrent is not None]
+        if mixers:
+            self.states = StatePool(mixers, placement.num_slots, parts.norm.weight.device)
+        attended = zip(placement.caches, placement.patterns, strict=True)
+        states = iter(self.states.tensors if self.states else ())
+
+        def kernels_of(part: Attention | Recurrent) -> _Mixer:
+            if isinstance(part, Recurrent):
+                return _Recurrent(part, next(states))
+            rotation = part.rotation
             if rotation is not None and rotation not in tables:
                 tables[rotation] = rotation.tables(placement.max_length, parts.norm.weight)
-            self._attentions.append(
-                _Attention(attention, tables[rotation], cache, pattern, backend)
+            return _Attention(part, tables[rotation], *next(attended), backend)
+
+        self._layers = [
+            _Layer(
+                layer,
+                tuple(
+                    (kernels_of(part), scale)
+                    for part, scale in (
+                        (layer.recurrent_beside, layer.beside_scale),
+                        (layer.mixer, layer.mixer_scale),
+                    )
+                    if part is not None
+                ),
+                None if layer.mlp is None else fused_mlp(layer.mlp),
             )
-        self._mlps: list[Product] = [fused_mlp(mlp) for _, mlp in known]
+            for layer in parts.layers
+        ]
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        hidden, update = self._last_sum(step)
-        return self._scaled(self._head(self._states(hidden, update, rows)))
+        last = self._last_sum(step)
+        return self._scaled(self._head(self._states(last, rows)))
 
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, update = self._last_sum(step)
-        logits = self._scaled(self._head(self._states(hidden, update, rows)))
-        return logits, self._states(hidden, update, kept)
+        last = self._last_sum(step)
+        logits = self._scaled(self._head(self._states(last, rows)))
+        return logits, self._states(last, kept)
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._parts.logit_scale != 1.0:
@@ -125,32 +203,37 @@ class FusedDecoder(Decoder):
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _states(
-        self, hidden: torch.Tensor, update: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def _states(self, last: _Sum, rows: torch.Tensor) -> torch.Tensor:
         """Returns the final norm of some rows of the last sum."""
-        hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
-        last = self._parts.layers[-1]
-        return add_norm(hidden, update, self._parts.norm, last.after_mlp, last.mlp_scale)
+        hidden, update = last.hidden.index_select(0, rows), last.update.index_select(0, rows)
+        return add_norm(hidden, update, self._parts.norm, last.after, last.scale)
 
-    def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the hidden state [T, hidden size] before the last MLP, and that MLP's output."""
+    def _last_sum(self, step: PackedStep) -> _Sum:
+        """Returns the sum after the last layer, which is still to add."""
+        sequences = StepSequences.of(self.states.begin(step.items)) if self.states else None
+        rows = _Rows(step, sequences)
         hidden = self._parts.embedding(step.input_ids[0])
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
         update: torch.Tensor | None = None
         after, scale = None, 1.0
-        for layer, attention, mlp in zip(
-            self._parts.layers, self._attentions, self._mlps, strict=True
-        ):
-            normed = add_norm(hidden, update, layer.before_mixer, after, scale)
-            update = attention(normed, step)
-            after, scale = layer.after_mixer, layer.mixer_scale
-            inner = add_norm(hidden, update, layer.before_mlp, after, scale)
-            update = mlp(normed if layer.is_parallel else inner)
-            after, scale = layer.after_mlp, layer.mlp_scale
+        for layer in self._layers:
+            parts = layer.parts
+            normed = hidden
+            if layer.mixers:
+                normed = add_norm(hidden, update, parts.before_mixer, after, scale)
+                *beside, (update, scale) = [(mix(normed, rows), by) for mix, by in layer.mixers]
+                for other, by in beside:
+                    add_norm(hidden, other, None, None, by)
+                after = parts.after_mixer
+            if layer.mlp is not None:
+                inner = add_norm(hidden, update, parts.before_mlp, after, scale)
+                update = layer.mlp(normed if parts.is_parallel else inner)
+                after, scale = parts.after_mlp, parts.mlp_scale
         assert update is not None  # there is a layer
-        return hidden, update
+        if self.states is not None:
+            self.states.finish(step.items)
+        return _Sum(hidden, update, after, scale)
 
     @classmethod
     def takes(cls, weight: FewBits) -> bool:
@@ -161,41 +244,54 @@ class FusedDecoder(Decoder):
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:
         for layer in ModelParts.of(model).layers:
-            attention, mlp = _attention_and_mlp(layer)
-            fused(*attention.qkv)
+            for linears in _joined_linears(layer):
+                fused(*linears)
+            mlp = layer.mlp
             if isinstance(mlp, ExpertParts) and isinstance(mlp.fused, QuantizedExperts):
                 joined_experts(mlp.fused)
-            if (dense := _dense(mlp)) is not None:
-                fused(*dense.inputs)
 
 
-def _dense(mlp: MLP) -> DenseMLP | None:
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """`hidden + scale * after(update)`, of tensors [T, hidden size]."""
+
+    hidden: torch.Tensor
+    update: torch.Tensor
+    after: Norm | None
+    scale: float
+
+
+def _dense(mlp: MLP | None) -> DenseMLP | None:
     return mlp.shared if isinstance(mlp, ExpertParts) else mlp
 
 
-def _attention_and_mlp(layer: Layer) -> tuple[Attention, MLP]:
+def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
+    """Returns the linear layers that are joined to one."""
+    dense, recurrent = _dense(layer.mlp), layer.recurrent
+    joined = [layer.mixer.qkv] if isinstance(layer.mixer, Attention) else []
+    joined += [] if recurrent is None else [recurrent.parts.projections]
+    return joined + ([] if dense is None else [dense.inputs])
+
+
+def _require_kernels(layer: Layer) -> None:
     """Raises NotOfThisKindError if the layer has a part that these kernels do not compute."""
-    if (recurrent := layer.recurrent) is not None:
-        kind = recurrent.mixer.name
-        raise NotOfThisKindError(f"it has recurrent layers ({kind}), without fused kernels")
-    attention, mlp = layer.mixer, layer.mlp
-    if not isinstance(attention, Attention) or mlp is None:
-        raise NotOfThisKindError("it has layers of one part, without fused kernels")
-    dense = _dense(mlp)
-    require(not attention.is_gated, "gates of heads")
+    if isinstance(layer.mixer, Attention):
+        _require_kernels_of_attention(layer.mixer)
+    mlp, dense = layer.mlp, _dense(layer.mlp)
     require(not isinstance(mlp, ExpertParts) or mlp.is_gated, "experts without gates")
-    require(dense is None or dense.gate_scale == 1.0, "an MLP that scales its gate")
-    require(not attention.shares_kv, "layers that share keys and values")
-    require(attention.value_norm is None, "norms of values")
     require(layer.experts_beside is None, "experts beside an MLP")
     require(layer.input is None, "inputs of layers beside the hidden states")
     require(layer.output_scale == 1.0, "layers that scale the hidden states")
     require(dense is None or dense.curve is None, "an activation with learned numbers")
-    for linears in (attention.qkv, () if dense is None else dense.inputs):
+    for linears in _joined_linears(layer):
         num_biases = sum(linear.bias is not None for linear in linears)
         require(num_biases in (0, len(linears)), "biases in some of the projections")
+
+
+def _require_kernels_of_attention(attention: Attention) -> None:
+    require(not attention.shares_kv, "layers that share keys and values")
+    require(attention.value_norm is None, "norms of values")
     query, key = attention.query_norm, attention.key_norm
     if query is not None and key is not None and not attention.norms_whole_rows:
         formulas = {(norm.formula, norm.epsilon, norm.bias is None) for norm in (query, key)}
         require(len(formulas) == 1, "norms of queries and keys with different formulas")
-    return attention, mlp

@@ -47,16 +47,19 @@ def place_heads(
     norms: HeadNorms | None,
     cache: LayerCache,
     layout: StepLayout,
+    *,
+    is_gated: bool = False,
 ) -> torch.Tensor:
     """Returns the queries [T, num_heads, head size], and writes K and V to the cache.
 
     `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections, and
-    `positions` are [T]. `tables`, in the model's dtype, rotate the first numbers of heads. Rows
-    whose block is -1 pad the step: their K and V are not written.
+    `positions` are [T]. If `is_gated`, a gate follows the query of each head. `tables`, in the
+    model's dtype, rotate the first numbers of heads. Rows whose block is -1 pad the step: their K
+    and V are not written.
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape
-    num_heads = qkv.shape[1] // size - 2 * num_kv_heads
+    num_heads = (qkv.shape[1] // size - 2 * num_kv_heads) // (2 if is_gated else 1)
     group = num_heads // num_kv_heads
     head_tile, tile = triton.next_power_of_2(group + 2), triton.next_power_of_2(size)
     query = qkv.new_empty(num_rows, num_heads, size)
@@ -77,6 +80,7 @@ def place_heads(
         AFTER=0 if norms is None or not norms.follow_rotation else norms.code,
         PAIRS=0 if tables is None else tables.cosine.shape[1],
         IS_INTERLEAVED=tables is not None and tables.is_interleaved,
+        IS_GATED=is_gated,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         SIZE=size,
@@ -106,6 +110,7 @@ def _place_heads_kernel(
     AFTER: tl.constexpr,
     PAIRS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    IS_GATED: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -121,9 +126,11 @@ def _place_heads_kernel(
     in_group = tl.arange(0, HEAD_TILE)[:, None]
     column = tl.arange(0, TILE)[None, :]
     is_query, is_key, is_value = in_group < GROUP, in_group == GROUP, in_group == GROUP + 1
-    head = kv_head + tl.where(is_key, GROUP * NUM_KV_HEADS, (GROUP + 1) * NUM_KV_HEADS)
-    head = tl.where(is_query, kv_head * GROUP + in_group, head)
-    source = qkv + (row * ((GROUP + 2) * NUM_KV_HEADS) + head) * SIZE
+    EACH: tl.constexpr = 2 if IS_GATED else 1  # a query, and perhaps its gate
+    query_head = kv_head * GROUP + in_group
+    head = kv_head + tl.where(is_key, EACH * GROUP, EACH * GROUP + 1) * NUM_KV_HEADS
+    head = tl.where(is_query, EACH * query_head, head)
+    source = qkv + (row * ((EACH * GROUP + 2) * NUM_KV_HEADS) + head) * SIZE
     within = column < SIZE
     is_head = (in_group < GROUP + 2) & within
     value = tl.load(source + column, mask=is_head, other=0.0)
@@ -161,7 +168,7 @@ def _place_heads_kernel(
         own = normed(own, mean, rate, weights + column, biases + column, is_head, AFTER, dtype)
     turned = own.to(dtype)
 
-    place = (row * (GROUP * NUM_KV_HEADS) + head) * SIZE + column
+    place = (row * (GROUP * NUM_KV_HEADS) + query_head) * SIZE + column
     tl.store(query + place, turned, mask=is_query & within)
     block = tl.load(write_blocks + row)
     if block >= 0:

@@ -58,7 +58,6 @@ from tests.worker.engine.tiny_models import (
     FAMILIES,
     LLAMA_SHAPED,
     NATIVE,
-    RECURRENT_FAMILIES,
     VOCAB_SIZE,
     generate,
     make_model,
@@ -68,12 +67,19 @@ BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
 WITHOUT_KERNELS = {
-    **dict.fromkeys(RECURRENT_FAMILIES, "recurrent layers"),
+    "nemotron_h": "experts without gates",
     "gemma4_text": "norms of values",
     "apertus": "an activation with learned numbers",
 }
 """Parts of families that have no fused kernels."""
 FUSED = NATIVE - {*WITHOUT_KERNELS}
+WITHOUT_SOME_PARTS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+    },
+}
+"""These families in models whose parts all have fused kernels."""
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -328,10 +334,10 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize("family", sorted(FUSED))
+@pytest.mark.parametrize("family", sorted({*FUSED, *WITHOUT_SOME_PARTS}))
 def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
     """With whatever parts its layers have."""
-    checked = check(make_model(family, seed))
+    checked = check(make_model(family, seed, **WITHOUT_SOME_PARTS.get(family, {})))
     assert (checked.decoder, checked.why_no_own_code) == (FusedDecoder, "")
 
 

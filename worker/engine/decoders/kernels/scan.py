@@ -1,0 +1,97 @@
+"""Gated linear recurrences: Gated DeltaNet and Mamba 2 (see native/src/layers/scan.h).
+
+A head has a state `S` [key size, value size]. A token with the query q, the key k, the value v, the
+decay a and the rate b reads `S''^T q` and changes the state:
+
+    S' = a S    S'' = S' + k c^T    c = b (v - S'^T k) in the delta rule, otherwise c = b v
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from promptq.worker.engine.attention.triton_kernels.common import padded
+from promptq.worker.engine.decoders.kernels.chunked_scan import chunked_scan_kernel
+from promptq.worker.engine.decoders.kernels.decode_scan import decode_scan_kernel
+from promptq.worker.engine.decoders.kernels.sequences import StepSequences
+from promptq.worker.engine.recurrent.parts import RecurrenceParts
+
+_VALUE_TILE = 32
+"""The most columns of a state that a program computes. Columns are independent."""
+_PIECE = 16
+"""The rows of a chunk that a program computes at once. More would spill registers."""
+
+
+class Scan:
+    """Computes what the rows of a step read, and their sequences' states after the step."""
+
+    def __init__(self, parts: RecurrenceParts) -> None:
+        self._parts = parts
+        key_tile = padded(parts.key_size)
+        self._value_tile = min(_VALUE_TILE, padded(parts.value_size))
+        self._num_programs = parts.num_value_heads * triton.cdiv(parts.value_size, self._value_tile)
+        self._constants: dict[str, Any] = {
+            "QUERY_FIRST": parts.query_first,
+            "KEY_FIRST": parts.key_first,
+            "VALUE_FIRST": parts.value_first,
+            "NUM_CHANNELS": parts.convolution.weight.shape[0],
+            "NUM_HEADS": parts.num_value_heads,
+            "GROUP": parts.num_value_heads // parts.num_key_heads,
+            "KEY_SIZE": parts.key_size,
+            "VALUE_SIZE": parts.value_size,
+            "KEY_TILE": key_tile,
+            "VALUE_TILE": self._value_tile,
+            "IS_DELTA": parts.is_delta,
+            "HAS_SKIP": parts.skip is not None,
+        }
+
+    def __call__(
+        self,
+        convolved: torch.Tensor,
+        rates: torch.Tensor,
+        states: torch.Tensor,
+        sequences: StepSequences,
+    ) -> torch.Tensor:
+        """Returns what rows read, fp32 [T, value heads * value size].
+
+        `convolved` [T, channels] are queries, keys and values. `rates` are some columns of a larger
+        tensor: in the delta rule a rate for each value head, then a time step for each. `states`
+        [entries, value heads, key size, value size] are in fp32.
+        """
+        parts, num_decodes = self._parts, sequences.num_decodes
+        output = torch.empty(
+            len(convolved),
+            parts.num_value_heads * parts.value_size,
+            dtype=torch.float32,
+            device=convolved.device,
+        )
+        arguments = (
+            convolved,
+            rates,
+            parts.decay,
+            parts.time_bias,
+            parts.decay if parts.skip is None else parts.skip,
+            states,
+            sequences.table,
+            output,
+            len(sequences),
+            rates.stride(0),
+            *map(float, parts.time_limits),
+            parts.most_rate,
+            parts.query_scale,
+        )
+        if num_decodes:
+            decode_scan_kernel[(num_decodes, self._num_programs)](
+                *arguments, **self._constants, num_warps=4
+            )
+        if num_chunks := len(sequences) - num_decodes:
+            chunked_scan_kernel[(num_chunks, self._num_programs)](
+                *arguments,
+                **self._constants,
+                PIECE=_PIECE,
+                num_warps=8,
+            )
+        return output

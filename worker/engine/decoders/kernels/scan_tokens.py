@@ -1,0 +1,50 @@
+"""Rates and lengths of the tokens of a scan."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_EPSILON = tl.constexpr(1e-6)
+
+
+@triton.jit
+def inverse_lengths(vectors: tl.tensor) -> tl.tensor:
+    """Returns the factors [rows] that give `vectors` [rows, key size] the length 1."""
+    vectors = vectors.to(tl.float32)
+    return tl.rsqrt(tl.sum(vectors * vectors, 1) + _EPSILON)
+
+
+@triton.jit
+def rates_of(
+    rates: tl.tensor,
+    is_row: tl.tensor,
+    head: tl.tensor,
+    decays: tl.tensor,
+    biases: tl.tensor,
+    least_time: tl.tensor,
+    most_time: tl.tensor,
+    most_rate: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    IS_DELTA: tl.constexpr,
+) -> tl.tuple:
+    """Returns the logarithms of decays, and the rates, of a value head in rows. Both are zero for
+    those that are no rows. `rates` [rows] points to the first rate or time step of each row."""
+    column = head + NUM_HEADS if IS_DELTA else head
+    time = tl.load(rates + column, mask=is_row, other=0.0).to(tl.float32)
+    time = softplus(time + tl.load(biases + head))
+    time = tl.where(is_row, tl.minimum(tl.maximum(time, least_time), most_time), 0.0)
+    rate = time
+    if IS_DELTA:
+        rate = tl.load(rates + head, mask=is_row, other=0.0).to(tl.float32)
+        rate = tl.where(is_row, most_rate * tl.sigmoid(rate), 0.0)
+    return time * tl.load(decays + head), rate
+
+
+@triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """Returns `log(1 + exp(x))`, which is exact for small results, too (Kahan's log1p)."""
+    small = tl.exp(-tl.abs(x))
+    rounded = 1.0 + small
+    step = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
+    return tl.maximum(x, 0.0) + tl.where(rounded == 1.0, small, tl.log(rounded) * (small / step))
