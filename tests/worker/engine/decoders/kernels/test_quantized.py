@@ -169,7 +169,7 @@ def test_a_runner_rounds_weights(quantization: Any, family: str) -> None:
             ids.append(token)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["gptq", "awq", "large-q4_k_m.gguf", "ct-fp8", "ct-w8a8"])
 @pytest.mark.usefixtures("on_card")
 def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptureFixture) -> None:
