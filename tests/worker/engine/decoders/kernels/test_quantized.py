@@ -128,8 +128,9 @@ def test_weights_of_one_kind_are_joined_once(seed: int) -> None:
 
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the place of a card. The check has few rows, since the interpreter is slow."""
+    """The CPU in the place of a card. Check and warm-up have few rows: the interpreter is slow."""
     monkeypatch.setattr(comparison, "LENGTHS", (9, 5))
+    monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", 3)
     monkeypatch.setattr(model_runner, "backends_on", lambda *_: [TritonPaged()])
     monkeypatch.setattr(model_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
 
