@@ -240,9 +240,12 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    if config.option.whole:
-        return
+    if not config.option.whole:
+        _take_samples(config, items)
+    items[:] = _long_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def _take_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("matrix"):
@@ -257,3 +260,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _long_ones_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Each of xdist's processes begins with equally many consecutive tests, so each part begins
+    with long ones. Those of a file stay together, since some of them start many processes."""
+    long_ones, others = defaultdict[str, list[pytest.Item]](list), list[pytest.Item]()
+    for item in items:
+        is_long = item.get_closest_marker("long") is not None
+        (long_ones[item.nodeid.partition("::")[0]] if is_long else others).append(item)
+    files, ordered = [*long_ones.values()], list[pytest.Item]()
+    for process in range(processes):
+        size = (len(items) - len(ordered)) // (processes - process)
+        part = [item for file in files[process::processes] for item in file]
+        num_others = max(0, size - len(part))
+        ordered += part + others[:num_others]
+        del others[:num_others]
+    return ordered + others

@@ -24,14 +24,14 @@ from promptq.worker.engine.runner.trial_steps import (
     trial_batch,
 )
 
-_PROMPT_TOKENS = 64
+PROMPT_TOKENS = 64
 
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner) -> None:
     """Prefill and decode once, because libraries set up some parts only in a first step. Sets
     `is_row_invariant` and `embedding_size` of the runner."""
-    num_tokens = min(_kv_tokens(runner), runner.max_model_len, _PROMPT_TOKENS)
+    num_tokens = min(_kv_tokens(runner), runner.max_model_len, PROMPT_TOKENS)
     last_rows = []
     for count in (num_tokens, min(num_tokens, 2), 1):
         if first := num_tokens - count:  # recurrent layers need the states before

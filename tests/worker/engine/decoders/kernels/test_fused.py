@@ -170,6 +170,7 @@ def all_logits(decoder: FusedDecoder, step: PackedStep) -> torch.Tensor:
     return decoder.logits(step, rows)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

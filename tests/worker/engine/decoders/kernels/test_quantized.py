@@ -34,7 +34,7 @@ from promptq.worker.engine.quantization.modules import (
     move_quantized,
     quantize_model,
 )
-from promptq.worker.engine.runner import load_runner
+from promptq.worker.engine.runner import load_runner, warm_up
 from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
 from promptq.worker.engine.runner.quantizing import check_quantization
@@ -129,8 +129,9 @@ def test_weights_of_one_kind_are_joined_once(seed: int) -> None:
 
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the place of a card. The check has few rows, since the interpreter is slow."""
+    """The CPU in the place of a card. Check and warm-up have few rows: the interpreter is slow."""
     monkeypatch.setattr(comparison, "LENGTHS", (9, 5))
+    monkeypatch.setattr(warm_up, "PROMPT_TOKENS", 3)
     monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
     monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
 
@@ -170,7 +171,7 @@ def test_a_runner_rounds_weights(quantization: Any, family: str) -> None:
             ids.append(token)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["gptq", "awq", "large-q4_k_m.gguf", "ct-fp8", "ct-w8a8"])
 @pytest.mark.usefixtures("on_card")
 def test_a_runner_takes_quantized_checkpoints(name: str, caplog: pytest.LogCaptureFixture) -> None:
