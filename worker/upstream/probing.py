@@ -1,4 +1,4 @@
-"""What a server can do, seen by the effect on its tokens: many servers ignore unknown fields."""
+"""Finds out a server's abilities by their effect on tokens: many servers ignore unknown fields."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LEAST_VOCABULARY = 256
 
 
 async def describe(dialect: Dialect, server: Server) -> ServerDescription:
-    """Returns a server's description with what it was seen to do. Raises what
-    `Dialect.describe` raises."""
+    """Returns a server's description, with its probed abilities. Raises the errors of
+    `Dialect.describe`."""
     description = await dialect.describe(server)
     heeds_masks = await _heeds_masks(dialect, server, description.model)
     return replace(description, heeds_masks=heeds_masks)

@@ -2,7 +2,7 @@
 
 The server generates freely. The first token that breaks a rule is dropped, the call is closed, and
 the server chooses one token under a mask in its place. Then it generates freely again. So greedy
-outputs are those of an engine that masks each token, on any server that takes masks.
+outputs are those of an engine that masks each token, on any server that heeds masks.
 """
 
 from __future__ import annotations

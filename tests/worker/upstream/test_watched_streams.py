@@ -68,7 +68,7 @@ def stand_in(name: str) -> Iterator[StandIn]:
 
 
 async def served(name: str, url: str, model: Path) -> Served:
-    """What a worker would serve; it has its own event loop while it looks at the server."""
+    """Build it in a thread: it runs an event loop while it looks at the server."""
     return await asyncio.to_thread(built, name, url, model)
 
 

@@ -114,7 +114,7 @@ class Dialect(Protocol):
     """
 
     abilities: EngineAbilities
-    """Those of a server that heeds no masks."""
+    """The abilities of a server that heeds no masks."""
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         """Returns the command of a server with these settings. Raises ConfigurationError."""
