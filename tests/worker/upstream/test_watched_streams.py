@@ -10,26 +10,35 @@ import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import jsonschema
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from promptq import Client
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
+from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served, build
+from promptq.worker.text.grammars.schema_masks import Grammars
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.upstream.dialects.dialect import ServerDescription, abilities_of
+from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.programs.stand_in_server.batch import next_token
+from tests.programs.stand_in_server.batch import VOCAB_SIZE, next_token
 from tests.programs.stand_in_server.starting import (
     END_TOKEN_ID,
     StandIn,
+    limits_of,
     save_byte_model,
     stand_in_server,
 )
@@ -295,3 +304,37 @@ async def test_a_server_that_comes_back_without_masks_ends_the_worker_and_no_req
         await async_until(lambda: engine.has_failed)
         with pytest.raises(ConfigurationError, match="heeds no masks now, and did before"):
             await engine.fetch()
+
+
+async def complete(request: web.Request) -> web.Response:
+    """Answers as `/v1/completions` does, with one event. It knows no masks but `logit_bias`."""
+    body = await request.json()
+    bias = {int(key): by for key, by in (body.get("logit_bias") or {}).items()}
+    banned = {token_id for token_id, by in bias.items() if by == -100}
+    tokens = body["prompt"]
+    for _ in range(body["max_tokens"]):
+        lifted = {token_id for token_id, by in bias.items() if by == 100} - banned
+        tokens.append(next_token(tokens, None, banned, lifted or None))
+    choice = {"token_ids": tokens[-body["max_tokens"] :], "finish_reason": "length", "text": "x"}
+    event = json.dumps({"choices": [choice]})
+    return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n")
+
+
+async def test_biases_are_masks_for_servers_that_know_nothing_else(model: Path) -> None:
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    dialect, description = OpenAIDialect(is_exact=True), ServerDescription("s", "m", 1024)
+    abilities = abilities_of(dialect, replace(description, heeds_masks=True))
+    tokenizer, ends = HuggingFaceTokenizer.load(str(model)), frozenset({END_TOKEN_ID})
+    async with TestServer(app) as there:
+        url = str(there.make_url("")).rstrip("/")
+        engine = ForwardingEngine(url, None, dialect, limits_of(), "m", 60.0, None, abilities)
+        grammars = Grammars(tokenizer, VOCAB_SIZE, ends)
+        here = Served(engine, tokenizer, ModelIdentity(), ends, url, "float32", grammars=grammars)
+        async with started_engine(here):
+            for schema in SCHEMAS.values():
+                fields = {"response_format": json_schema(schema), "max_tokens": 60, **GREEDY}
+                whole = masked(prepare(here, **fields))
+                for more in ({}, {"logit_bias": {str(VOCAB_SIZE - 1): 1.0}}):
+                    output = await last_of(engine, prepare(here, **fields, **more))
+                    assert (output.token_ids, output.finish_reason) == whole, (schema, more)
