@@ -288,7 +288,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         max_prompt_tokens=limits.max_model_len,
     )
     server.check_tokenizer(tokenizer)
-    abilities = dialect.abilities
+    abilities = server.abilities
     get_logger().info(
         "what this engine cannot do",
         server=server.description.software,
@@ -304,15 +304,19 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         server.description.model,
         settings.stuck_seconds,
         process,
+        server.abilities,
     )
+    ends = _end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size)
+    style = style_of(tokenizer, settings.output_style)
     return Served(
         engine=engine,
         tokenizer=tokenizer,
         identity=_identity(settings.model_copy(update={"model": name}), tokenizer),
-        end_token_ids=_end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size),
+        end_token_ids=ends,
         device=server.url,
         dtype="" if settings.dtype == "auto" else settings.dtype,
         method=server.description.software,
+        grammars=Grammars(tokenizer, facts.vocab_size, ends, vets=True, style=style),
     )
 
 

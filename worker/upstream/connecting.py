@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.api.messages import EngineLimits
+from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription, abilities_of
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.transport import (
@@ -23,6 +23,7 @@ from promptq.worker.upstream.dialects.transport import (
     malformed_as_fault,
 )
 from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.probing import describe
 from promptq.worker.upstream.server_process import ServerProcess, free_port
 
 DIALECTS: dict[str, Callable[..., Dialect]] = {
@@ -40,10 +41,12 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, and its token ids of the probe; None if it does not report them."""
+    """A server that answers, with what it can do, and with its token ids of the probe; None if it
+    does not report them."""
 
     url: str
     description: ServerDescription
+    abilities: EngineAbilities
     probe_token_ids: list[int] | None
 
     def limits(self, settings: WorkerSettings, vocab_size: int) -> EngineLimits:
@@ -125,7 +128,7 @@ async def _find(
         while True:
             try:
                 with malformed_as_fault():
-                    description = await dialect.describe(server)
+                    description = await describe(dialect, server)
                     probe = await dialect.tokenize(server, _PROBE)
                 break
             except (ServerFaultError, OverloadedError, RefusedError) as error:
@@ -141,4 +144,4 @@ async def _find(
         await server.close()
     if process is not None:
         process.has_answered()
-    return FoundServer(url, description, probe)
+    return FoundServer(url, description, abilities_of(dialect, description), probe)

@@ -17,6 +17,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.limit_checks import check_request
 from promptq.worker.engine.api.messages import (
+    EngineAbilities,
     EngineLimits,
     EngineRequest,
     EngineSnapshot,
@@ -35,11 +36,12 @@ from promptq.worker.upstream.dialects.transport import (
     Server,
     ServerFaultError,
     UnusableAnswerError,
-    malformed_as_fault,
 )
 from promptq.worker.upstream.outbox import Outbox
 from promptq.worker.upstream.server_process import ServerProcess
 from promptq.worker.upstream.server_recovery import ServerRecovery
+from promptq.worker.upstream.token_rules import NoTokenError
+from promptq.worker.upstream.watched_stream import WatchedStream
 
 _AWAY = "the inference server is away"
 _OF_SERVER = (403, 404)
@@ -94,12 +96,13 @@ class ForwardingEngine:
         model: str,
         idle_seconds: float,
         process: ServerProcess | None = None,
+        abilities: EngineAbilities | None = None,
     ) -> None:
         """Prepares an engine for a server. `model` is the server's name of the model. A stream
         fails if it is silent for `idle_seconds`. `process` is the server's, if it ends with the
-        engine."""
+        engine. `abilities` are the server's; None: it heeds no masks."""
         self.limits = limits
-        self.abilities = dialect.abilities
+        self.abilities = abilities or dialect.abilities
         self.is_accepting = True
         self._url, self._key, self._idle_seconds = url, key, idle_seconds
         self._dialect = dialect
@@ -111,7 +114,10 @@ class ForwardingEngine:
         self._running: dict[int, _Sequence] = {}  # by slot, until its connection is closed
         self._successors: dict[int, _Sequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
-        self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
+        needs_masks = self.abilities.grammars
+        self._recovery = ServerRecovery(
+            dialect, model, limits.max_model_len, process, needs_masks=needs_masks
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
         self._busy_since: float | None = None
@@ -304,6 +310,8 @@ class ForwardingEngine:
             why = f"the server is overloaded: {error}"
             self._give_back(sequence, why, is_blameless=True, seconds=seconds)
             self._recover(str(error), seconds)
+        except NoTokenError as error:
+            self._put_end(sequence, FinishReason.ERROR, error=str(error), is_refused=True)
         except UnusableAnswerError as error:
             self._try_again(sequence, str(error))
         except ServerFaultError as error:
@@ -321,35 +329,21 @@ class ForwardingEngine:
 
     async def _read(self, sequence: _Sequence) -> None:
         """Pass on the chunks of a sequence until its end."""
+        assert self._server is not None
+        stream = WatchedStream(
+            self._dialect,
+            self._server,
+            sequence.request,
+            sequence.emitted,
+            self._model,
+            self.limits.vocab_size,
+        )
         is_over = False
-        async with aclosing(self._chunks(sequence)) as chunks:
-            async for chunk in chunks:
-                if is_over and chunk.token_ids:
-                    return  # the server continues although nobody waits
-                if is_over:
-                    continue  # until the server's own end
-                is_servers = chunk.finish_reason is not None
+        async with aclosing(stream.chunks()) as chunks:
+            while (chunk := await self._next_with_tokens(chunks)) is not None:
                 is_over = await self._put_chunk(sequence, chunk)
-                if is_over and not is_servers and chunk.finish_reason is FinishReason.STOP:
-                    return  # the server does not know this end token
         if not is_over:
             raise ServerFaultError("the stream ended without a finish reason")
-
-    async def _chunks(self, sequence: _Sequence) -> AsyncGenerator[Chunk]:
-        """Yields the server's chunks for a sequence, checked: nothing else may reach a log."""
-        assert self._server is not None
-        with malformed_as_fault():
-            chunks = self._dialect.generate(
-                self._server, sequence.request, tuple(sequence.emitted), self._model
-            )
-            async with aclosing(chunks):
-                while (chunk := await self._next_with_tokens(chunks)) is not None:
-                    for token_id in chunk.token_ids:
-                        if type(token_id) is not int or not 0 <= token_id < self.limits.vocab_size:
-                            raise UnusableAnswerError(f"{token_id!r:.40} is no token id")
-                    if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
-                        raise UnusableAnswerError("a log-probability is missing")
-                    yield chunk
 
     async def _next_with_tokens(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
         """Returns the next chunk that has tokens or is the last one; None after the server's end.
@@ -366,19 +360,9 @@ class ForwardingEngine:
         return None
 
     async def _put_chunk(self, sequence: _Sequence, chunk: Chunk) -> bool:
-        """Pass on a chunk, and end the sequence at its first end token or at its length.
-
-        Returns whether that was its end.
-        """
+        """Pass on a chunk. Returns whether it was the last one."""
         now = time.monotonic()
-        timing, ends = sequence.timing, sequence.request.end_token_ids
-        room = sequence.request.max_tokens - len(sequence.emitted)
-        if len(chunk.token_ids) > room:
-            chunk.token_ids, chunk.finish_reason = chunk.token_ids[:room], FinishReason.LENGTH
-        for number, token_id in enumerate(chunk.token_ids, 1):
-            if token_id in ends:
-                chunk.token_ids, chunk.finish_reason = chunk.token_ids[:number], FinishReason.STOP
-                break
+        timing = sequence.timing
         if chunk.token_ids:
             sequence.emitted += chunk.token_ids
             self._totals.num_steps += 1
@@ -388,8 +372,6 @@ class ForwardingEngine:
             if timing.first_token_at is None:
                 timing.first_token_at = now
                 self._totals.prompt_tokens += len(sequence.request.prompt_token_ids)
-        if chunk.finish_reason is None and len(sequence.emitted) >= sequence.request.max_tokens:
-            chunk.finish_reason = FinishReason.LENGTH
         if chunk.finish_reason is not None:
             self._put_end(sequence, chunk.finish_reason, chunk)
         elif chunk.token_ids:
@@ -409,6 +391,8 @@ class ForwardingEngine:
         reason: FinishReason,
         chunk: Chunk | None = None,
         error: str | None = None,
+        *,
+        is_refused: bool = False,
     ) -> None:
         self._sequences.pop(sequence.sequence_id, None)
         self._faults.pop(sequence.request.order[1], None)
@@ -419,6 +403,7 @@ class ForwardingEngine:
             chunk.logprobs if chunk else None,
             finish_reason=reason,
             error=error,
+            is_refused=is_refused,
             timing=sequence.timing.copy(),
         )
         self._outbox.put(output)

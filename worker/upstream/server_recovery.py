@@ -16,6 +16,7 @@ from promptq.worker.upstream.dialects.transport import (
     ServerFaultError,
     malformed_as_fault,
 )
+from promptq.worker.upstream.probing import describe
 from promptq.worker.upstream.server_process import ServerProcess
 
 _FIRST_RETRY_SECONDS = 0.1
@@ -28,9 +29,17 @@ class ServerRecovery:
     """Calls a server at once, and then less and less often, until it is well."""
 
     def __init__(
-        self, dialect: Dialect, model: str, max_model_len: int, process: ServerProcess | None
+        self,
+        dialect: Dialect,
+        model: str,
+        max_model_len: int,
+        process: ServerProcess | None,
+        *,
+        needs_masks: bool,
     ) -> None:
-        """Requires the same `model` and at least this context of the server that comes back."""
+        """Requires the same `model` and at least this context of the server that comes back, and
+        that it heeds masks if it must."""
+        self._needs_masks = needs_masks
         self._dialect, self._model, self._max_model_len = dialect, model, max_model_len
         self._process = process
         self._well_since = time.monotonic()
@@ -53,7 +62,7 @@ class ServerRecovery:
                 self._process.check()
             try:
                 with malformed_as_fault():
-                    now = await self._dialect.describe(server)
+                    now = await describe(self._dialect, server)
                 break
             except (ServerFaultError, OverloadedError, RefusedError) as error:
                 if str(error) != self._reported:
@@ -66,6 +75,8 @@ class ServerRecovery:
         if now.max_model_len < self._max_model_len:  # it would refuse what is accepted here
             change = f"takes {now.max_model_len} tokens now, and took {self._max_model_len} before"
             raise ConfigurationError(f"--upstream: {server.url} {change}")
+        if self._needs_masks and not now.heeds_masks:
+            raise ConfigurationError(f"--upstream: {server.url} heeds no masks now, and did before")
         log.info("the inference server works again", software=now.software)
         self._well_since = time.monotonic()
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "
+VOCAB_SIZE = 257
 _MASK = 2**64 - 1
 
 
@@ -18,10 +19,13 @@ def _mixed(number: int) -> int:
 
 
 def next_token(
-    tokens: Sequence[int], draw: tuple[int, int] | None = None, banned: Collection[int] = ()
+    tokens: Sequence[int],
+    draw: tuple[int, int] | None = None,
+    banned: Collection[int] = (),
+    allowed: Collection[int] | None = None,
 ) -> int:
     """Returns the token after `tokens`: a letter that follows from their number and the last of
-    them.
+    them. If no letter may come, it is another token that may.
 
     `draw` is the seed and how many tokens this call has generated, for a request that is not
     greedy: as in the real servers, another attempt draws other numbers.
@@ -29,11 +33,12 @@ def next_token(
     state = _mixed(len(tokens) * 0x9E3779B97F4A7C15 + tokens[-1] + (tokens[0] << 16) & _MASK)
     if draw is not None:
         state = _mixed(state ^ _mixed(draw[0] + (draw[1] << 32) + 1))
-    for step in range(len(LETTERS)):
-        token = LETTERS[(state + step) % len(LETTERS)]
-        if token not in banned:
-            return token
-    raise ValueError("every letter is banned")
+    for among in (LETTERS, range(VOCAB_SIZE)):
+        for step in range(len(among)):
+            token = among[(state + step) % len(among)]
+            if token not in banned and (allowed is None or token in allowed):
+                return token
+    raise ValueError("no token may come")
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -44,15 +49,15 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-VOCAB_SIZE = 257
 POISON = ord("!")
 """A prompt with this token breaks its stream each time, after two tokens."""
 _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
-FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse")
+FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse", "unmask")
 """`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
 `malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
 `freeze`: no more tokens are generated; `overload`: new requests are refused with 503; `refuse`:
-with 404. The first five are over when each running stream has failed once."""
+with 404; `unmask`: masks are ignored. The first five are over when each running stream has failed
+once."""
 
 
 class BrokenError(Exception):
@@ -92,6 +97,7 @@ class Batch:
         min_tokens: int = 0,
         seed: int | None = None,
         bias: dict[int, float] | None = None,
+        allowed: Collection[int] | None = None,
     ) -> AsyncIterator[tuple[int, str | None]]:
         """Yields each token, with a finish reason on the last one. Raises BrokenError."""
         self._waiting += 1
@@ -104,7 +110,7 @@ class Batch:
         number_of_stream = self._counts["started"]
         self._counts["most_running"] = max(self._running, self._counts["most_running"])
         tokens, is_over = [*prompt], False
-        banned = {token for token, by in (bias or {}).items() if by <= -50}
+        banned = {token for token, by in (bias or {}).items() if by is False or by <= -50}
         try:
             num_tokens = min(num_tokens, self.max_model_len - len(prompt))
             for number in range(1, num_tokens + 1):
@@ -117,7 +123,9 @@ class Batch:
                     raise BrokenError(self.fault)
                 draw = None if seed is None else (seed, number)
                 held = banned | (set(ends) if number <= min_tokens else set())
-                tokens.append(next_token(tokens, draw, held))
+                if self.fault == "unmask":
+                    held, allowed = set(), None
+                tokens.append(next_token(tokens, draw, held, allowed))
                 is_over = tokens[-1] in ends or number == num_tokens
                 reason = None if not is_over else "stop" if tokens[-1] in ends else "length"
                 if is_over:

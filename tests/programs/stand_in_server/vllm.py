@@ -89,6 +89,7 @@ def vllm_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]
             min_tokens=params.get("min_tokens", 0),
             seed=params.get("seed", 0) if temperature else None,
             bias=bias,
+            allowed=params.get("allowed_token_ids"),
         )
         found: list[int] = []
         try:

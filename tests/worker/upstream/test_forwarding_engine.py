@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialects.dialect import Chunk
+from promptq.worker.upstream.dialects.dialect import Chunk, Mask
 from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
@@ -26,7 +26,12 @@ class Scripted(VllmDialect):
         self._script = script
 
     def generate(
-        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+        self,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        mask: Mask | None = None,
     ) -> AsyncGenerator[Chunk]:
         return self._script(request)
 

@@ -402,7 +402,7 @@ async def test_so_it_is_in_a_stream(dialect: Dialect, what: str) -> None:
 
 def test_what_a_server_says_of_itself_is_cut_in_messages() -> None:
     description = ServerDescription("vLLM", "x" * 4000, max_model_len=8)
-    found = FoundServer("http://a", description, probe_token_ids=[1])
+    found = FoundServer("http://a", description, VllmDialect().abilities, probe_token_ids=[1])
     with pytest.raises(ConfigurationError) as caught:
         found.check_tokenizer(HuggingFaceTokenizer.load(str(MODEL_DIR)))
     assert len(str(caught.value)) < 1000

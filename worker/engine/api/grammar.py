@@ -31,6 +31,10 @@ class Grammar(Protocol):
         """Computes the masks. All grammars of a model have the same masker."""
         ...
 
+    def allows(self, token_id: int) -> bool:
+        """Whether `Masker.fill` sets a token's bit now."""
+        ...
+
     def accept(self, token_id: int) -> None:
         """Take the next output token, unless it is an end token. Raises GrammarError."""
         ...

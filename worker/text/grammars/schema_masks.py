@@ -17,6 +17,8 @@ from hashlib import sha256
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
     ChoiceOutput,
@@ -44,7 +46,6 @@ from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
@@ -255,17 +256,25 @@ class LLMasker:
 class LLGrammar:
     """The library's Grammar. It also offers `rollback` and `validate_tokens`, for drafts."""
 
-    __slots__ = ("_ends_to_allow", "_ends_to_ban", "masker", "matcher")
+    __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "masker", "matcher")
 
     def __init__(self, matcher: LLMatcher, masker: LLMasker, end_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
         self.masker = masker
+        self._all_ends = end_token_ids | masker.model_ends
         self._ends_to_allow = sorted(end_token_ids - masker.model_ends)
         self._ends_to_ban = sorted(masker.model_ends - end_token_ids)
 
     @property
     def is_complete(self) -> bool:
         return self.matcher.is_stopped()
+
+    def allows(self, token_id: int) -> bool:
+        if token_id not in self._all_ends:
+            return bool(self.matcher.validate_tokens([token_id]))
+        masks = np.zeros((1, self.masker.num_words), np.int32)
+        failed = self.masker.fill([self], masks)
+        return not failed and bool(int(masks[0, token_id // 32]) >> token_id % 32 & 1)
 
     def accept(self, token_id: int) -> None:
         if not self.matcher.consume_token(token_id):

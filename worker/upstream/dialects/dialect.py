@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
@@ -47,6 +50,8 @@ class ServerDescription:
     block_size: int = 1
     model_dir: str | None = None
     """Directory or hub name of the model's files, from the server's options."""
+    heeds_masks: bool = False
+    """Whether it was seen to choose another token because of a mask."""
 
     def __post_init__(self) -> None:
         """Checks the values. Raises ValueError for one that cannot be used."""
@@ -70,6 +75,32 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
 
+    def cut(self, num_tokens: int) -> None:
+        """Drop all tokens after the first `num_tokens`."""
+        del self.token_ids[num_tokens:]
+        if self.logprobs is not None:
+            del self.logprobs[num_tokens:]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The tokens out of which a server chooses one."""
+
+    allowed: npt.NDArray[np.bool_]  # [vocab_size]
+    rejected: tuple[int, ...]
+    """Tokens that the server has chosen in this place, and which are not allowed. A server that
+    cannot take the whole mask is at least forbidden these."""
+
+    @property
+    def allowed_ids(self) -> list[int]:
+        ids: list[int] = np.flatnonzero(self.allowed).tolist()
+        return ids
+
+    @property
+    def forbidden_ids(self) -> list[int]:
+        ids: list[int] = np.flatnonzero(~self.allowed).tolist()
+        return ids
+
 
 def seed_after(request: EngineRequest, num_emitted: int) -> int:
     """Returns the seed of a call. A later attempt draws other numbers than the first one used."""
@@ -83,6 +114,7 @@ class Dialect(Protocol):
     """
 
     abilities: EngineAbilities
+    """The abilities of a server that heeds no masks."""
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         """Returns the command of a server with these settings. Raises ConfigurationError."""
@@ -100,17 +132,32 @@ class Dialect(Protocol):
         ...
 
     def generate(
-        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+        self,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        mask: Mask | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
 
-        The chunks have every token. Closing the generator closes the connection.
+        With a mask, yields one token, which may be outside of a large mask. The chunks have every
+        token. Closing the generator closes the connection.
         """
         ...
 
 
+def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:
+    """Returns the abilities of a server. Where it heeds masks, a WatchedStream applies rules that
+    the server does not know."""
+    known = dialect.abilities
+    if not description.heeds_masks:
+        return known
+    return replace(known, grammars=True, unheeded=known.unheeded - {"bad_words", "min_tokens"})
+
+
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
-    """Returns the abilities of a dialect: those of all servers, and its own."""
+    """Returns the abilities of a dialect's servers: those that all servers have, and its own."""
     return EngineAbilities(
         grammars=False,
         preempts_inexact=False,

@@ -16,6 +16,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Mask,
     ServerDescription,
     seed_after,
     server_abilities,
@@ -114,7 +115,12 @@ class LlamaCppDialect:
         return tokens
 
     async def generate(
-        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+        self,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        mask: Mask | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Yields chunks with every token.
 
@@ -124,6 +130,9 @@ class LlamaCppDialect:
         streamed.
         """
         output = [*emitted]
+        if mask is not None:
+            yield await self._ask_for_some(server, request, output, mask)
+            return
         while True:
             if request.params.temperature == 0.0:
                 async with aclosing(self._stream(server, request, output)) as chunks:
@@ -156,9 +165,16 @@ class LlamaCppDialect:
         raise ServerFaultError("the stream ended without a finish reason")
 
     async def _ask_for_some(
-        self, server: Server, request: EngineRequest, output: Sequence[int]
+        self,
+        server: Server,
+        request: EngineRequest,
+        output: Sequence[int],
+        mask: Mask | None = None,
     ) -> Chunk:
         body = _body(request, output)
+        if mask is not None:
+            body["n_predict"] = 1
+            body["logit_bias"] += [[token_id, False] for token_id in mask.forbidden_ids]
         is_rest = body["n_predict"] <= _TOKENS_AT_ONCE
         body["n_predict"] = min(body["n_predict"], _TOKENS_AT_ONCE)
         event = await server.post(_COMPLETION, body, server.idle_seconds)

@@ -14,6 +14,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Mask,
     ServerDescription,
     seed_after,
     server_abilities,
@@ -27,6 +28,9 @@ from promptq.worker.upstream.dialects.transport import (
 )
 
 _COMPLETIONS = "/v1/completions"
+_MOST_BIASES = 300
+"""The most entries of `logit_bias` that OpenAI's API takes."""
+_MOST_BIAS = 100.0
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -95,16 +99,21 @@ class OpenAIDialect:
         return None  # OpenAI's API has no call for it
 
     async def generate(
-        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+        self,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        mask: Mask | None = None,
     ) -> AsyncGenerator[Chunk]:
         params = request.params
         sampling = {
-            "max_tokens": request.max_tokens - len(emitted),
+            "max_tokens": request.max_tokens - len(emitted) if mask is None else 1,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "logit_bias": params.logit_bias,
+            "logit_bias": params.logit_bias if mask is None else _bias(params.logit_bias, mask),
             "seed": seed_after(request, len(emitted)),
             "stream": True,
         }
@@ -113,6 +122,15 @@ class OpenAIDialect:
             async for data in events:
                 if (chunk := _read(data)) is not None:
                     yield chunk
+
+
+def _bias(bias: dict[str, float] | None, mask: Mask) -> dict[str, float]:
+    """Returns biases for a mask. Lifting the allowed tokens would change what `bias` does among
+    them, as the API cuts biases at 100."""
+    bias = dict(bias or {})
+    if not bias and len(allowed := mask.allowed_ids) <= _MOST_BIASES:
+        bias = dict.fromkeys(map(str, allowed), _MOST_BIAS)
+    return bias | dict.fromkeys(map(str, mask.rejected), -_MOST_BIAS)
 
 
 def _body(prompt: list[int], sampling: dict[str, Any], model: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Mask,
     ServerDescription,
     seed_after,
     server_abilities,
@@ -35,6 +36,9 @@ from promptq.worker.upstream.dialects.transport import (
 _GENERATE = "/inference/v1/generate"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
+_MOST_ALLOWED = 1024
+"""On a GPU, more `allowed_token_ids` end the server."""
+_BANNED = -1e4
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -115,9 +119,17 @@ class VllmDialect:
         return tokens
 
     async def generate(
-        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+        self,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        mask: Mask | None = None,
     ) -> AsyncGenerator[Chunk]:
-        async with server.stream(_GENERATE, self._body(request, emitted, model)) as events:
+        body = self._body(request, emitted, model)
+        if mask is not None:
+            _put_mask(body["sampling_params"], mask)
+        async with server.stream(_GENERATE, body) as events:
             async for data in events:
                 if (chunk := _read(data, request.params.logprobs or 0)) is not None:
                     yield chunk
@@ -154,6 +166,15 @@ class VllmDialect:
         if tenant or request.cache_salt:
             body["cache_salt"] = f"{tenant}:{request.cache_salt}"
         return body
+
+
+def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
+    sampling |= {"max_tokens": 1, "min_tokens": 0}
+    if len(allowed := mask.allowed_ids) <= _MOST_ALLOWED:
+        sampling["allowed_token_ids"] = allowed
+    else:
+        bans = {str(token_id): _BANNED for token_id in mask.rejected}
+        sampling["logit_bias"] = {**(sampling["logit_bias"] or {}), **bans}
 
 
 def _read(data: bytes, num_top: int) -> Chunk | None:

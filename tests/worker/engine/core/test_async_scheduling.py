@@ -38,6 +38,9 @@ class AnyToken:
     def masker(self) -> Masker:
         raise NotImplementedError
 
+    def allows(self, token_id: int) -> bool:
+        return True
+
     def accept(self, token_id: int) -> None:
         pass
 

@@ -1,0 +1,45 @@
+"""Finds out a server's abilities by their effect on tokens: many servers ignore unknown fields."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.dialect import Dialect, Mask, ServerDescription
+from promptq.worker.upstream.dialects.transport import RefusedError, Server, ServerFaultError
+
+_REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
+_LEAST_VOCABULARY = 256
+
+
+async def describe(dialect: Dialect, server: Server) -> ServerDescription:
+    """Returns a server's description, with its probed abilities. Raises the errors of
+    `Dialect.describe`."""
+    description = await dialect.describe(server)
+    heeds_masks = await _heeds_masks(dialect, server, description.model)
+    return replace(description, heeds_masks=heeds_masks)
+
+
+async def _heeds_masks(dialect: Dialect, server: Server, model: str) -> bool:
+    """Returns whether a mask without the token that the server prefers makes it choose another
+    one."""
+    preferred = await _token(dialect, server, model, None)
+    allowed = np.zeros(max(_LEAST_VOCABULARY, preferred + 1), bool)
+    allowed[65 if preferred != 65 else 66] = True
+    try:
+        chosen = await _token(dialect, server, model, Mask(allowed, (preferred,)))
+    except RefusedError:
+        return False
+    return chosen != preferred
+
+
+async def _token(dialect: Dialect, server: Server, model: str, mask: Mask | None) -> int:
+    async with aclosing(dialect.generate(server, _REQUEST, [], model, mask)) as chunks:
+        async for chunk in chunks:
+            for token_id in chunk.token_ids:
+                return token_id
+    raise ServerFaultError("generated nothing when it was tried")

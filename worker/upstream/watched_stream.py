@@ -1,0 +1,149 @@
+"""A server's stream in which each token obeys the request's rules.
+
+The server generates freely. The first token that breaks a rule is dropped, the call is closed, and
+the server chooses one token under a mask in its place. Then it generates freely again. So greedy
+outputs are those of an engine that masks each token, on any server that heeds masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import numpy as np
+
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask
+from promptq.worker.upstream.dialects.transport import (
+    Server,
+    UnusableAnswerError,
+    malformed_as_fault,
+)
+from promptq.worker.upstream.token_rules import TokenRules
+
+_MOST_REJECTED = 256
+"""The most tokens that a server may choose in one place before one that may come there."""
+
+
+class WatchedStream:
+    """One attempt at a request on a server."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        vocab_size: int,
+    ) -> None:
+        """Prepares a stream after the tokens `emitted`, which the grammar has accepted."""
+        self._dialect, self._server, self._model = dialect, server, model
+        self._request = request
+        self._output = [*emitted]
+        self._vocab_size = vocab_size
+        self._rules = TokenRules(request, emitted, vocab_size)
+        self._rejected: list[int] = []
+        """The token that broke a rule, until another one has its place."""
+        self._breaks_rule = self._is_over = False
+
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Yields checked chunks until the end, as `Dialect.generate` does.
+
+        Raises NoTokenError, and UnusableAnswerError for an answer that has no token that may come.
+        """
+        while not self._is_over:
+            mask = self._rules.mask()
+            is_forced = np.count_nonzero(mask) == 1 and self._request.params.logprobs is None
+            if is_forced:
+                chunk = Chunk([int(mask.argmax())])
+            else:
+                async with aclosing(self._free_chunks()) as free:
+                    async for chunk in free:
+                        yield chunk
+                if not self._breaks_rule:
+                    return
+                chunk = await self._choose()
+            self._take(chunk)
+            yield chunk
+
+    async def _free_chunks(self) -> AsyncGenerator[Chunk]:
+        """Yields what the server generates freely, up to a token that breaks a rule."""
+        self._breaks_rule = False
+        async with aclosing(self._generate(None)) as chunks:
+            async for chunk in chunks:
+                if self._is_over and chunk.token_ids:
+                    return  # the server continues although nobody waits
+                if self._is_over:
+                    continue  # until the server's own end
+                is_servers = chunk.finish_reason is not None
+                self._breaks_rule = not self._take(chunk)
+                if chunk.token_ids or not self._breaks_rule:
+                    yield chunk
+                if self._breaks_rule:
+                    return
+                if not is_servers and chunk.finish_reason is FinishReason.STOP:
+                    return  # the server does not know this end
+
+    def _take(self, chunk: Chunk) -> bool:
+        """Accept the tokens of a chunk, and cut it where the output ends or a rule is broken.
+
+        Returns whether all obey the rules.
+        """
+        reason, chunk.finish_reason = chunk.finish_reason, None
+        for number, token_id in enumerate(chunk.token_ids):
+            if not self._rules.allow(token_id):
+                self._rejected = [token_id]
+                chunk.cut(number)
+                return False
+            self._rules.accept(token_id)
+            self._output.append(token_id)
+            is_end = token_id in self._request.end_token_ids or self._rules.is_complete
+            if is_end or len(self._output) >= self._request.max_tokens:
+                chunk.cut(number + 1)
+                reason = FinishReason.STOP if is_end else FinishReason.LENGTH
+                break
+        else:
+            if reason is FinishReason.STOP and not self._rules.may_end:
+                self._rejected = []
+                return False
+        chunk.finish_reason = reason
+        self._is_over = reason is not None
+        return True
+
+    async def _choose(self) -> Chunk:
+        """Returns one token that may come next, from the server unless there is only one."""
+        mask, rejected = self._rules.mask(), [*self._rejected]
+        if np.count_nonzero(mask) == 1 and self._request.params.logprobs is None:
+            return Chunk([int(mask.argmax())])
+        while len(rejected) < _MOST_REJECTED:
+            async with aclosing(self._generate(Mask(mask, tuple(rejected)))) as chunks:
+                async for chunk in chunks:
+                    if chunk.token_ids:
+                        break
+                else:
+                    raise UnusableAnswerError("the server chose no token under a mask")
+            chunk.cut(1)
+            (token_id,), chunk.finish_reason = chunk.token_ids, None
+            if mask[token_id]:
+                return chunk
+            if token_id in rejected:
+                break
+            rejected.append(token_id)
+        raise UnusableAnswerError("the server chose tokens outside of the mask")
+
+    async def _generate(self, mask: Mask | None) -> AsyncGenerator[Chunk]:
+        """Yields the server's chunks, checked: nothing else may reach a log."""
+        chunks = self._dialect.generate(
+            self._server, self._request, tuple(self._output), self._model, mask
+        )
+        with malformed_as_fault():
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    for token_id in chunk.token_ids:
+                        if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                            raise UnusableAnswerError(f"{token_id!r:.40} is no token id")
+                    if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
+                        raise UnusableAnswerError("a log-probability is missing")
+                    yield chunk
