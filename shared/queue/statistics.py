@@ -18,7 +18,8 @@ _MOST_DEADLINES = 1000
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """When a worker last reported its batch (server time in ms, 0: never), and the batch."""
+    """Reads the batch that a worker last reported, after the time of the report (server time in ms;
+    0: never)."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         reported_at, batch = reply
@@ -105,7 +106,8 @@ class Work:
     tokens_of_worker: float = 0.0
     """Tokens that one worker generates in a second while requests wait; 0: not measured yet."""
     tokens_requested: float = 0.0
-    """Tokens that clients request in a second: the most of any half minute of the last minute."""
+    """Tokens that clients request in a second: the highest average over half a minute in the last
+    minute."""
     is_paused: bool = False
     front: float | None = None
     """The lowest score of a waiting request, made of priority and arrival; None if none waits."""

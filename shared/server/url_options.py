@@ -18,7 +18,8 @@ _NO_EFFECT = {
     "encoding": ("utf-8", "utf8"),
     "encoding_errors": ("strict",),
 }
-"""Defaults that programs state explicitly. Other values would break promptq."""
+"""Options that programs may state with these values, which are the defaults. Other values would
+break promptq."""
 
 
 def _is_duration(value: str) -> bool:
