@@ -18,7 +18,8 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Make all workers, or one, claim no more, finish running requests and exit. Returns ids."""
+    """Make all workers, or one, claim no more, finish running requests and exit. Returns the
+    workers' ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
     channels = (keys.drain, keys.control)  # earlier releases listen to the second

@@ -146,7 +146,8 @@ class AsyncClient:
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens": 8}`.
+        Each request is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens":
+        8}`.
         """
         return await self.enqueue_composed(compose(requests))
 
@@ -334,7 +335,8 @@ class AsyncClient:
         await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns the
+        workers' ids."""
         return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters

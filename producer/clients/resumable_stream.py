@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 _LARGE_BYTES = 65_536
-"""A larger event is read in small parts."""
+"""The most bytes of an event that is read at once. A larger event is read in small parts."""
 
 SILENCE_SECONDS = 3.0
 """After this time without an event the log is read: if the last event is lost, no gap shows it."""
@@ -127,9 +127,9 @@ def follow(
     """Stream a request, from its first event or the one that holds token `from_index`, to its last.
 
     If the request's log was folded into its result, the stream is one event with the rest. With a
-    `from_index`, that event has `index` 0 and holds everything, as the borders of the text are lost
-    with the log. A Redis user who may not read requests' records gets the events of log and
-    channel, and waits if there is no log.
+    `from_index`, that event has `index` 0 and holds everything, because a result does not show
+    which text belongs to which token. A Redis user who may not read requests' records gets the
+    events of log and channel, and waits if there is no log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and what redis-py raises when the server stays away.

@@ -146,7 +146,8 @@ class Client:
     def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens": 8}`.
+        Each request is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens":
+        8}`.
         """
         return self.enqueue_composed(compose(requests))
 
@@ -330,7 +331,8 @@ class Client:
         self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns the
+        workers' ids."""
         return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters

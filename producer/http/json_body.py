@@ -21,7 +21,7 @@ from promptq.producer.http.state import ThisGateway
 _MOST_BYTES = 262_144
 """A body of this size is quick to read on the event loop, whatever is in it."""
 _MOST_FIELDS = 100
-"""Pydantic would report each unknown field."""
+"""The most fields of a body. With more fields, pydantic's report of unknown ones would be long."""
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:

@@ -76,7 +76,7 @@ def warn_of(field: str) -> None:
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     """Renames fields of a body that have other names in other servers' APIs.
 
-    Raises InvalidRequestError for what is not served.
+    Raises InvalidRequestError for a feature that is not supported.
     """
     fields = {**body}
     if fields.get("seed") == -1:  # vLLM's word for none
@@ -115,7 +115,7 @@ _FORMS = (
     "structured_outputs",
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""Names of vLLM, the newer one first."""
+"""vLLM's fields for the format of the output, the newer one first."""
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:

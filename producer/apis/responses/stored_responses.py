@@ -103,7 +103,7 @@ class StoredResponses:
         """Returns up to `limit` responses without output that no gateway has checked for
         `not_since_ms`, the longest unchecked first, and marks them as checked now.
 
-        Their calls have nothing but the id: the rest may be megabytes of each.
+        The calls of these responses have only the id, because the rest of each may be megabytes.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses

@@ -79,7 +79,8 @@ class ChildProcess:
         return "\n".join(self.last_lines)
 
     def has(self, pid: int) -> bool:
-        """Whether a process of this machine belongs to this one's session."""
+        """Whether the process with this id on this machine belongs to the session of this
+        process."""
         with suppress(OSError, OverflowError):  # it is gone, or a stranger wrote the number
             return os.getsid(pid) == self._shell.pid
         return False

@@ -32,7 +32,8 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """One row. Times are Unix milliseconds of the server; None if it has not happened."""
+    """One row. Times are Unix milliseconds of the server; None for an event that has not
+    happened."""
 
     request_id: str
     state: str
