@@ -32,7 +32,7 @@ _NEXT = {
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
 _TENANTS_ASIDE = 4
-"""One tenant may take a quarter of both limits, so there is room for four tenants."""
+"""The number of tenants that find room aside. One tenant may take this part of both limits."""
 
 
 class Departure(StrEnum):
@@ -229,8 +229,8 @@ class Leases:
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Sums the preemptible sequences by priority and tenant. A tenant that only holds other
-        sequences has zeros."""
+        """Sums the preemptible sequences by priority and tenant. A tenant that holds only requests
+        that cannot be preempted has zeros."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))

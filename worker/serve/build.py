@@ -52,7 +52,7 @@ class Served:
     end_token_ids: frozenset[int]
     device: str
     dtype: str
-    """Empty if nothing is computed."""
+    """The dtype in which the model computes. Empty if nothing is computed."""
     method: str = ""
     """How the engine computes, in words: with promptq's own code, or why not."""
     grammars: Grammars | None = None
@@ -132,7 +132,7 @@ def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mode
 
 
 def _formats(settings: WorkerSettings) -> list[str]:
-    """Returns the number formats that change texts by more than processors do."""
+    """Returns the number formats that change outputs by more than another processor would."""
     formats: list[str] = []
     if settings.quantization != "none":
         formats.append(settings.quantization)

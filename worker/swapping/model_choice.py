@@ -30,7 +30,7 @@ class Loaded:
     queue: str
     since: float
     worked_at: float
-    """When its queue had work, the last time."""
+    """When its queue last had work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """Runs `target` with the settings, the server's address and a line to this owner.
+    """Runs `target` with the settings, the server's address and a connection to this owner.
 
-    The process ends when the owner does: it drains once the line to the owner is closed.
+    The process ends when the owner does: it drains once its connection to the owner is closed.
     """
 
     def __init__(

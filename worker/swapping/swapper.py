@@ -30,7 +30,8 @@ _LOADABLE_FOR_MS = 5000
 _GUESSED_LOAD_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _MOST_DOUBLINGS = 10
-"""After a day of failures the number would be too large for a float."""
+"""How often the wait after a failure is doubled at most. Without a limit, the number would be too
+large for a float after a day of failures."""
 
 
 class ModelFailedError(PromptqError):

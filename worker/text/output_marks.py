@@ -14,7 +14,7 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
-"""The last tokens of a prompt, among which a mark at its end is."""
+"""The number of a prompt's last tokens that are searched for a mark at its end."""
 
 
 class OutputMarks:

@@ -27,7 +27,8 @@ _ANY_LENGTH = 10**30
 
 
 class Tokenizer(Protocol):
-    """Thread-safe, because the intake encodes while the publisher decodes."""
+    """Converts between text and token ids. Thread-safe, because the intake encodes while the
+    publisher decodes."""
 
     def encode_prompt(self, request: Request) -> list[int]:
         """Returns the token ids of the prompt or rendered messages. Raises InvalidRequestError."""

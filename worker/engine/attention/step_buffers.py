@@ -19,8 +19,8 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 class StepKind:
     """Steps that are padded to `num_rows` rows.
 
-    Mixed ones have chunks of prompts, with or without decodes beside them. The others have decodes
-    alone, for which a layer launches one kernel less.
+    Mixed steps have chunks of prompts, with or without decodes beside them. All other steps have
+    decodes alone, for which a layer launches one kernel less.
     """
 
     num_rows: int

@@ -211,8 +211,8 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns the names of a head's tensors: those of a layer after the last one that has parts
-        of a head (DeepSeek-V3, GLM-4.5), or names that begin with `mtp` (Qwen3-Next)."""
+        """Returns the names of a head's tensors. They are names of a layer after the last one, if
+        it has parts of a head (DeepSeek-V3, GLM-4.5), or begin with `mtp` (Qwen3-Next)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]

@@ -38,7 +38,8 @@ class RotationTables:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of some layers' heads: that of the first numbers, if the tables are smaller."""
+    """The rotation of some layers' heads. If the tables are smaller than a head, only the head's
+    first numbers are rotated."""
 
     module: nn.Module
     """Computes the tables."""
@@ -50,9 +51,9 @@ class Rotation:
     def is_of(self, attention: nn.Module, size: int) -> bool:
         """Whether an attention module of rows of this size rotates its heads.
 
-        Derivatives show on what its output depends. They are taken on the device `meta`, so no
-        weight is read. Raises NotOfThisKindError if the output also depends on positions beside the
-        rotation.
+        Derivatives show which inputs the output depends on. They are taken on the device `meta`, so
+        no weight is read. Raises NotOfThisKindError if the output also depends on positions beside
+        the rotation.
         """
         like = torch.empty(1, device=next(attention.parameters()).device)
         with torch.inference_mode(False), torch.enable_grad():

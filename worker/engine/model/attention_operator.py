@@ -1,7 +1,8 @@
-"""The seam's attention: of one layer, and as one operator for the graphs of torch.compile.
+"""The attention that transformers' modules call: for one layer, and as one operator for the graphs
+of torch.compile.
 
-A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it.
-The operator finds its layer by a number in a tensor, which is an input of the graph like a weight.
+A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it. The
+operator finds its layer by a number in a tensor, which is an input of the graph like a weight.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from promptq.worker.engine.model.packed_model import SEAM, join_seam
 FULL_ATTENTION = "full_attention"
 """The library's name for layers that attend without a window."""
 _WORK_BESIDE = 4_000_000
-"""Weights whose reading takes about as long as a step's work beside the model: scheduling, sampling
-and the like."""
+"""The number of weights whose reading takes about as long as a step's work beside the model:
+scheduling, sampling and the like."""
 
 
 class NoHeadError(Exception):

@@ -16,7 +16,8 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The decays between two rows of a piece differ from channel to channel, which takes memory."""
+"""The most rows of a piece. The decays between two rows differ from channel to channel, which would
+take much memory in longer pieces."""
 
 
 class _Tokens(NamedTuple):

@@ -74,7 +74,7 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParts:
-    """A gated linear recurrence, as native/src/layers/scan.h has it.
+    """A gated linear recurrence, as native/src/layers/scan.h computes it.
 
     Each key head serves the same number of value heads, which follow each other.
     """

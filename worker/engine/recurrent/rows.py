@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from promptq.worker.engine.device.scratch import Scratch
 
 LONGEST_PIECE = 64
-"""The most rows of a chunk that are computed at once. More need fewer steps from state to state,
-and more scores of pairs of rows."""
+"""The most rows of a chunk that are computed at once. Longer pieces need fewer steps from state to
+state, but more scores of pairs of rows."""
 _SHORTEST_PIECE = 4
 
 

@@ -49,9 +49,10 @@ class NotVettedError(Exception):
 
 
 class Vetter:
-    """Controls the process in a worker. It starts when first needed, and again after a kill.
+    """Controls a worker's process that tries out grammars. The process starts when first needed,
+    and again after a kill.
 
-    Thread-safe. It takes one grammar at a time.
+    Thread-safe: one grammar is tried out at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

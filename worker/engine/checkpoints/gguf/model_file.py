@@ -255,7 +255,8 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the order of a weight's rows in transformers; None if it is the file's."""
+        """Returns the order of a weight's rows in transformers; None if the file has the same
+        order."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
