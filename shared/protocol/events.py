@@ -59,7 +59,7 @@ class TopLogprob(_Wire):
 class TokenLogprob(_Wire):
     """Natural log-probability of the token that was chosen, before any sampling parameter.
 
-    `rank` is 1 for the likeliest token. `top` has the likeliest tokens; it is null if the request
+    `rank` is 1 for the likeliest token. `top` has the likeliest tokens, or null if the request
     wants none. `token` is the token's text alone; bytes that form no whole character become U+FFFD.
     """
 

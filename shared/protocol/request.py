@@ -39,8 +39,8 @@ MAX_MS = 2**52
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
-"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. Each takes about 75
-bytes of JSON. All of them are in one event. A process that writes or reads this event serves no
+"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. One event has all
+of them, and each takes about 75 bytes of JSON. A process that writes or reads this event serves no
 other stream for some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
@@ -117,7 +117,7 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """The state of a request. It waits or is active until its state `is_final`."""
+    """The state of a request. A request waits or is active until its state `is_final`."""
 
     WAITING = "waiting"
     ACTIVE = "active"

@@ -349,9 +349,9 @@ class RequestQueue(_Queue):
 class AsyncRequestQueue(_Queue):
     """The queue for asyncio: the methods of `RequestQueue`, awaited.
 
-    At most 32 calls are under way at once, each on a separate connection. They use at most half of
-    the client's connections: the others are for subscriptions, which keep one each. Further calls
-    wait for their turn.
+    At most 32 calls are under way at once, each on a separate connection. Together they use at most
+    half of the client's connections. The other half is for subscriptions, which keep one each.
+    Further calls wait for their turn.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:

@@ -220,8 +220,8 @@ def reprioritise(
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
     """Clean up after workers and requests whose time is over.
 
-    A request becomes a dead letter after `max_crashes` lost leases, if it ran alone at the last of
-    them. Dead letters that were kept long enough are deleted.
+    A request becomes a dead letter after `max_crashes` lost leases, if it ran alone when the last
+    lease was lost. Dead letters that were kept long enough are deleted.
     """
 
     def parse(reply: list[int]) -> Reaped:

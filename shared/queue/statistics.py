@@ -56,7 +56,7 @@ def sample(part: Contribution) -> Call[int]:
 
 
 def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sample]]:
-    """Samples from `since_ms` on, the oldest first; with `limit` the latest of them."""
+    """Samples from `since_ms` on, the oldest first. With `limit`, only the latest ones."""
 
     def parse(reply: list[Any]) -> list[Sample]:
         samples = readable(keys.statistics, reply, _sample_of)
@@ -98,7 +98,7 @@ class Work:
     oldest_ms: int = 0
     """The longest wait of the requests that are next in line."""
     num_workers: int = 0
-    """Workers that claim: those that drain are left out."""
+    """Number of workers that claim. Draining workers do not count."""
     num_slots: int = 0
     """Requests that these workers take at once."""
     tokens_of_answer: float = 256.0

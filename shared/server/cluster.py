@@ -162,7 +162,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
 
 
 def address_of_nodes(pool: Any) -> str | None:
-    """The URL of the cluster that a pool is for, without credentials; None if it is for none."""
+    """The URL of the cluster that a pool is for, without credentials; None for a pool of another
+    kind."""
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return None
     return "redis+cluster://" + ",".join(
@@ -171,7 +172,7 @@ def address_of_nodes(pool: Any) -> str | None:
 
 
 class _SlotPool:
-    """Base of both pools."""
+    """Base of the synchronous and the asynchronous pool."""
 
     cluster: _Cluster
 

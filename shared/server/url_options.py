@@ -99,7 +99,8 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query without options that repeat a default. Raises ValueError for others."""
+    """Returns the query without options that repeat a default. Raises ValueError for unsupported
+    options."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():
