@@ -229,8 +229,8 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """The text that an answer does not repeat. An answer of a fork, whose prefix has token ids,
-    repeats all of it."""
+    """The text that an answer does not repeat. Empty for a fork, whose prefix has token ids: its
+    answer repeats the prefix."""
     return "" if token_ids else text
 
 

@@ -91,7 +91,8 @@ class Notice(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns the event in a pub/sub message of redis-py, `SUBSCRIBED`, or None for another one.
+    """Returns the event in a pub/sub message of redis-py, `SUBSCRIBED`, or None for a message of
+    another kind.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """

@@ -253,8 +253,8 @@ class Client:
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
-        `fields` are as in `enqueue`; those for generation have no effect. `timeout` is for all
-        together.
+        `fields` are as in `enqueue`; fields for generation have no effect. `timeout` (seconds) is
+        for all texts together.
 
         Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
         without a vector.
@@ -276,8 +276,7 @@ class Client:
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns whether that worked. A request that a worker holds does not change. Raises
-        InvalidRequestError.
+        Returns a status: a request that a worker holds does not change. Raises InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 

@@ -328,7 +328,7 @@ def num_workers(queue: Queue) -> int:
 def is_queued_or_started(queue: Queue, batch_id: str) -> bool:
     """Whether RQ's record says that a batch waits, or that a worker runs it.
 
-    After the death of that worker the record may stay so for hours, or for ever.
+    After the worker has died, the record may still say this for hours, or for ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
     return status in _QUEUED_OR_STARTED

@@ -1,7 +1,8 @@
-"""Fields from clients of other servers: those without effect, and other names for our own.
+"""Fields from clients of other servers: fields without effect, and other names for promptq's
+fields.
 
-Fields of OpenAI's API and of vLLM's server are known here by name, so that a program that was
-written for them need not be changed. A value that requests an unsupported feature is refused.
+promptq knows fields of OpenAI's API and of vLLM's server by name, so that a program that was
+written for these need not be changed. A value that requests an unsupported feature is refused.
 """
 
 from __future__ import annotations

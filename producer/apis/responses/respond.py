@@ -34,7 +34,7 @@ from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
 _LARGE_BYTES = 65_536
-"""Frames of this size are written one by one. Others go out together."""
+"""The least bytes of a frame that is written alone. Smaller frames go out together."""
 
 
 async def respond(

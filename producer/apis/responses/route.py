@@ -116,7 +116,7 @@ async def retrieve_response(
 async def delete_response(
     response_id: str, caller: ThisCaller, records: TheseRecords
 ) -> dict[str, object]:
-    """Delete a stored response. One that is not over is cancelled."""
+    """Delete a stored response. A response that is not over is cancelled."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     await records.cancel(stored)

@@ -212,8 +212,8 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """Read the times of requests that a script has ended. They have no statistics, so their records
-    are read."""
+    """Read times from the records of requests that a script has ended. Such requests have no
+    statistics."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))

@@ -52,7 +52,8 @@ TIMELINE_SECONDS = 1.0
 """Seconds between two checks of a request's page for changes other than tokens."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""In characters. A longer payload is cut, because people do not read all of it."""
+"""The most characters of a payload that the page shows. A longer payload is cut, because people do
+not read all of it."""
 
 MAX_SHOWN_DEAD = 100
 """The most dead letters on the page. One more id is read, to see whether there are more."""
