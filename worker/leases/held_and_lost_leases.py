@@ -115,8 +115,8 @@ class Leases:
     def set_aside(self, lease: Lease) -> bool:
         """Let a lease take no room until it is prepared, so that it keeps no other request out.
 
-        Returns False if too many are set aside already, in all or of this tenant. There must be a
-        limit, as the worker's room does not bound the memory that these requests take.
+        Returns False if too many leases are set aside already, in all or of this tenant. There must
+        be a limit, because the worker's room does not bound the memory that these requests take.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]

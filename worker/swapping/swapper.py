@@ -246,6 +246,8 @@ class Swapper:
                 is_away = False
             except Exception as error:  # what a stranger wrote must not end the swapping
                 if not is_away:
-                    self._log.warning("models stay as they are", error=str(error))
+                    self._log.warning(
+                        "the queues cannot be read, so no model is swapped", error=str(error)
+                    )
                 is_away, self._works = True, {}
             await asyncio.sleep(_READ_SECONDS)

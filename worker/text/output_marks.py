@@ -18,7 +18,7 @@ _TAIL_TOKENS = 16
 
 
 class OutputMarks:
-    """The marks of a chat's output. Special tokens that are marks are text there.
+    """The marks of a chat's output. The output's text keeps special tokens that are marks.
 
     If the chat template has already written the mark before the reasoning, the text begins with the
     mark as well. Otherwise a reader could not see that the text begins inside of the reasoning.

@@ -361,9 +361,9 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _failing_alone(field: str) -> Iterator[None]:
-    """Refuse a text at which the tokenizer fails: the model's author chose its expressions.
+    """Refuse a text at which the tokenizer fails: the model's author chose its regular expressions.
 
-    The library panics where one of them takes too long, and a panic is no Exception.
+    The library panics where an expression takes too long, and a panic is no Exception.
     """
     try:
         yield

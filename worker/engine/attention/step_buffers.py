@@ -76,8 +76,8 @@ class StepBuffers:
         )
 
     def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
-        """Returns the work lists of a step that is padded to this kind. They go to the device with
-        its inputs, and `fill` reads them from its layout."""
+        """Returns the work lists of a step that is padded to this kind. The lists go to the device
+        with the step's inputs, and `fill` reads them from the step's layout."""
         contexts = self._contexts(layout, kind)
         lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.requested}
         if kind.is_mixed:

@@ -106,9 +106,8 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config if its weights are quantized. Else None: the library reads
-        it.
-        """
+        """The folder's generation config if its weights are quantized. None otherwise, because the
+        library then reads the config itself."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -301,9 +300,9 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """Returns how many numbers a safetensors file has, if a word of 32 bits has `packed` of them.
+    """Returns how many numbers a safetensors file has, if a word of 32 bits has `packed` numbers.
 
-    0 if the file is damaged, which shows when it is loaded.
+    Returns 0 for a damaged file. The damage shows when the file is loaded.
     """
     try:
         return sum(

@@ -92,12 +92,15 @@ class Head:
             self.rates[place] += _WEIGHT * ((place < num_accepted) - self.rates[place])
 
     def best_length(self, most: int, num_sequences: int, credit: float) -> tuple[int, float]:
-        """Returns how many tokens the head should draft, and the tokens that the step then makes in
-        the time of a step without drafts. A draft that would cost more than it is worth has to be
-        paid for from the credit, so that the rates stay known.
+        """Returns the best number of tokens for the head to draft, and the speed with this draft:
+        the expected tokens in the time of a step without a draft.
+
+        If no draft pays off, but the credit covers a draft of one token, the head drafts one. So
+        the rates of acceptance stay known.
 
         Each further sequence costs as much as the first: with 4 stories of the shipped model at
-        once, a token that the head drafted for all took 0.7 of a step."""
+        once, a token that the head drafted for all took 0.7 of a step.
+        """
         of_token = (_ROW_COST + self.cost) * num_sequences
         expected, right, cost = 0.0, 1.0, _DRAFT_COST
         best = (0, 1.0)

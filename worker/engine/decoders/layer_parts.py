@@ -1,9 +1,9 @@
 """Describes a library's model as layers that are put together from known parts.
 
-The names, shapes and types of modules show which parts a layer has. The formula of a norm, an
-activation or a rotation shows in what the module computes from a few numbers. The check at load
-compares a decoder's result with the library's model. So it detects a family that has the same
-names but another formula. The library's modules serve such a family.
+The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
+an activation or a rotation, promptq runs the module on a few numbers. The check at load compares a
+decoder's result with the library's model. So it detects a family that has the same names but
+another formula. The library's modules serve such a family.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _attended(
     attention: Any, size: int, tables: list[torch.Tensor], positions: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the sum of what the module computes of two rows on the device `meta`."""
+    """Returns the sum of the module's output for two rows on the device `meta`."""
     module, config = copy.copy(attention), copy.copy(attention.config)
     config._attn_implementation_internal = "eager"
     modules = {

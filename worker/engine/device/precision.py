@@ -37,8 +37,8 @@ def has_fast_bf16_products() -> bool:
 def exact_products(device: torch.device) -> Iterator[bool]:
     """Switch off TF32, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
 
-    Yields whether products are exact now. They are not if the environment forces TF32, as
-    NVIDIA_TF32_OVERRIDE=1 does, so we test a product instead of reading torch's flag.
+    Yields whether products are exact now. If the environment forces TF32, as NVIDIA_TF32_OVERRIDE=1
+    does, products are not exact. torch's flag does not show this, so a product is tested.
     """
     with _without_tf32():
         # 1 + 2^-12 is exact in fp32, and 1 in TF32.

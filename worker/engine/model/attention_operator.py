@@ -83,9 +83,11 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes the attention of the layer with this number. It also writes K and V to the cache. It
-    need not declare this effect: compiled graphs read the cache only through this operator, and the
-    compiler cannot remove the call, because its output is used."""
+    """Computes the attention of the layer with this number, and writes K and V to the cache.
+
+    The operator need not declare this write: compiled graphs read the cache only through this
+    operator, and the compiler cannot remove the call, because its output is used.
+    """
     return _layers[int(layer)].attend(query, key, value, scale, softcap, sinks)
 
 

@@ -81,8 +81,8 @@ class LoadOptions:
     code has its own, so a name rules it out."""
     native: bool = True
     """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. Without it, torch
-    samples and the library's modules compute. They also compute if none of promptq's decoders fits
-    the model."""
+    samples, and the library's modules compute the model. These modules also compute the model if
+    none of promptq's decoders fits it."""
     quantization: Quantization = "none"
     """The format to which the weights are rounded."""
     quantization_group: int = 32

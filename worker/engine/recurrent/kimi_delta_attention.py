@@ -69,8 +69,8 @@ class KimiDeltaAttention(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns what one token of each sequence reads, and changes the states [rows, heads, key size,
-    value size]."""
+    """Returns the outputs for one token of each sequence, and changes the states [rows, heads, key
+    size, value size]."""
     query, key = tokens.query.unsqueeze(-2), tokens.key.unsqueeze(-2)
     states *= tokens.decay.exp().unsqueeze(-1)
     change = (tokens.value.unsqueeze(-2) - key @ states) * tokens.beta[..., None, None]
@@ -79,8 +79,8 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns what the rows of chunks read, and changes the states [chunks, heads, key size, value
-    size]. See `_compute_chunks` of Gated DeltaNet."""
+    """Returns the outputs for the rows of chunks, and changes the states [chunks, heads, key size,
+    value size]. See `_compute_chunks` of Gated DeltaNet."""
     read = torch.empty_like(pieces.cut(tokens.value))
     cut = [pieces.cut(each) for each in tokens]
     for now, chunks in pieces.rounds:

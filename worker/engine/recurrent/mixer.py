@@ -61,7 +61,7 @@ class Mixer(ABC):
 
     @property
     def parts(self) -> RecurrentParts | None:
-        """The parts for promptq's decoders. None: they do not know this kind."""
+        """The parts for promptq's decoders; None if the decoders do not know this kind."""
         return None
 
 

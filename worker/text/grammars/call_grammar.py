@@ -205,14 +205,14 @@ class CallGrammar:
         return body
 
     def _other_key(self, properties: Mapping[str, Any]) -> str:
-        """Returns a name that is no property's."""
+        """Returns a term for a name that is not the name of a property."""
         number = len(self._rules)
         names = "|".join(map(_regex, properties))
         self._rules.append(f"K{number}: /{_KEY}/" + (f" & ~/({names})/" if names else ""))
         return f"K{number}"
 
     def _value(self, schema: Any) -> str:
-        """Returns what follows an argument's name."""
+        """Returns the term that follows an argument's name."""
         style = self._style
         texts, json_schemas = self._split(schema)
         after = style.value_after
@@ -344,7 +344,8 @@ class CallGrammar:
     def _other_pair(
         self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
-        """Returns a rule of a pair whose name is no property's; empty if there may be none."""
+        """Returns a rule for a pair whose name is not the name of a property; empty if no such pair
+        is allowed."""
         if others is False:
             return ""
         key = self._other_key(properties)

@@ -1,7 +1,7 @@
 """Counts the patterns of a schema that one value may have to match all at once.
 
-Matching n of them costs the library 2^n, either at compile time or only in a step of the engine,
-when a text reaches that point. So there is a limit that is checked before anything is tried out.
+Matching n such patterns costs the library 2^n, either at compile time or only in a step of the
+engine, when a text reaches that point. So a limit is checked before anything is tried out.
 """
 
 from __future__ import annotations
