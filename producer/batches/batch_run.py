@@ -271,7 +271,8 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Make a call for each request, those of a queue in one round trip."""
+        """Make a call for each request. The calls of a queue are one round trip. Returns the
+        results in the order of the requests."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)

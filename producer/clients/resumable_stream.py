@@ -378,7 +378,7 @@ class _Stream:
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
-        """The last event, with all of the result that was not delivered yet."""
+        """The last event, with the rest of the result that was not delivered yet."""
         start, text_start = self._position, self._text_length
         if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)

@@ -74,7 +74,7 @@ class ChildProcess:
 
     @property
     def output(self) -> str:
-        """The last lines of output, after its end."""
+        """The last lines of the process's output, once the process has ended."""
         self._reader.join(timeout=2.0)
         return "\n".join(self.last_lines)
 
