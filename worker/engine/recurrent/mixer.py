@@ -41,8 +41,8 @@ class Mixer(ABC):
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module's parts are those of this kind. The check at load shows if the formula
-        is the same."""
+        """Whether the module has the parts of this kind. The check at load shows if the formula is
+        the same."""
 
     @property
     @abstractmethod

@@ -287,8 +287,8 @@ def attention_of_head(
 def code_of_head(
     loaded: LoadedModel, checked: CheckedModel, served: PackedModel | Decoder, cache: KVCache
 ) -> DraftHead:
-    """Returns the code for the head of `loaded`, which `attention_of_head` did not drop: native if
-    the model is `served` by native code."""
+    """Returns the code for the head of `loaded`: native if the model is `served` by native code.
+    Call this only if `attention_of_head` has kept the head."""
     assert loaded.head is not None, "it was not dropped"
     if isinstance(served, NativeDecoder):
         parts = _parts_of(loaded.model, loaded.head, head_spec(checked.specs))
