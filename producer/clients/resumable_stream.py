@@ -1,9 +1,9 @@
 """The order of one request's stream: replay, repeats, gaps, silence, lost connections.
 
-This module does no I/O. `follow` yields actions and is sent their results, so the rules are written
-once and both clients only carry the actions out. In short: an event of the channel is used only if
-it continues what was delivered. Whenever an event may have been missed (at the start, after a
-reconnection, when `index` jumps, after some silence), the log is read.
+This module does no I/O. `follow` yields actions and receives their results, so the rules are
+written once and both clients only carry the actions out. In short: an event of the channel is used
+only if it continues what was delivered. Whenever an event may have been missed (at the start, after
+a reconnection, when `index` jumps, after some silence), the log is read.
 """
 
 from __future__ import annotations
