@@ -138,7 +138,8 @@ class Leases:
             self._to(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has places; then those that may preempt."""
+        """Hand ready requests to the engine while it has places. Then hand over requests that may
+        preempt others."""
         while (lease := self._next_to_run()) is not None:
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()

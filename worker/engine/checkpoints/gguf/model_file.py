@@ -199,7 +199,7 @@ class GGUFFile:
         return saved
 
     def _add_experts(self, saved: SavedWeights, module: str, places: list[str]) -> None:
-        """Adds the weights of a layer's experts, whose tensors are those of gate, up and down."""
+        """Adds the weights of a layer's experts. `places` are the tensors of gate, up and down."""
         tensors = [self._tensors[place] for place in places]
         if all(tensor.tensor_type.name in READERS for tensor in tensors):
             parts = []
