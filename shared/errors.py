@@ -4,11 +4,11 @@ PromptqError
 ├── ConfigurationError            a setting or an option that cannot work
 ├── RedisSideError                the server, or the connection to it
 │   ├── RedisUnavailableError     nothing answers at the address
-│   │   ├── RedisBusyError        it loads its data, has no master, or runs a script without end
-│   │   └── RedisProtocolError    it fails at TLS, or does not speak Redis' protocol
-│   ├── RedisFullError            its memory is full, so it accepts no request
-│   ├── RedisAuthError            it answers, but not to these credentials
-│   └── RedisTooOldError          it answers, but lacks features that the scripts need
+│   │   ├── RedisBusyError        the server loads data, has no master, or runs a long script
+│   │   └── RedisProtocolError    the server fails at TLS, or does not speak Redis' protocol
+│   ├── RedisFullError            the server has no memory for more requests
+│   ├── RedisAuthError            the server refuses these credentials
+│   └── RedisTooOldError          the server lacks features that the scripts need
 ├── SpoiltRecordError             a record breaks the protocol; names its key
 ├── ModelError                    the model of a worker or a queue
 │   ├── ModelNotFoundError        no loadable causal language model there
@@ -66,7 +66,7 @@ class RedisTooOldError(RedisSideError):
 
 
 class SpoiltRecordError(PromptqError):
-    """A record in Redis breaks the protocol. Any client that may write to Redis can spoil one."""
+    """A record in Redis breaks the protocol. Any client with write access can spoil a record."""
 
 
 class ModelError(PromptqError):

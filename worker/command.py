@@ -71,10 +71,10 @@ def _place_compute_threads() -> None:
 
 
 def _leave_torch_out() -> None:
-    """Keep transformers from loading torch where it is installed, since its tokenizers need none.
+    """Keep transformers from loading torch where it is installed, because its tokenizers need none.
 
-    It would take 180 MB and half of the start. A model's own code may need it, and transformers
-    reads GGUF files with it.
+    Torch would take 180 MB and half of the start. Two cases do need torch: a model with Python
+    code, and GGUF files.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: "not to be imported"
 

@@ -175,7 +175,7 @@ def count(keys: Keys) -> Call[int]:
 
 
 def _read_all(keys: Keys, stored: dict[str, str]) -> list[tuple[str, ApiKey]]:
-    """Hash and key of each entry."""
+    """Returns the hash and the API key of each stored entry."""
     return readable(keys.api_keys, stored.items(), lambda entry: (entry[0], _read(entry[1])))
 
 

@@ -22,9 +22,9 @@ _MOST_BUSY = 0.8
 _MOST_FULL = 0.5
 """The highest share of places to use while the workers' speed is unknown."""
 _START_SECONDS = 10.0
-"""A new worker does not help a deadline that is nearer."""
+"""Seconds that a new worker takes to start. It cannot help a request whose deadline is earlier."""
 _HALF_DONE = 0.5
-"""Average share of a running request that is left."""
+"""The part of a running request that is still to be generated, on average."""
 
 
 class Reason(StrEnum):
@@ -126,7 +126,8 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns how many workers each reason requires. Of equal ones, the caller takes the first."""
+    """Returns how many workers each reason requires. If numbers are equal, the caller takes the
+    first reason."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):

@@ -3,4 +3,4 @@
 TARGET_SECONDS = 30.0
 """How long a request should wait at most."""
 HOLD_SECONDS = 60.0
-"""How long fewer workers must be enough before one of them ends."""
+"""How long fewer workers must suffice before one of the workers ends."""

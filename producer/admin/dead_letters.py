@@ -57,7 +57,8 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """Returns None for no dead letter, for example if it was purged after its id was read."""
+    """Returns the dead letter that a record describes. Returns None if the record is no dead
+    letter, for example if it was purged after its id was read."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

@@ -18,7 +18,8 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Make all workers, or one, claim no more, finish running requests and exit. Returns ids."""
+    """Make all workers, or one, claim no more, finish running requests and exit. Returns the
+    workers' ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
     channels = (keys.drain, keys.control)  # earlier releases listen to the second
@@ -29,8 +30,7 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
     """Move a waiting request to the place that it would have if enqueued with this priority.
 
-    Returns whether that worked. A request that a worker holds does not change. Raises
-    InvalidRequestError.
+    Returns a status: a request that a worker holds does not change. Raises InvalidRequestError.
     """
     check_request_id(request_id)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:

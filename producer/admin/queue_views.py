@@ -17,7 +17,7 @@ from promptq.shared.queue.call import Call, Operation
 _REPORTED = ("model", "tool_call_style")
 _OF_MODEL = (*_REPORTED, "fingerprint")
 MOST_QUEUES = 256
-"""More names than this in the server's list are a mistake, or an attack."""
+"""The most queues that are read. A longer list of names at the server is a mistake or an attack."""
 _LONGEST_NAME = 200
 _MOST_NAMED = 20
 """The most models that an error names."""

@@ -85,7 +85,7 @@ class Timeline(BaseModel):
     forked_from: str = ""
     """The id of the request whose output it continues."""
     forked_at: int | None = None
-    """The number of tokens of that output that it continues."""
+    """The number of tokens of the source's output that the fork begins with."""
     worker: str = ""
     """The worker that holds it, or held it last."""
     slot: SlotStats | None = None

@@ -33,7 +33,7 @@ class Expiry(BaseModel):
 
 
 def _check_number(metadata: Any) -> Any:
-    """Check the number of entries first, as pydantic would report each wrong entry."""
+    """Checks the number of entries before pydantic, which would report each wrong entry."""
     if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
         raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
     return metadata

@@ -39,7 +39,8 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""Names of Python's codecs. Python's other codecs fail or decode to no text."""
+"""The supported charsets, by the names of Python's codecs. Python's other codecs fail, or do not
+decode to text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -101,7 +102,7 @@ async def upload(
 async def _counted(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """The body as it comes. Raises FileQuotaError once the tenant may not have more."""
+    """Yields the pieces of a body. Raises FileQuotaError once they exceed the tenant's quota."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)

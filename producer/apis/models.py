@@ -40,7 +40,8 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """The object of each model, by name. Of several queues, the shortest context counts."""
+    """The object of each model, by name. If a model has several queues, the shortest context
+    counts."""
     lengths: dict[str, list[int]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

@@ -41,7 +41,7 @@ from promptq.shared.queue.call import carry_out_async
 from promptq.shared.runtime.logs import bind
 
 MOST_BYTES = 65_536
-"""A body of this size is read in milliseconds at worst."""
+"""The most bytes of a body. Reading this many takes milliseconds at worst."""
 
 router = APIRouter(
     tags=["streams"],

@@ -143,7 +143,8 @@ class Batches:
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
         """Add a batch, so that the jobs run it.
 
-        Raises TooManyBatchesError if its tenant has `max_unfinished` of them; 0 means no limit.
+        Raises TooManyBatchesError if its tenant has `max_unfinished` batches that have not ended; 0
+        means no limit.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})
@@ -179,7 +180,8 @@ class Batches:
                 await self._queue.run(_command("DEL", key))
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
-        """Returns a batch; with `tenants`, only one of theirs. Raises BatchMissingError."""
+        """Returns a batch. With `tenants`, the batch must belong to one of these. Raises
+        BatchMissingError."""
         if is_batch_id(batch_id):  # otherwise it might name another key
             record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):

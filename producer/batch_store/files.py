@@ -1,4 +1,4 @@
-"""Uploaded files and the answers of batches, kept in a folder alone.
+"""Uploaded files and the answers of batches, kept in a folder and in no other place.
 
 A file is two entries: `ID.data` is its content, and `ID.json` describes it and is written last. So
 a file is either complete or absent, and the folder can be copied, restored or put on a shared disk.

@@ -59,12 +59,12 @@ async def _run(settings: JobsSettings, batch_id: str, stop_pipe: int | None) -> 
     async with await open_async_redis(server_url(settings.redis_url)) as connection:
         job = _BatchJob(settings, connection, batch_id, stop_pipe)
         if not await job.lease.hold():
-            return "somebody else runs it"
+            return "another process runs it"
         # If this raises, the lease expires by itself, so that the next try does not come at once.
         try:
             ended = await job.run()
         except BatchIsRunningError:
-            return "somebody else runs it"
+            return "another process runs it"
         with suppress(redis.RedisError):
             await job.lease.let_go()
         return ended

@@ -103,7 +103,8 @@ class BatchRun:
         self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Run the lines that are not done. Between two rounds, `look` may say how to end early.
+        """Run the lines that are not done. `look` is called between two rounds, and may return how
+        to end the run early.
 
         Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
@@ -232,7 +233,8 @@ class BatchRun:
         self._full_until[item.served.name] = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
 
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
-        """Refuse a line that does not even fit into an empty queue: others would wait forever."""
+        """Refuse a line that does not fit even into an empty queue. Otherwise the line would wait
+        forever."""
         queue = item.served.queue
         counts = [Call("", ["ZCARD", queue.keys.delayed], int), lookups.count(queue.keys)]
         if any(await self._persist(partial(queue.run, counts))):
@@ -269,7 +271,8 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Make a call for each request, those of a queue in one round trip."""
+        """Make a call for each request. The calls of a queue are one round trip. Returns the
+        results in the order of the requests."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)

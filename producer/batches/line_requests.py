@@ -36,7 +36,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """Rates of its caller that do not include the line's cost yet."""
+    """Rates of its caller from which the line's cost was not taken yet."""
     served: ServedQueue
     """The queue that serves its model."""
     results: dict[str, Result] = field(default_factory=dict)

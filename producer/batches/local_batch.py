@@ -116,7 +116,7 @@ def run_batch(
 
 
 async def _never() -> Ending | None:
-    """Only a signal ends a local batch early."""
+    """Returns no reason to end early: only a signal ends a local batch early."""
 
 
 def _check_apart(source: Path, *others: Path) -> None:

@@ -20,7 +20,7 @@ class Ending(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     STOPPED = "stopped"
-    """The process had to stop; another one may continue."""
+    """The process had to stop. Another process may continue the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,8 @@ class CompletionCall:
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
         """The call with an idempotency key for one tenant, one caller and one shape of answer.
 
-        Another tenant's API key may later have the caller's name. '' is a tenant, too.
+        The tenant counts, because another tenant's API key may later have the caller's name. '' is
+        a tenant, too.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
@@ -279,7 +280,8 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """The tools of these names, which a choice allows. Raises InvalidRequestError for another."""
+    """The tools of these names, which a choice allows. Raises InvalidRequestError for other
+    names."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:

@@ -1,8 +1,9 @@
 """Reads calls and makes their payloads: of small bodies at once, of others in other processes.
 
 Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
-the interpreter's lock for that time, and all streams would stop. A process can also be killed, and
-its memory is bounded: an empty object, two characters of JSON, takes 72 bytes.
+the interpreter's lock for that time, and all streams would stop. A process holds no such lock, can
+be killed, and has bounded memory. The bound matters because an empty object, two characters of
+JSON, takes 72 bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""In wall-clock time. A body that takes longer may be harmless: perhaps the machine is too busy."""
+"""The most seconds of wall-clock time that a process may take. A body that takes longer may be
+harmless: perhaps the machine is too busy."""
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
 """The exit code of a process that ran out of memory."""
@@ -186,7 +188,8 @@ class CallReader:
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Returns a process' reply, in the turn of the caller's tenant.
 
-        Raises InvalidRequestError and ApiError that the process replies, and ApiError if it cannot.
+        Raises the InvalidRequestError or ApiError in the reply, and ApiError if the process cannot
+        reply.
         """
         query = {**query, "cpu_seconds": _MOST_CPU_SECONDS}
         own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())

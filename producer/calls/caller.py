@@ -8,7 +8,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.calls.errors import ApiError
 
 Caller = ApiKey
-"""A caller is described by what their key allows."""
+"""The caller of a call, described by the rights of the API key."""
 
 
 def check_scope(caller: Caller, scope: str) -> None:

@@ -61,7 +61,8 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Unix seconds, from the id: the same for each reader."""
+        """Creation time in Unix seconds. It is part of the id, so that all readers see the same
+        time."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
@@ -228,7 +229,8 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """The text that an answer does not repeat. A fork, whose prefix has token ids, repeats all."""
+    """The text that an answer does not repeat. Empty for a fork, whose prefix has token ids: its
+    answer repeats the prefix."""
     return "" if token_ids else text
 
 

@@ -57,7 +57,8 @@ _TYPES_OF_MESSAGES = {
 }
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""For OpenAI's clients, which repeat 408, 409, 429 and 5xx: a retry would fail too."""
+"""The header that forbids a retry, which would fail too. Otherwise OpenAI's clients retry after
+408, 409, 429 and 5xx."""
 _FINAL = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
@@ -121,8 +122,9 @@ def in_api_names(
 ) -> tuple[str, str | None]:
     """Returns an error's message and its field with the names that an endpoint has.
 
-    A message begins with the path of a payload's field. Keys of `names` are a payload's fields. A
-    key with a dot is any part of the path, one with a colon ("embed: pooling") begins a message.
+    A message begins with the path of a payload's field. `names` maps a payload's fields to those of
+    the endpoint. A key of `names` with a dot replaces any part of the path. A key with a colon,
+    such as "embed: pooling", replaces the beginning of a message.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):
@@ -137,7 +139,7 @@ def in_api_names(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer for an error. Only the log has details of an error that is not promptq's."""
+    """The answer for an error. If the error is not promptq's, only the log has its details."""
     match error:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)

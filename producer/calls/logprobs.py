@@ -28,7 +28,7 @@ def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of a prompt. It follows nothing, so it has no log-probability."""
+    """The first token of a prompt. No token comes before, so this token has no log-probability."""
 
     token: str
 

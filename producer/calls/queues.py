@@ -135,8 +135,8 @@ class ServedQueues:
         return {alias: name for alias, name in aliases.items() if alias not in names}
 
     async def views(self, *, now: bool = False) -> list[Found]:
-        """The queues that this gateway may read, as they were at most a second ago; with `now` as
-        they are. All later calls see that state for a second."""
+        """The queues that this gateway may read, in a state that is at most a second old; with
+        `now`, in the current state. Later calls see the same state for a second."""
         served = await self.all(now=now)
         old = [queue for queue in served if now or queue.watch.is_old]
         looks = (queue.watch.look(now=now) for queue in old)
@@ -154,10 +154,12 @@ class ServedQueues:
     ) -> Found:
         """The queue that serves a model; without a model the gateway's own.
 
-        Of several queues, the one with the fewest requests for each worker. `known_as` returns the
-        name of a key in Redis that exists once the same request was sent: the queue that has this
-        key comes first, so that nothing runs twice. Raises ModelNotServedError, and
-        ModelIsLoadingError while a queue that was named has no model yet.
+        If several queues serve it, returns the one with the fewest requests for each worker. But a
+        queue comes first if it has the key that `known_as` returns: this key in Redis exists once
+        the same request was sent, so nothing runs twice.
+
+        Raises ModelNotServedError, and ModelIsLoadingError while a queue that was named has no
+        model yet.
         """
         own = self.own, await self.own.watch.look()
         is_alone = len(self._names) == 1 and not self._finds_others

@@ -1,9 +1,9 @@
 """The order of one request's stream: replay, repeats, gaps, silence, lost connections.
 
-This module does no I/O. `follow` yields actions and is sent their results, so the rules are written
-once and both clients only carry the actions out. In short: an event of the channel is used only if
-it continues what was delivered. Whenever an event may have been missed (at the start, after a
-reconnection, when `index` jumps, after some silence), the log is read.
+This module does no I/O. `follow` yields actions and receives their results, so the rules are
+written once and both clients only carry the actions out. In short: an event of the channel is used
+only if it continues what was delivered. Whenever an event may have been missed (at the start, after
+a reconnection, when `index` jumps, after some silence), the log is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 _LARGE_BYTES = 65_536
-"""A larger event is read in small parts."""
+"""The most bytes of an event that is read at once. A larger event is read in small parts."""
 
 SILENCE_SECONDS = 3.0
 """After this time without an event the log is read: if the last event is lost, no gap shows it."""
@@ -91,7 +91,8 @@ class Notice(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns the event in a pub/sub message of redis-py, `SUBSCRIBED`, or None for another one.
+    """Returns the event in a pub/sub message of redis-py, `SUBSCRIBED`, or None for a message of
+    another kind.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -127,9 +128,9 @@ def follow(
     """Stream a request, from its first event or the one that holds token `from_index`, to its last.
 
     If the request's log was folded into its result, the stream is one event with the rest. With a
-    `from_index`, that event has `index` 0 and holds everything, as the borders of the text are lost
-    with the log. A Redis user who may not read requests' records gets the events of log and
-    channel, and waits if there is no log.
+    `from_index`, that event has `index` 0 and holds everything, because a result does not show
+    which text belongs to which token. A Redis user who may not read requests' records gets the
+    events of log and channel, and waits if there is no log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and what redis-py raises when the server stays away.
@@ -377,7 +378,7 @@ class _Stream:
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
-        """The last event, with all of the result that was not delivered yet."""
+        """The last event, with the rest of the result that was not delivered yet."""
         start, text_start = self._position, self._text_length
         if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)

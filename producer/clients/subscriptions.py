@@ -162,9 +162,9 @@ class Subscriptions:
             )
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
-        """Disconnect if not even a PING is answered: the connection may pass nothing more.
+        """Disconnect if the server answers not even a PING: the connection may be dead.
 
-        The streams do not notice that, because each reads missed events from the log.
+        The streams do not notice a dead connection, because each reads missed events from the log.
         """
         seconds = connection.socket_timeout
         while seconds is not None and not self._is_quiet:

@@ -146,7 +146,8 @@ class Client:
     def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens": 8}`.
+        Each request is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens":
+        8}`.
         """
         return self.enqueue_composed(compose(requests))
 
@@ -252,8 +253,8 @@ class Client:
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
-        `fields` are as in `enqueue`; those for generation have no effect. `timeout` is for all
-        together.
+        `fields` are as in `enqueue`; fields for generation have no effect. `timeout` (seconds) is
+        for all texts together.
 
         Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
         without a vector.
@@ -275,8 +276,7 @@ class Client:
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns whether that worked. A request that a worker holds does not change. Raises
-        InvalidRequestError.
+        Returns a status: a request that a worker holds does not change. Raises InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
@@ -330,7 +330,8 @@ class Client:
         self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish their requests and exit. Returns ids."""
+        """Make all workers, or one, claim no more, finish their requests and exit. Returns the
+        workers' ids."""
         return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters

@@ -61,7 +61,8 @@ _ROUTERS = (
 _ANSWER_SECONDS = 5.0
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
-"""Uploads of the largest size at once. Until one is complete, it takes room on the disk twice."""
+"""The number of uploads of the largest size that may run at once. Until an upload is complete, it
+takes room on the disk twice."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -147,7 +148,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Log why calls will get 503, before the first one does, and whether the server evicts keys."""
+    """Check the server at the start. Logs why calls will get 503, and whether the server evicts
+    keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
         async with gateway.queue.redis.pubsub() as channel:

@@ -100,7 +100,8 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Whether no header names another origin: other servers of this machine are other origins."""
+    """Whether the headers name no other origin than this gateway. Another server of this machine is
+    another origin."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")

@@ -53,7 +53,8 @@ _PIECE_BYTES = 16
 """The least mean size of further pieces of a body. Each piece costs a call, however small."""
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
-"""Requests that may wait behind one. Uvicorn would keep all that a client sends ahead."""
+"""The most requests of a connection that may wait behind another one. Uvicorn would keep all
+requests that a client sends ahead."""
 _LOOK_SECONDS = 2.0
 _RESERVED_CONNECTIONS = 64
 """Connections above the limit, for probes that check whether the gateway is alive."""
@@ -70,8 +71,8 @@ class _StayingParser(httptools.HttpRequestParser):
     """Ignores offers to change to another protocol. Java's client offers HTTP/2 in this way.
 
     httptools stops behind the head of such a request, and uvicorn would drop the body. So another
-    parser takes its place. The new parser gets a second head, which has only the body's length. Its
-    `continues` is set while it reads this head.
+    parser takes the place of the first. The new parser gets a second head, which has only the
+    body's length. `continues` is set while the new parser reads this head.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:

@@ -1,6 +1,6 @@
 """Bodies that a pydantic model describes. They are read after the caller is known.
 
-FastAPI would read a body before that, of any size, and report all of its errors.
+FastAPI would read a body of any size before the caller is known, and report all of its errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from promptq.producer.http.state import ThisGateway
 _MOST_BYTES = 262_144
 """A body of this size is quick to read on the event loop, whatever is in it."""
 _MOST_FIELDS = 100
-"""Pydantic would report each unknown field."""
+"""The most fields of a body. With more fields, pydantic's report of unknown ones would be long."""
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
@@ -36,7 +36,7 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
             fields = read_object(await read_body(request, most, hold))
         if len(fields) > _MOST_FIELDS:
-            raise ApiError(400, f"the body has {len(fields)} fields")
+            raise ApiError(400, f"the body has {len(fields)} fields, more than {_MOST_FIELDS}")
         try:
             return adapter.validate_python(fields)
         except ValidationError as error:

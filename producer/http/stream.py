@@ -31,7 +31,8 @@ from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
 _COMMENT = b": waiting\n"
-"""Has no blank line after it: OpenAI's client would take a blank line for the end of an event."""
+"""A comment that keeps the connection open. No blank line follows, because OpenAI's client would
+take a blank line for the end of an event."""
 
 
 class Frames(Protocol):

@@ -187,8 +187,7 @@ class _Processes:
 
 def _carry_out(work: Work, settings: JobsSettings, says_why: bool) -> None:
     """Run the work of this process. If the server is away or refuses a command, the process ends
-    without a traceback, and with a warning if it `says_why`.
-    """
+    without a traceback; if `says_why`, with a warning."""
     try:
         work(settings)
     except (redis.RedisError, RedisSideError) as error:

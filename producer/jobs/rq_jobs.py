@@ -1,9 +1,10 @@
 """RQ, with a table of the functions that it may run.
 
-Anybody who can write to RQ's server can write any job. RQ sees only ours. `JobJson` reads a call
-only if the table has it, with valid arguments. `ListedJob` reads three fields of a job's record, so
-that RQ finds no callback, URL, dependency, retry or rate there. To RQ, a job that is not ours does
-not exist. RQ itself provides queues, workers, processes, timeouts and the list of failed jobs.
+Anybody who can write to RQ's server can write any job, but RQ sees only the jobs of promptq.
+`JobJson` reads a call only if the table has it, with valid arguments. `ListedJob` reads three
+fields of a job's record, so that RQ finds no callback, URL, dependency, retry or rate there. To RQ,
+other jobs do not exist. RQ itself provides queues, workers, processes, timeouts and the list of
+failed jobs.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class ListedQueue(Queue):
     """A queue whose jobs never wait for another job."""
 
     def move_dependents_to_ready(self, *_: Any, **__: Any) -> dict[str, list[str]]:
-        """Reads no list of such jobs: a stranger could make RQ fail with one."""
+        """Does nothing. A stranger could write a list of waiting jobs with which RQ would fail."""
         return {}
 
 
@@ -327,7 +328,7 @@ def num_workers(queue: Queue) -> int:
 def is_queued_or_started(queue: Queue, batch_id: str) -> bool:
     """Whether RQ's record says that a batch waits, or that a worker runs it.
 
-    After the death of that worker the record may stay so for hours, or for ever.
+    After the worker has died, the record may still say this for hours, or for ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
     return status in _QUEUED_OR_STARTED

@@ -87,7 +87,8 @@ def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
 
 class _Outcome(BaseModel):
     kind: Literal["over", "failed", "undeliverable", "full", "away"]
-    """`failed`: it is tried again. `full`: its receiver has no place. `away`: Redis is away."""
+    """The outcome: `failed`: the webhook is tried again. `full`: its receiver has no place. `away`:
+    Redis is away."""
     reason: str = ""
     receiver: str | None = None
 

@@ -33,7 +33,7 @@ class Turns:
             self._due.setdefault(tenant, {}).setdefault(receiver, deque()).append(request_id)
 
     def forget_due(self) -> None:
-        """Forget what is due. Webhooks that hold a place keep it."""
+        """Forget the webhooks that are due. Webhooks that hold a place keep it."""
         with self._lock:
             self._due.clear()
 

@@ -13,8 +13,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 class Holding(NamedTuple):
     """The preemptible sequences of one priority that a tenant runs at a worker: their number and
-    their KV tokens. Both are 0 if the tenant has only other requests there.
-    """
+    their KV tokens. Both are 0 for a tenant whose requests there are not preemptible."""
 
     priority: int
     num_running: int
@@ -26,13 +25,15 @@ class Holding(NamedTuple):
 class Room:
     """A worker's room for requests.
 
-    `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
-    tokens) of running sequences, which a more urgent request may preempt. `num_held` is the number
-    of requests that the worker holds: a request that is suspected of earlier crashes goes only to a
-    worker that holds no other. `num_sharing` is the number of workers that share the waiting
-    requests: a claim takes at most the rest of one worker's share, or a small part of the waiting
-    requests if that is more. `held` has the holdings of tenants at this worker: a tenant that is
-    not in `held` gets a request even without room, if another tenant has more than its share.
+    - `capacity`: the most KV tokens that one request may take.
+    - `preemptible`: the (priority, tokens) of running sequences that a more urgent request may
+      preempt.
+    - `num_held`: the number of requests that the worker holds. A request that is suspected of
+      earlier crashes goes only to a worker that holds no other.
+    - `num_sharing`: the number of workers that share the waiting requests. A claim takes at most
+      the rest of one worker's share, or a small part of the waiting requests if that is more.
+    - `held`: the holdings of tenants at this worker. If another tenant has more than its share, a
+      tenant without holdings gets a request even without room.
     """
 
     max_count: int
@@ -56,9 +57,9 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Facts about earlier calls, by which the server notices a lost reply.
+    """Facts about earlier calls. The server compares them with its own to notice a lost reply.
 
-    See `promptq.shared.queue.claim_history`. Without a session no lost reply is noticed.
+    See `promptq.shared.queue.claim_history`. Without a session, the server notices no lost reply.
     """
 
     session: str = ""
@@ -88,7 +89,8 @@ class Claim:
     is_spoilt: bool = False
     """Whether the log has an entry that is not an event, so that no attempt can continue it."""
     turn: tuple[float, str] | None = None
-    """Set if tenants share: the lowest waiting score at the claim; the claim's time and order."""
+    """The place among the requests of tenants that share: the lowest waiting score at the claim,
+    then the claim's time and order. None if no tenants share."""
     tenant: str = ""
     """The tenant in whose queue the request waited, whatever its payload says; empty: no tenant."""
     weight: float = 1.0
@@ -96,10 +98,11 @@ class Claim:
     is_suspect: bool = False
     """Whether workers crashed while they held the request, which therefore must run alone."""
     num_logged: int = 0
-    """Number of tokens in the log, by the id of its last entry, even if that is not an event."""
+    """Number of tokens in the log. The id of the log's last entry has this number, even if the
+    entry is not an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """When the server's reply would have arrived with the delay of the quickest recent reply;
-    `time.monotonic()` in seconds."""
+    """Arrival time of the server's reply, a `time.monotonic()` in seconds. The delay of the reply
+    is corrected to that of the quickest recent reply."""
 
     @property
     def order(self) -> tuple[float, str]:

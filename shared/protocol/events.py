@@ -38,7 +38,7 @@ def _array(items: Sequence[BaseModel | None] | None) -> str:
 class _Wire(BaseModel):
     """Base of the data that workers send. Unknown fields are ignored.
 
-    JSON has no NaN and no infinity, and pydantic would write them as null.
+    NaN and infinity are refused: JSON has neither, and pydantic would write them as null.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
@@ -59,8 +59,8 @@ class TopLogprob(_Wire):
 class TokenLogprob(_Wire):
     """Natural log-probability of the token that was chosen, before any sampling parameter.
 
-    `rank` is 1 for the likeliest token. `top` has the likeliest ones, or null if the request wants
-    none. `token` is its text alone, in which bytes that are not a whole character are U+FFFD.
+    `rank` is 1 for the likeliest token. `top` has the likeliest tokens, or null if the request
+    wants none. `token` is the token's text alone; bytes that form no whole character become U+FFFD.
     """
 
     token_id: int
@@ -74,8 +74,8 @@ class _WithPrompt(_Wire):
     """The prompt's fields in the first event and the result of a request with `prompt_logprobs` or
     `tokenize`.
 
-    The lists have an entry for each token of the prompt. The first token follows nothing, so it
-    has no log-probability, and null in its place. All texts together are the prompt.
+    The lists have an entry for each token of the prompt. The log-probability of the first token is
+    null, because no token comes before. All texts together are the prompt.
     """
 
     prompt_token_ids: list[StoredTokenId] | None = None
@@ -94,7 +94,7 @@ class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
     `reasoning_tokens` counts the completion tokens between the marks of reasoning. The count is
-    None if the model does not reason, or if the borders of a mark are inside of tokens.
+    None if the model does not reason, or if a mark begins or ends inside a token.
     """
 
     prompt_tokens: int = 0
@@ -161,8 +161,8 @@ class ErrorInfo(_Wire):
 class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it.
 
-    `index` may be as large as an id of a Redis stream if another program wrote the log. Even then
-    the request must end.
+    Another program may have written the log, so `index` may be as large as an id of a Redis stream.
+    Such a request must end too.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]

@@ -1,4 +1,5 @@
-"""The names of keys and channels, as Python needs them; scripts name more (docs/protocol.md).
+"""Names of the keys and channels that Python code uses. The Lua scripts use more
+(docs/protocol.md).
 
 The queue's name is in braces, as a Redis Cluster hash tag, so that one queue is on one shard.
 """
@@ -149,7 +150,7 @@ class Keys:
         return f"{self.prefix}batch:{batch_id}"
 
     def batch_runner(self, batch_id: str) -> str:
-        """The lease of the process that runs a batch."""
+        """The key of a batch's lease, which the process that runs the batch holds."""
         return f"{self.prefix}batch:{batch_id}:runner"
 
     def response(self, response_id: str) -> str:
@@ -157,7 +158,7 @@ class Keys:
         return f"{self.prefix}response:{response_id}"
 
     def idempotency(self, key: str) -> str:
-        """The id of the request that was sent with an idempotency key."""
+        """The key that stores the id of the request with this idempotency key."""
         return f"{self.prefix}idempotency:{key}"
 
     def request(self, request_id: str) -> str:

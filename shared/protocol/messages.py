@@ -121,7 +121,7 @@ def _object(where: str, arguments: Any) -> dict[str, Any]:
 
 
 def _num_values(arguments: Any) -> int:
-    """Returns an upper bound of the JSON values in a text, each of which follows a separator."""
+    """Returns an upper bound for the number of JSON values in a text, by counting separators."""
     if not isinstance(arguments, str):
         return 0
     count = sum(map(arguments.count, _SEPARATORS))

@@ -99,7 +99,8 @@ class OutputStyle:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether arguments are names and values that are written one by one."""
+        """Whether a call has each argument's name and value separately, and not all in one JSON
+        object."""
         return self.form in (TAGGED, ELEMENTS, LITERALS)
 
     @property

@@ -39,8 +39,8 @@ MAX_MS = 2**52
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
-"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. Each takes about 75
-bytes of JSON. All of them are in one event. A process that writes or reads this event serves no
+"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. One event has all
+of them, and each takes about 75 bytes of JSON. A process that writes or reads this event serves no
 other stream for some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
@@ -117,7 +117,7 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """The state of a request. It waits or is active until its state `is_final`."""
+    """The state of a request. A request waits or is active until its state `is_final`."""
 
     WAITING = "waiting"
     ACTIVE = "active"
@@ -198,7 +198,8 @@ class SamplingParams(BaseModel):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_logit_bias(cls, bias: Any) -> Any:
-        """Check before pydantic does, because it cannot stop at the first error in a dict."""
+        """Checks a logit bias before pydantic does: pydantic cannot stop at the first error in a
+        dict."""
         if not isinstance(bias, dict):
             return bias
         for token_id, value in bias.items():
@@ -242,7 +243,7 @@ _NO_PENALTIES = _penalties(NEUTRAL)
 class TraceContext(BaseModel):
     """The span of a request, as in the headers of W3C Trace Context.
 
-    A value that is not valid in such a header is not refused. The request then begins a new trace.
+    A value that is not valid in such a header is accepted, and the request begins a new trace.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -355,7 +356,7 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raise ValueError for a field that has no meaning without generation."""
+        """Raise ValueError for a field that only generation uses. `kind` generates nothing."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
@@ -455,7 +456,8 @@ def field_of(message: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value as JSON. The rest may be megabytes, and is not written."""
+    """Returns the beginning of a value's JSON. The whole JSON may have megabytes, so it is not
+    built."""
     text = ""
     if isinstance(value, str):
         value = value[:_LONGEST_SHOWN]
@@ -477,7 +479,8 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """The holder of a limit (tokens a minute), to which output is charged as it comes."""
+    """The holder of a limit in tokens a minute. Output is charged to this holder while it is
+    generated."""
 
     holder: str
     limit: int
@@ -503,8 +506,8 @@ class ForkPoint:
 class NewRequest:
     """A request to enqueue.
 
-    A `payload` is the JSON form without `trace_context`; with it, `request` needs only the
-    fields that the queue itself reads.
+    `payload` is the request's JSON without `trace_context`. If `payload` is set, `request` needs
+    only the fields that the queue itself reads.
     """
 
     request_id: str

@@ -12,7 +12,8 @@ _OF_VALUES: dict[type, str] = {
 }  # fmt: skip
 _EITHER = ("anyOf", "oneOf")
 _MOST_NAMES = 16
-"""There are seven types. A longer list has other names, which mean nothing."""
+"""The most names that are read from a list of types. JSON Schema has only seven types, so the
+further names of a longer list mean nothing."""
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:

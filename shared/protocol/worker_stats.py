@@ -52,7 +52,7 @@ class SlotStats(_Observation):
     preemptions: int = 0
     kv_blocks: int = 0
     kv_shared_blocks: int = 0
-    """How many of the `kv_blocks` other sequences use too."""
+    """Number of the `kv_blocks` that other sequences use too."""
     claimed_at: int = 0
     prefill_at: int | None = None
     first_token_at: int | None = None
@@ -68,8 +68,8 @@ SLOTS = TypeAdapter(list[SlotStats])
 class Sample(_Observation):
     """Statistics of a queue over `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
 
-    Counts were taken at its beginning. Percentiles cover the requests that got their first token in
-    that time, with an error of about 2%; they are None if there were no such requests.
+    Counts are those at time `at`. Percentiles cover the requests that got their first token within
+    the sample, with an error of about 2%. They are None if there were no such requests.
     """
 
     at: int

@@ -26,7 +26,8 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""The words of Redis 7.0, and the words of later releases and of Valkey."""
+"""The errors for a forbidden command inside a script: of Redis 7.0, and of later releases and
+Valkey."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
@@ -34,8 +35,8 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 
 @cache
 def script_text(name: str) -> str:
-    """The source of one script, after the parts that it uses. Each part is a table in its own
-    scope."""
+    """Returns the source of a script, with the parts that it uses in front. Each part is a Lua
+    table with a separate scope."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
@@ -75,7 +76,8 @@ class Call(Generic[T_co]):
     """The queue for which a script runs; None: the sender's."""
 
     def key(self, sender: Keys) -> str:
-        """Returns a key that the call uses: on a Cluster, its node has to carry out the call."""
+        """Returns a key that the call uses. On a Cluster, the node of this key carries out the
+        call."""
         first = self.args[1] if not self.script and len(self.args) > 1 else None
         if isinstance(first, str) and first.startswith(PREFIX):
             return first
@@ -92,8 +94,9 @@ class Call(Generic[T_co]):
     def read(self, reply: Any) -> T_co:
         """Returns the value of a reply, or raises a reply that is an error.
 
-        Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError also
-        if a command inside a script is not permitted, which servers report in other words.
+        Raises SpoiltRecordError for a reply that breaks the protocol. If a command inside a script
+        is not permitted, servers report another error; `read` raises NoPermissionError for this
+        too.
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()

@@ -63,8 +63,8 @@ class ClaimHistory:
     def _remove_delay(self, claims: Claims) -> None:
         """Correct `received_at` by the delay of this reply over the quickest recent one.
 
-        Otherwise a late reply on a busy machine would make all that happens to these requests look
-        earlier than it is on the server's clock, such as a preemption before the first token.
+        `received_at` relates this process's clock to the server's. Without the correction, a late
+        reply would give later moments of these requests, such as a preemption, too early a time.
         """
         if claims:
             first = claims[0]

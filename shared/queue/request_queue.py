@@ -47,7 +47,7 @@ POLL_SECONDS = 1.0
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""A call of several that gets such a reply is sent again alone. redis-py then handles the reply."""
+"""Errors after which a call of a pipeline is sent again alone. redis-py then handles the error."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
@@ -196,8 +196,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim failed. The next claim gives back what the server may have handed
-        out."""
+        """Whether the last claim failed, so that the server may have handed out requests in vain.
+        The next claim gives such requests back."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
@@ -239,7 +239,7 @@ class RequestQueue(_Queue):
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
         """Send a call, or several in one round trip to each server. Returns the value of each.
 
-        If one of several fails, those after it are carried out too, and the first error is raised.
+        If one of several calls fails, the calls after it still run. Then the first error is raised.
         A script that the server does not know yet runs after the others. `atomic` is for plain
         commands only: no command of another client comes in between.
         """
@@ -286,8 +286,9 @@ class RequestQueue(_Queue):
     ) -> list[str]:
         """Give requests back, at their old place and with their progress.
 
-        `crashed` says that the engine failed with them, which counts as a crash of each. With
-        `delays_ms`, one for each request, nobody can claim them before that.
+        `crashed` says that the engine failed with them, which counts as a crash of each.
+        `delays_ms` has one delay for each request: nobody can claim the request before its delay is
+        over.
         """
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
@@ -324,7 +325,8 @@ class RequestQueue(_Queue):
         return self.run(lookups.state(self.keys, request_id))
 
     def reap(self) -> Reaped:
-        """Bring back what dead workers held, and end requests that are past their deadline."""
+        """Return the requests of dead workers to the queue, and end requests whose deadline has
+        passed."""
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
@@ -347,9 +349,9 @@ class RequestQueue(_Queue):
 class AsyncRequestQueue(_Queue):
     """The queue for asyncio: the methods of `RequestQueue`, awaited.
 
-    At most 32 calls are under way at once, each on a separate connection. They use at most half of
-    the client's connections: the others are for subscriptions, which keep one each. Further calls
-    wait for their turn.
+    At most 32 calls are under way at once, each on a separate connection. Together they use at most
+    half of the client's connections. The other half is for subscriptions, which keep one each.
+    Further calls wait for their turn.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:

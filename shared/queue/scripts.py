@@ -180,7 +180,8 @@ def release(
     """Give requests back to the queue, at their old place and with their progress.
 
     Pass `max_crashes` (see `reap`) if the engine failed: each request then counts one crash more.
-    With `delays_ms`, one for each request, nobody can claim them before that.
+    `delays_ms` has one delay for each request: nobody can claim the request before its delay is
+    over.
     """
     args = _held_args(held)
     if max_crashes is not None:
@@ -219,8 +220,8 @@ def reprioritise(
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
     """Clean up after workers and requests whose time is over.
 
-    A request becomes a dead letter after `max_crashes` lost leases, if it ran alone at the last of
-    them. Dead letters that were kept long enough are deleted.
+    A request becomes a dead letter after `max_crashes` lost leases, if it ran alone when the last
+    lease was lost. Dead letters that were kept long enough are deleted.
     """
 
     def parse(reply: list[int]) -> Reaped:
@@ -253,7 +254,8 @@ def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
     """Set whether the queue is paused, so that it hands out no requests.
 
-    A server whose memory is full refuses a pause, but not its end: what waits then frees memory.
+    A server whose memory is full refuses to pause a queue. It accepts the end of a pause, because
+    running the waiting requests frees memory.
     """
     if paused:
         return Call("", ["HSET", keys.config, "paused", 1], int)

@@ -65,8 +65,8 @@ def note(error: Exception, name: str = "") -> None:
 def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Let the record of this name fail alone: its error is logged, and the caller continues.
 
-    Errors that all records share are raised: those of the server and of the connection to it, and
-    `stop`, which a signal handler raises.
+    Two kinds of errors are raised: errors of the server or the connection, which all records share,
+    and `stop`, which a signal handler raises.
     """
     try:
         yield

@@ -18,7 +18,8 @@ _MOST_DEADLINES = 1000
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """When a worker last reported its batch (server time in ms, 0: never), and the batch."""
+    """Reads the batch that a worker last reported, after the time of the report (server time in ms;
+    0: never)."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         reported_at, batch = reply
@@ -55,7 +56,7 @@ def sample(part: Contribution) -> Call[int]:
 
 
 def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sample]]:
-    """Samples from `since_ms` on, the oldest first; with `limit` the latest of them."""
+    """Samples from `since_ms` on, the oldest first. With `limit`, only the latest ones."""
 
     def parse(reply: list[Any]) -> list[Sample]:
         samples = readable(keys.statistics, reply, _sample_of)
@@ -97,7 +98,7 @@ class Work:
     oldest_ms: int = 0
     """The longest wait of the requests that are next in line."""
     num_workers: int = 0
-    """Workers that claim: those that drain are left out."""
+    """Number of workers that claim. Draining workers do not count."""
     num_slots: int = 0
     """Requests that these workers take at once."""
     tokens_of_answer: float = 256.0
@@ -105,7 +106,8 @@ class Work:
     tokens_of_worker: float = 0.0
     """Tokens that one worker generates in a second while requests wait; 0: not measured yet."""
     tokens_requested: float = 0.0
-    """Tokens that clients request in a second: the most of any half minute of the last minute."""
+    """Tokens that clients request in a second: the highest average over half a minute in the last
+    minute."""
     is_paused: bool = False
     front: float | None = None
     """The lowest score of a waiting request, made of priority and arrival; None if none waits."""

@@ -14,11 +14,12 @@ from promptq.shared.runtime.turns import Work
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BEHIND_ITEM = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 _AT_ONCE = 16
-"""Items of a list that are read or written at once, if they are not converted."""
+"""Number of items of a list that are read or written in one part, if no reader converts them."""
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parse a JSON object. `readers`, by the name of a list, convert each of its items.
+    """Parse a JSON object. `readers` has, by the name of a list, the function that converts its
+    items.
 
     Raises ValueError, RecursionError, and errors of a reader. Half a character, which cannot be
     written in UTF-8, is a ValueError.

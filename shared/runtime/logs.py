@@ -87,7 +87,7 @@ class _CurrentStandardError:
 
 
 _STANDARD_ERROR = cast("TextIO", _CurrentStandardError())
-"""All loggers share this object, because it holds their lock."""
+"""Where all loggers write. They share this object, because it holds their lock."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:

@@ -18,8 +18,9 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def one_line(json_text: str) -> str:
-    """Returns the JSON with escapes for the characters that end a line for `str.splitlines` and its
-    like. JSON may have these three raw, and always escapes the other ones."""
+    """Returns the JSON with escapes for the characters that end a line for `str.splitlines` and
+    similar functions. JSON may have three such characters unescaped, and always escapes the others.
+    """
     for end in ("\x85", "\u2028", "\u2029"):
         json_text = json_text.replace(end, f"\\u{ord(end):04x}")
     return json_text

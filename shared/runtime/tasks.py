@@ -20,11 +20,13 @@ _log = logging.getLogger("promptq.tasks")  # a client has no other log
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait for their end. Drops their exceptions.
 
-    One cancellation is not enough. Before Python 3.12, `asyncio.wait_for`, by which redis-py sends,
-    swallows it if the awaited future is just done; and an error on the way out may replace it.
+    One cancellation is not enough. redis-py sends through `asyncio.wait_for`. Before Python 3.12,
+    this function loses a cancellation that arrives when the sending is just done. An error while
+    the task ends may also replace the cancellation.
 
-    The caller may be cancelled too, as anyio does at every turn until a scope is left. That is
-    raised only when all tasks have ended, because the caller often closes their resources next.
+    The caller may be cancelled too; anyio repeats this at every turn until a scope is left. `end`
+    raises that cancellation only when all tasks have ended, because the caller often closes their
+    resources next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None

@@ -1,7 +1,7 @@
 """OpenTelemetry traces, the optional extra `tracing`.
 
-Nothing of the library is imported unless traces are sent somewhere. A request carries the context
-of the span that enqueued it, so one trace leads from the client to the worker that answered.
+The library is imported only if traces are sent. A request carries the context of the span that
+enqueued it, so one trace leads from the client to the worker that answered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def parent(self, context: TraceContext | Mapping[str, str] | None) -> Context | None:
-        """The context that came with a request or as HTTP headers; None if none did."""
+        """Returns the trace context in a request or in HTTP headers; None if there is none."""
         if context is None:
             return None
         carrier = context.carrier if isinstance(context, TraceContext) else context

@@ -38,8 +38,9 @@ _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
 )
-"""A whole category, because `client|setinfo` cannot be named on Redis 7.0. Excluded are commands
-that disturb others, and CLIENT TRACKING, which would report the keys of all clients."""
+"""Commands with which every client connects. Redis 7.0 cannot permit `client|setinfo` by name, so
+the whole category is permitted. Excluded are commands that disturb others, and CLIENT TRACKING,
+which would report the keys of all clients."""
 
 _READ = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"

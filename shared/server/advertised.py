@@ -1,18 +1,18 @@
 """Notes the addresses of this user's embedded servers, so that commands find them.
 
-Each server has a file in a folder of the user: the one for running programs if the system has one
-(`XDG_RUNTIME_DIR`), else one in HOME. The file has the address with the password, so only the user
-may read it. Files and folders that another user owns or may write to are ignored: requests would go
-to a server that the other user chose.
+Each server has a file in a folder of the user: the system's folder for running programs
+(`XDG_RUNTIME_DIR`) or, if there is none, a folder in HOME. The file has the address with the
+password, so only the user may read it. Files and folders that another user owns or may write to are
+ignored: requests would go to a server that the other user chose.
 
-The server keeps the file locked, by a descriptor that it got from its parent, and the kernel
-releases the lock when the server ends, however it ends. If the lock is free, then the server has
-ended, and another program may listen at its address now.
+The server keeps the file locked, by a descriptor that it got from its parent. The kernel releases
+the lock when the server ends, however it ends. So if the lock is free, the server has ended, and
+another program may listen at its address now.
 
-The password of such a server begins with a mark of the folder. So a program that sees that folder
-still recognises a copied address when the file is gone, and sends nothing there. Without the
-folder, as in another HOME or container, it cannot know whether the server lives, and the password
-suffices.
+A copied address may outlive its server and the file. So the password of such a server begins with a
+mark of the folder. A program that sees the folder recognises the mark, finds no file, and sends
+nothing to the address. A program in another HOME or container does not see the folder. It cannot
+know whether the server lives, and trusts the password.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns the folder's mark. A path is no mark, because containers share paths and user ids."""
+    """Returns the folder's mark. Its path cannot serve, because containers share paths and user
+    ids."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -137,11 +138,11 @@ def _mark_of(folder: Path) -> str:
 def liveness_of(url: str) -> Callable[[], bool] | None:
     """Returns a function that tests whether the server of an advertised address lives.
 
-    Returns None for another address, or one that was advertised in a folder out of sight here.
+    Returns None for an address that was not advertised, or whose folder this process cannot see.
 
     The password identifies the server, in any spelling of the rest of the address. Call the
-    function after a connection was opened and before it is used. True is then certain: the server
-    lived when the connection was made, so that server listened.
+    function after a connection was opened and before it is used. If it returns True, the server
+    lived when the connection was made, so the connection leads to this server.
     """
     match = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
     if match is None or match[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:

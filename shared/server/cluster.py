@@ -32,8 +32,9 @@ CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
-"""Errors of a slot that is elsewhere, also MOVED and MASTERDOWN. ASK is not followed: the queue has
-to wait while its slot moves, because scripts need all of its keys in one place."""
+"""Errors for a slot that is on another node; MOVED and MASTERDOWN are subclasses. ASK is not
+followed: the queue has to wait while its slot moves, because scripts need all of its keys in one
+place."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
 """Enough retries for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
@@ -46,7 +47,7 @@ Address = tuple[str, int]
 
 
 class ClusterChangedError(redis.ConnectionError):
-    """The queue is not on this node, or on none that answers."""
+    """This node does not have the queue's slot, or no node that answers has it."""
 
 
 class NoClusterError(redis.ResponseError):
@@ -161,7 +162,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
 
 
 def address_of_nodes(pool: Any) -> str | None:
-    """The URL of the cluster that a pool is for, without credentials; None if it is for none."""
+    """The URL of the cluster that a pool is for, without credentials; None for a pool of another
+    kind."""
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return None
     return "redis+cluster://" + ",".join(
@@ -170,7 +172,7 @@ def address_of_nodes(pool: Any) -> str | None:
 
 
 class _SlotPool:
-    """Base of both pools."""
+    """Base of the synchronous and the asynchronous pool."""
 
     cluster: _Cluster
 
@@ -259,7 +261,7 @@ class _Following(_FollowsSlot):
 
 
 class _AsyncFollowing(_FollowsSlot):
-    """`_Following` for asyncio. redis-py wraps the exception of `_owner`; this unwraps it."""
+    """`_Following` for asyncio. redis-py wraps the exception of `_owner`; this class unwraps it."""
 
     async def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
@@ -320,7 +322,8 @@ def _changed(error: Exception) -> ClusterChangedError:
 
 
 def _worse(one: Exception, other: redis.RedisError) -> Exception:
-    """Returns the more informative error of two nodes: a refusal before a missing answer."""
+    """Returns the more informative error of two nodes: a refusal says more than a missing
+    answer."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
     if isinstance(one, (redis.ResponseError, AuthenticationError)):

@@ -53,7 +53,8 @@ from promptq.shared.server.url_options import without_defaults
 T = TypeVar("T")
 
 _REDIS_PY = int(redis.__version__.partition(".")[0])
-"""Clients run on redis-py 5.2 to 8, because other packages of a program may need an old one."""
+"""The major version of redis-py. Clients run on redis-py 5.2 to 8, because other packages of a
+program may need an old one."""
 
 MIN_REDIS = 7
 MIN_VALKEY = 8
@@ -212,14 +213,14 @@ def _try_to_make(kind: Any, url: str) -> Any:
 def _options_of(kind: Any, url: str) -> dict[str, Any]:
     """The options of connections, which the URL may replace.
 
-    A server that does not answer for the time of the timeouts counts as gone.
-
-    Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
-    trip, and redis-py would hand out a connection with an unread reply to another call.
-
-    If all connections of a pool are in use, redis-py refuses a call as if the server was gone. A
-    call that has a connection may need a second one before it returns the first. So the URL's limit
-    is the only one. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
+    - Timeouts: a server that does not answer within them counts as gone.
+    - Maintenance notifications are off. Only Redis Enterprise has them. They would cost each
+      connection a round trip, and redis-py would pass a connection with an unread reply to another
+      call.
+    - The pool has no limit other than the URL's. When a pool's limit is reached, redis-py refuses a
+      call as if the server was gone, and a call that has a connection may need a second one before
+      it returns the first. Each thread needs a connection, and `AsyncRequestQueue` limits its
+      calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,

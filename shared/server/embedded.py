@@ -61,8 +61,9 @@ wait "$server"
 class EmbeddedServer:
     """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
 
-    Use it as a context manager, or call `stop`. With `is_advertised` later commands of this user
-    find it. `password` is for restarting a server with the same one; by default it is new.
+    Use it as a context manager, or call `stop`. With `is_advertised`, later commands of this user
+    find the server. The password is random by default; pass `password` to restart a server with its
+    old one.
 
     Raises RedisUnavailableError if it does not start, ConfigurationError if `port` is taken, or if
     `data_dir` cannot be used, is used by another server or is open to other users.
@@ -153,7 +154,8 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """Wait by reading the log. A program that got the port first must not get the password."""
+        """Wait until the server's log says that it is ready. A test of the port would send the
+        password, perhaps to another program that got the port first."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -178,8 +180,8 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Begin to append, and wait until the existing data is in the file: until then the server
-    refuses to end."""
+    """Switch the append-only file on, and wait until the existing data is in the file: until then
+    the server refuses to end."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):

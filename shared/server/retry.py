@@ -44,7 +44,7 @@ class BusyError(ConnectionError):
 
 
 WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
-"""After these errors, redis-py connects and sends a call again. MASTERDOWN: ClusterDownError."""
+"""Errors after which redis-py connects and sends a call again. MASTERDOWN is a ClusterDownError."""
 
 
 @cache
@@ -86,11 +86,12 @@ def note_failure(error: Exception) -> None:
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeat `call` until the server accepts it, and return its value.
 
-    After `seconds` of trying it raises the last error. Time in which this process stood still does
-    not count, because the server had no chance to answer. Scripts refuse a call as a whole, and do
-    nothing twice, so a call may be repeated after any error. Such errors are a lost connection or
-    reply, and a server that loads, is a replica, or is out of memory or disk. Refused credentials
-    are raised at once.
+    Retried errors are a lost connection or reply, and a server that loads, is a replica, or is out
+    of memory or disk. Retries are safe, because scripts refuse a call as a whole and do nothing
+    twice. Refused credentials are raised at once.
+
+    After `seconds` of trying, the last error is raised. Time in which this process stood still does
+    not count, because the server had no chance to answer.
     """
     from promptq.shared.runtime.logs import get_logger
 

@@ -24,10 +24,10 @@ _PORT = 26379
 def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
     """Returns a client of the server that the sentinels name as a service's master at any time.
 
-    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
-    the options of any other. The sentinels' own credentials, if they have any, are the options
-    `sentinel_username` and `sentinel_password`. `pool_options` are those of connections
-    and pools. Raises ValueError.
+    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`. It
+    takes the options of other URLs. The sentinels' credentials, if they need any, are the options
+    `sentinel_username` and `sentinel_password`. `pool_options` are those of connections and pools.
+    Raises ValueError.
     """
     parts = urlsplit(url)
     service, _, database = parts.path.strip("/").partition("/")
@@ -86,8 +86,9 @@ def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 class _Connection(redis.sentinel.SentinelManagedConnection):
-    """Closes when an exception interrupts a call, such as that of a signal's handler, as redis-py's
-    connections do elsewhere. Otherwise the next call would get the reply to the interrupted one."""
+    """A connection that closes when an exception, such as one of a signal's handler, interrupts a
+    call. Otherwise the next call would get the reply to the interrupted one. redis-py's other
+    connections do this already."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         options = {"disconnect_on_error": True, **options}
@@ -99,7 +100,7 @@ class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """Closes the connections to the sentinels too, because nothing else does."""
+    """A pool that closes the connections to the sentinels too, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Closes all connections; after a change of the master only idle ones.

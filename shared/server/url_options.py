@@ -18,7 +18,8 @@ _NO_EFFECT = {
     "encoding": ("utf-8", "utf8"),
     "encoding_errors": ("strict",),
 }
-"""Defaults that programs state explicitly. Other values would break promptq."""
+"""Options that programs may state with these values, which are the defaults. Other values would
+break promptq."""
 
 
 def _is_duration(value: str) -> bool:
@@ -98,7 +99,8 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query without options that repeat a default. Raises ValueError for others."""
+    """Returns the query without options that repeat a default. Raises ValueError for unsupported
+    options."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

@@ -17,7 +17,8 @@ T = TypeVar("T", bound="Settings")
 
 
 class Settings(BaseSettings):
-    """Each field is the environment variable of that name with the prefix `PROMPTQ_`.
+    """Settings of a process. The environment variable of a field is its name with the prefix
+    `PROMPTQ_`.
 
     A process has a subclass with the fields that it alone reads, and ignores all other variables.
     """

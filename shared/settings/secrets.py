@@ -18,7 +18,8 @@ def forget_secrets() -> None:
     """Remove secrets from the environment, also from what `/proc/self/environ` shows.
 
     That file shows the memory in which the process got its environment, and removing a variable
-    leaves its text there, so the text is overwritten. Processes that start later do not get them.
+    leaves its text there, so the text is overwritten. Processes that start later do not get the
+    secrets.
     """
     names = [name for secret in _SECRETS if (name := ENV_PREFIX + secret) in os.environ]
     with suppress(ValueError, OSError):  # a C library without `environ`

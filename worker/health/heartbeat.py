@@ -21,7 +21,8 @@ INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""A snapshot comes after the running step. If that takes longer, a later heartbeat shows it."""
+"""How long a heartbeat waits for a snapshot, which comes after the running step. If the step takes
+longer, a later heartbeat has the snapshot."""
 
 
 class Heartbeat:

@@ -13,7 +13,8 @@ REAPS_PER_LEASE = 4
 
 
 class Reaper:
-    """`run_once` is called several times within a lease.
+    """Brings back the requests of crashed workers. `run_once` is called several times within a
+    lease.
 
     While the server is away nobody can renew, so leases that ran out prove no crash. A worker that
     could not reach the server for half a lease therefore waits another half before it reaps again,

@@ -37,7 +37,7 @@ class EngineStuckError(PromptqError):
 
 
 class EngineWatchdog:
-    """A part counts as hung after it has made no progress for `seconds`."""
+    """Notices a part of the worker that hangs: one without progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
         self.seconds = seconds

@@ -1,10 +1,9 @@
 """Joins tokens of several steps when they come faster than events should be sent.
 
 An event costs the worker, the server and the subscriber the same whether it has one token or three.
-Where they share cores with the engine, the engine loses that time. So there is a limit on the rate
-of events, as network cards have one for interrupts. Up to that rate every token is sent by
-itself; above it, some tokens of a stream are sent together. With an infinite rate every token is
-sent by itself.
+If they run on the engine's cores, the engine loses that time. So there is a limit on the rate of
+events, as network cards have one for interrupts. Up to that rate every token is sent by itself.
+Above the rate, some tokens of a stream are sent together. An infinite rate is no limit.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from collections.abc import Callable, Sequence
 from promptq.worker.engine.api.messages import SequenceOutput
 
 _EVENTS_PER_CORE = 500
-"""Events a second for each core. All three sides need some 30 µs for an event, so this takes a
-fiftieth of its time."""
+"""Events a second for each core. All three sides together need some 30 µs for an event, so events
+take about a fiftieth of the core's time."""
 LONGEST_SECONDS = 0.1
 """The longest time that a token waits here, however many streams there are."""
 

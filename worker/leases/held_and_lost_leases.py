@@ -32,7 +32,7 @@ _NEXT = {
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
 _TENANTS_ASIDE = 4
-"""One tenant may take a quarter of both limits, so there is room for four tenants."""
+"""The number of tenants that find room aside. One tenant may take this part of both limits."""
 
 
 class Departure(StrEnum):
@@ -115,8 +115,8 @@ class Leases:
     def set_aside(self, lease: Lease) -> bool:
         """Let a lease take no room until it is prepared, so that it keeps no other request out.
 
-        Returns False if too many are set aside already, in all or of this tenant. There must be a
-        limit, as the worker's room does not bound the memory that these requests take.
+        Returns False if too many leases are set aside already, in all or of this tenant. There must
+        be a limit, because the worker's room does not bound the memory that these requests take.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -138,7 +138,8 @@ class Leases:
             self._to(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has places; then those that may preempt."""
+        """Hand ready requests to the engine while it has places. Then hand over requests that may
+        preempt others."""
         while (lease := self._next_to_run()) is not None:
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()
@@ -229,8 +230,8 @@ class Leases:
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Sums the preemptible sequences by priority and tenant. A tenant that only holds other
-        sequences has zeros."""
+        """Sums the preemptible sequences by priority and tenant. A tenant that holds only requests
+        that cannot be preempted has zeros."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))

@@ -83,8 +83,8 @@ class Lease:
         return [*unsent, row]
 
     def as_held(self) -> Held:
-        """Returns the form that renews or gives back the lease. It has the prompt length if the
-        server does not know that yet."""
+        """Returns the form that renews or gives back the lease. The form has the prompt length if
+        the server does not know the length yet."""
         length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 

@@ -20,7 +20,8 @@ _MEANS = ("queue_ms", "prompt_ms", "generation_ms")
 
 
 class Meter:
-    """The parts of a worker report to it in the event loop. Heartbeats and scrapes read it."""
+    """Counts and histograms of a worker's work. The parts of the worker report in the event loop.
+    Heartbeats and scrapes read the values."""
 
     def __init__(self) -> None:
         self.histograms = {spec: Histogram(spec) for spec in metrics.WORKER_HISTOGRAMS}

@@ -34,7 +34,8 @@ from promptq.worker.leases.slow_lane import SlowLane
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Shorter than a usual poll: no message says that the delay of a request is over."""
+"""Seconds between polls while requests are put off. The usual time would be too long, because no
+message says that the delay of a request is over."""
 
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
 """The result of preparing a claim; None for a claim that was lost meanwhile."""

@@ -28,7 +28,7 @@ from promptq.worker.text.tokenizer import Tokenizer
 _QUICK_BYTES = 32 * 1024
 _QUICK_MESSAGES = 128
 _QUICK_TOKENS = 1024
-"""Tokens of earlier attempts, or of an output prefix, which have to be decoded."""
+"""The most tokens of earlier attempts, or of an output prefix, that are quick to decode."""
 
 _MAX_VALUES = 100_000
 """The most JSON values in a payload, without the token ids of its prompt. The parser makes an

@@ -160,7 +160,9 @@ class Publisher:
             if status is RowStatus.OK and not row.finish_reason:
                 continue
             if status in (RowStatus.GAP, RowStatus.ERROR) and lease.is_held:
-                self._log.error("row refused", request_id=row.request_id, status=status)
+                self._log.error(
+                    "the server refused a row", request_id=row.request_id, status=status
+                )
             self._exchange.take_answer(lease, status, row.finish_reason)
         self._exchange.take_answers(unreported, lengths, published.held)
 

@@ -17,8 +17,8 @@ _MAX_HAND_OUTS = 100_000
 
 
 class ReadyQueue:
-    """The ready requests in queue order. Only `Leases` adds and removes them. The numbers are
-    totals since the start."""
+    """The ready requests in queue order. Only `Leases` adds and removes requests. The public counts
+    and times are totals since the start."""
 
     def __init__(self) -> None:
         self.num_handed_out = 0

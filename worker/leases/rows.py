@@ -40,7 +40,7 @@ from promptq.worker.text.output_marks import ReasoningTokens
 from promptq.worker.text.tokenizer import Tokenizer
 
 _SHORTEST = 1e-12
-"""A shorter vector is not made longer, as in torch's `normalize`."""
+"""The least number by which a vector is divided to get the length 1, as in torch's `normalize`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 _MAX_THREADS = 4
 _MAX_THREADS_OF_TENANT = 2
-"""One tenant always leaves some threads to others."""
+"""The most threads of one tenant, so that some threads are left to others."""
 
 _USUAL_SECONDS = 0.05
 """How long a function is expected to take before one of its tenant has been measured."""
@@ -39,8 +39,8 @@ class SlowLane:
     def put_off(self, tenant: str) -> float:
         """Returns how many seconds to put off one more request that finds no place here.
 
-        That is about when the tenant's turn would come, after what it has here and what was put off
-        before. A request that comes back too early costs a useless claim.
+        After about this time the tenant's turn comes: its requests here and those that it put off
+        before come first. A request that comes back too early costs a useless claim.
         """
         now = time.monotonic()
         self._put_off_until = {

@@ -52,7 +52,7 @@ class Served:
     end_token_ids: frozenset[int]
     device: str
     dtype: str
-    """Empty if nothing is computed."""
+    """The dtype in which the model computes. Empty if nothing is computed."""
     method: str = ""
     """How the engine computes, in words: with promptq's own code, or why not."""
     grammars: Grammars | None = None
@@ -132,7 +132,7 @@ def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mode
 
 
 def _formats(settings: WorkerSettings) -> list[str]:
-    """Returns the number formats that change texts by more than processors do."""
+    """Returns the number formats that change outputs by more than another processor would."""
     formats: list[str] = []
     if settings.quantization != "none":
         formats.append(settings.quantization)
@@ -290,7 +290,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     server.check_tokenizer(tokenizer)
     abilities = server.abilities
     get_logger().info(
-        "what this engine cannot do",
+        "features that this engine lacks",
         server=server.description.software,
         refused=" ".join(abilities.refused),
         exact_resume=abilities.exact_resume,
@@ -323,8 +323,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
 def _end_token_ids(
     of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """Returns the model's end tokens with the tokenizer's, as vLLM does: the configuration of many
-    fine-tunes is that of the model that they were made from."""
+    """Returns the end tokens of the model and of the tokenizer, as vLLM does. Many fine-tunes keep
+    the configuration of the model that they were made from, which may lack their end tokens."""
     own = tokenizer.end_token_id
     return of_model if own is None or own >= vocab_size else of_model | {own}
 
@@ -356,7 +356,7 @@ def _engine(
     *,
     async_scheduling: bool = False,
 ) -> Engine:
-    """Returns the engine. The arguments after the settings are defaults for two of them."""
+    """Returns the engine. The arguments after the settings are defaults for two settings."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
     if settings.async_scheduling is not None:

@@ -104,7 +104,8 @@ class EngineThread:
         return time.monotonic() - self._last_progress
 
     def _wake(self) -> None:
-        """Wake the thread if it waits. Of many messages, only the first one has this cost."""
+        """Wake the thread if it waits. Only the first of many messages has to wake the thread,
+        which costs time."""
         if self._is_waiting:
             with self._inbox:
                 self._is_waiting = False

@@ -18,7 +18,7 @@ class SwapTimes:
     least_loaded: float
     """How long a model that has work stays loaded."""
     longest_wait: float
-    """How long requests wait for their model while another one has work."""
+    """How long requests wait for their model while another model has work."""
     idle: float
     """A model without work is unloaded after this time."""
 
@@ -30,7 +30,7 @@ class Loaded:
     queue: str
     since: float
     worked_at: float
-    """When its queue had work, the last time."""
+    """When its queue last had work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context whose processes have these modules imported, since that takes seconds.
+    """Returns a context whose processes have these modules imported already, since importing them
+    takes seconds.
 
-    A separate process forks them, as this one has threads.
+    A separate process forks them, because this process has threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*libraries])
@@ -41,7 +42,8 @@ def forking(*libraries: str) -> ForkServerContext:
 def _not_importing_from_here() -> Iterator[None]:
     """Keep the server of forks, which starts here, from importing from the current folder.
 
-    The variable is unset afterwards, for this process and the processes that it starts later.
+    Sets PYTHONSAFEPATH. On exit the variable gets its former value, for this process and the
+    processes that it starts later.
     """
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
@@ -55,9 +57,9 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """Runs `target` with the settings, the server's address and a line to this owner.
+    """Runs `target` with the settings, the server's address and a connection to this owner.
 
-    The process ends when the owner does: it drains once the line to the owner is closed.
+    The process ends when the owner does: it drains once its connection to the owner is closed.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ _LOADABLE_FOR_MS = 5000
 _GUESSED_LOAD_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _MOST_DOUBLINGS = 10
-"""After a day of failures the number would be too large for a float."""
+"""How often the wait after a failure is doubled at most. Without a limit, the number would be too
+large for a float after a day of failures."""
 
 
 class ModelFailedError(PromptqError):
@@ -245,6 +246,8 @@ class Swapper:
                 is_away = False
             except Exception as error:  # what a stranger wrote must not end the swapping
                 if not is_away:
-                    self._log.warning("models stay as they are", error=str(error))
+                    self._log.warning(
+                        "the queues cannot be read, so no model is swapped", error=str(error)
+                    )
                 is_away, self._works = True, {}
             await asyncio.sleep(_READ_SECONDS)

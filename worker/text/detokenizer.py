@@ -60,11 +60,11 @@ class IncrementalDecoder:
         return text
 
     def _may_be_complete(self) -> bool:
-        """Whether decoding all held tokens may give text, when there are many of them.
+        """Whether decoding all held tokens may give text, when there are many held tokens.
 
-        If a character is complete, the last tokens show it. The first ones are decoded too, because
-        some tokenizers show a whole run of bytes as U+FFFD if one byte is wrong. That byte is among
-        the first ones, or they would have made a character.
+        A complete character shows in the last tokens. The first tokens are decoded too, because
+        some tokenizers show a whole run of bytes as U+FFFD if one byte is wrong. The wrong byte is
+        among the first ones: otherwise the bytes before it would have made a character.
         """
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])

@@ -14,11 +14,11 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
-"""The last tokens of a prompt, among which a mark at its end is."""
+"""The number of a prompt's last tokens that are searched for a mark at its end."""
 
 
 class OutputMarks:
-    """The marks of a chat's output. Special tokens that are marks are text there.
+    """The marks of a chat's output. The output's text keeps special tokens that are marks.
 
     If the chat template has already written the mark before the reasoning, the text begins with the
     mark as well. Otherwise a reader could not see that the text begins inside of the reasoning.

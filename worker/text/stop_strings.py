@@ -73,7 +73,8 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Returns where the string begins, if this next part ends it; negative: before the part."""
+        """Returns the place in this next part at which the string begins, if it ends in the part.
+        The place is negative if the string begins before the part. None if it does not end here."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

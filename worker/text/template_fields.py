@@ -1,7 +1,7 @@
 """Fills fields of messages in the forms that the chat templates of some families read.
 
-A client's ids of calls come from a gateway or from another model. Reasoning comes from APIs that
-have one name for it.
+The ids of calls that a client sends come from a gateway or from another model, so a template may
+refuse them. APIs have one name for reasoning, and templates have others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _nine_letters(call: dict[str, Any], number: int) -> str:
 def _with_thinking(message: Message) -> Message:
     """Returns a message with its reasoning under gpt-oss' name.
 
-    The template takes the content of a message with calls for reasoning, and refuses both.
+    In a message with calls, the template takes the content for reasoning, and refuses content
+    beside reasoning.
     """
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     has_both = message.get("tool_calls") and message.get("content")

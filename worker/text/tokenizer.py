@@ -27,7 +27,8 @@ _ANY_LENGTH = 10**30
 
 
 class Tokenizer(Protocol):
-    """Thread-safe, because the intake encodes while the publisher decodes."""
+    """Converts between text and token ids. Thread-safe, because the intake encodes while the
+    publisher decodes."""
 
     def encode_prompt(self, request: Request) -> list[int]:
         """Returns the token ids of the prompt or rendered messages. Raises InvalidRequestError."""
@@ -360,9 +361,9 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _failing_alone(field: str) -> Iterator[None]:
-    """Refuse a text at which the tokenizer fails: the model's author chose its expressions.
+    """Refuse a text at which the tokenizer fails: the model's author chose its regular expressions.
 
-    The library panics where one of them takes too long, and a panic is no Exception.
+    The library panics where an expression takes too long, and a panic is no Exception.
     """
     try:
         yield

@@ -1,8 +1,9 @@
 """A client's position in a stream, as the id of an event.
 
 `chatcmpl-ID/12-57` says that 12 tokens and 57 characters of the one choice were read. An `e` after
-that says that its end was read, too. Further choices follow, separated by dots. A number of tokens
-would not be enough: in a log that was folded into a result, tokens have no borders in the text.
+that says that its end was read, too. Further choices follow, separated by dots. The number of
+characters is needed for a log that was folded into a result: the result has one text, which does
+not show where a token begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Fields from clients of other servers: those without effect, and other names for our own.
+"""Fields from clients of other servers: fields without effect, and other names for promptq's
+fields.
 
-Fields of OpenAI's API and of vLLM's server are known here by name, so that a program that was
-written for them need not be changed. A value that requests an unsupported feature is refused.
+promptq knows fields of OpenAI's API and of vLLM's server by name, so that a program that was
+written for these need not be changed. A value that requests an unsupported feature is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def warn_of(field: str) -> None:
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     """Renames fields of a body that have other names in other servers' APIs.
 
-    Raises InvalidRequestError for what is not served.
+    Raises InvalidRequestError for a feature that is not supported.
     """
     fields = {**body}
     if fields.get("seed") == -1:  # vLLM's word for none
@@ -115,7 +116,7 @@ _FORMS = (
     "structured_outputs",
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""Names of vLLM, the newer one first."""
+"""vLLM's fields for the format of the output, the newer one first."""
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:

@@ -36,7 +36,8 @@ An output's prefix is the last message, if that is the assistant's.
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload whose effect a message cannot show."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send. After this error they continue without `thread`."""
+"""Fields that Anthropic's tool runners send. After an error about them, the runners continue
+without `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -288,7 +289,7 @@ def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Any]:
-    """The `tools` and the `tool_choice` of a payload; the latter is None without effect.
+    """The `tools` and the `tool_choice` of a payload. A choice without effect is None.
 
     Raises InvalidRequestError for tools that Anthropic runs, such as a web search.
     """

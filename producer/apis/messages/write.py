@@ -142,7 +142,7 @@ class MessageWriter:
 
 
 class _Prefill:
-    """The beginning of an output that the call gave. The answer does not repeat it."""
+    """The beginning of the answer, as the call gave it. The answer does not repeat this text."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill

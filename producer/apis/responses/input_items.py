@@ -25,9 +25,10 @@ _PREFIXES = {
 def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
     """The items of an `input`, in their full form. `unique` makes their ids unique.
 
-    The id is the first member of each, so that it is found without reading the rest.
+    The id is the first member of each item, so that it is found without reading the rest.
 
-    Raises InvalidRequestError for what is not text, a function call, its output or reasoning.
+    Raises InvalidRequestError for an item other than text, a function call, its output or
+    reasoning.
     """
     if isinstance(text_or_items, str):
         text_or_items = [{"role": "user", "content": text_or_items}]

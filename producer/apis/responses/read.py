@@ -233,7 +233,7 @@ def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 ) -> tuple[list[Tool], Any]:
-    """The `tools` and the `tool_choice` of a payload; the latter is None without effect.
+    """The `tools` and the `tool_choice` of a payload. A choice without effect is None.
 
     Raises InvalidRequestError for tools that this API has beside functions, such as `web_search`.
     """

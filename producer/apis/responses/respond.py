@@ -34,7 +34,7 @@ from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
 _LARGE_BYTES = 65_536
-"""Frames of this size are written one by one. Others go out together."""
+"""The least bytes of a frame that is written alone. Smaller frames go out together."""
 
 
 async def respond(
@@ -72,7 +72,7 @@ class AnsweredResponse:
     at_once: bool = False
 
     async def keep(self, output: EndedOutput) -> None:
-        """Keep the output. If that fails now, the records do it later."""
+        """Keep the output. If this fails, `ResponseRecords` keeps the output later."""
         if self.stored is not None:
             with suppress(RedisError, PromptqError):
                 await self.records.stored.end(self.stored, output)
@@ -197,7 +197,7 @@ async def _begin(
 
 
 async def _forget(records: ResponseRecords, stored: StoredResponse | None) -> None:
-    """Forgets a response. While the server is away, only its record's expiry does that."""
+    """Forgets a response. If the server is away, the record stays until it expires."""
     if stored is not None:
         with suppress(RedisError, PromptqError):
             await records.stored.forget(stored.call.id, stored.tenant)

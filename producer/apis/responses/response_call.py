@@ -56,7 +56,8 @@ class ResponseCall:
 
     @property
     def created(self) -> int:
-        """Unix seconds, from the id: the same for each reader."""
+        """Creation time in Unix seconds. It is part of the id, so that all readers see the same
+        time."""
         return self._created_ms // 1000
 
     @property

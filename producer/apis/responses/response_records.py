@@ -34,12 +34,13 @@ from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000
-"""The time between two looks at a response. Most readers come earlier, so their reads keep it."""
+"""The time between two looks at a response. Most readers come earlier, and their reads keep the
+output."""
 _PAGE = 200
 MOST_LINKS = 500
 """The most responses of one conversation. Each call reads all of them one by one."""
 _BEGIN_SECONDS = 60.0
-"""A response is stored before its request is enqueued, which takes less than this."""
+"""The longest time between storing a response and enqueueing its request."""
 
 
 class ResponseRecords:

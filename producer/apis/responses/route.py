@@ -116,7 +116,7 @@ async def retrieve_response(
 async def delete_response(
     response_id: str, caller: ThisCaller, records: TheseRecords
 ) -> dict[str, object]:
-    """Delete a stored response. One that is not over is cancelled."""
+    """Delete a stored response. A response that is not over is cancelled."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     await records.cancel(stored)
@@ -130,7 +130,8 @@ async def delete_response(
 async def cancel_response(
     response_id: str, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
-    """Cancel a response in the background. One that is over stays as it is, and this reads it."""
+    """Cancel a response in the background, and return it. A response that is over does not
+    change."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     if stored.result is not None:

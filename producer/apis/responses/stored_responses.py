@@ -87,7 +87,8 @@ class StoredResponses:
         await self._run("forget", tenant, response_id, {})
 
     async def get(self, response_id: str, tenants: Sequence[str] | None = None) -> StoredResponse:
-        """A record; with `tenants`, only one of theirs. Raises RequestNotFoundError."""
+        """Returns a record. With `tenants`, the record must belong to one of these. Raises
+        RequestNotFoundError."""
         if is_response_id(response_id):  # otherwise it might name another key
             record = await self._queue.run(self._read(response_id))
             if record is not None and (tenants is None or record.tenant in tenants):
@@ -103,7 +104,7 @@ class StoredResponses:
         """Returns up to `limit` responses without output that no gateway has checked for
         `not_since_ms`, the longest unchecked first, and marks them as checked now.
 
-        Their calls have nothing but the id: the rest may be megabytes of each.
+        The calls of these responses have only the id, because the rest of each may be megabytes.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses

@@ -281,7 +281,7 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """The writer of a response that is over, without frames."""
+    """A writer that has passed all events of a finished response, and kept no frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
         yield
@@ -289,7 +289,7 @@ def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWri
 
 
 def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
-    """The frames of a response that is over, some of them empty."""
+    """Yields the frames of a response that is over. Some are empty."""
     writer.learn(output.model, output.output_style)
     yield writer.opening()
     for piece in output.pieces:

@@ -1,4 +1,4 @@
-"""The arguments of a call as literals, such as city="Paris", days=[1, None], as JSON."""
+"""Converts a call's arguments from literals, such as city="Paris", days=[1, None], to JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a call between tags, such as <parameter=city>Paris</parameter>, as JSON."""
+"""Converts a call's arguments from tags, such as <parameter=city>Paris</parameter>, to JSON."""
 
 from __future__ import annotations
 

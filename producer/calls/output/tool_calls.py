@@ -340,7 +340,8 @@ class ToolText:
         self._state = self._in_tail
 
     def _call_of(self, text: str) -> tuple[str | None, Any]:
-        """Returns the name and the arguments of a call that is a JSON object; no name for none."""
+        """Returns the name and the arguments of a call that is a JSON object. The name is None if
+        the text is no call."""
         try:
             call = from_json(text, allow_inf_nan=False)
             arguments = call.get(self._arguments_key)

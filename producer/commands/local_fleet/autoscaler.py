@@ -135,7 +135,8 @@ class Autoscaler:
         self._show(f"{self._name}: {wanted} instead of {before} ({why})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
-        """The name of the process that is this worker; None if it is not one of these."""
+        """The name of the process that is this worker; None if the autoscaler did not start the
+        worker."""
         if worker.host != socket.gethostname():
             return None
         processes = self._supervisor.processes(self._command)

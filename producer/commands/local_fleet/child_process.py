@@ -74,12 +74,13 @@ class ChildProcess:
 
     @property
     def output(self) -> str:
-        """The last lines of output, after its end."""
+        """The last lines of the process's output, once the process has ended."""
         self._reader.join(timeout=2.0)
         return "\n".join(self.last_lines)
 
     def has(self, pid: int) -> bool:
-        """Whether a process of this machine belongs to this one's session."""
+        """Whether the process with this id on this machine belongs to the session of this
+        process."""
         with suppress(OSError, OverflowError):  # it is gone, or a stranger wrote the number
             return os.getsid(pid) == self._shell.pid
         return False

@@ -117,7 +117,8 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `play` until it ends, or until SIGTERM or Ctrl-C.
 
-    `play` is no coroutine, as a signal before the first step would leave a coroutine unawaited.
+    `play` is a function, not a coroutine: a signal before the first step would leave a coroutine
+    unawaited.
     """
     this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None
@@ -211,7 +212,8 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """Read times from the record for requests without statistics, which a script has ended."""
+    """Read times from the records of requests that a script has ended. Such requests have no
+    statistics."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))

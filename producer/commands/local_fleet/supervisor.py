@@ -10,7 +10,7 @@ from promptq.producer.commands.local_fleet.child_process import ChildProcess
 from promptq.shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
-"""Processes that take longer to end are killed."""
+"""Seconds for a process to end. After that it is killed."""
 
 _MAX_FAILURES = 5
 _STEADY_SECONDS = 60.0

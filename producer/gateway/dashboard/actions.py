@@ -30,8 +30,8 @@ async def same_origin(request: Request) -> None:
     """Keep other web sites from acting through the browser of an administrator.
 
     While there is no key, a gateway trusts everybody on its machine, and so every page in a browser
-    there. Browsers say from where a request comes. Programs do not, and need not.
-    Raises ApiError 403.
+    there. Browsers send the origin of a page with its requests. Other programs send none, and are
+    trusted. Raises ApiError 403.
     """
     if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")

@@ -52,10 +52,11 @@ TIMELINE_SECONDS = 1.0
 """Seconds between two checks of a request's page for changes other than tokens."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""In characters. A longer payload is cut, because people do not read all of it."""
+"""The most characters of a payload that the page shows. A longer payload is cut, because people do
+not read all of it."""
 
 MAX_SHOWN_DEAD = 100
-"""The most dead letters on the page. It reads one id more, to see whether there are more."""
+"""The most dead letters on the page. One more id is read, to see whether there are more."""
 
 RequestId = Annotated[str, Query(alias="id")]
 
@@ -228,7 +229,7 @@ async def _value_of(served: ServedQueue, which: list[str]) -> BaseModel | None:
 
 
 async def _as_of_now(served: ServedQueue, value: BaseModel | None) -> str:
-    """A value as JSON, with the server's time, as pages show how long ago things were."""
+    """A value as JSON, with the server's time, because pages show how long ago things were."""
     with explained(served.client.url):
         now_ms = await served.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()

@@ -43,7 +43,8 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """The topic's JSON, first at once and then each time it is read; None if that fails."""
+        """Yields the topic's JSON, first at once and then after each reading; None if the reading
+        failed."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:

@@ -1,8 +1,8 @@
 """Finds requests by state, tenant and the beginning of their id.
 
 Requests that wait or run, and dead letters, are in the queue's sorted sets, which are read page by
-page. No set holds requests that have ended. They are searched among all keys of the server, with
-SCAN.
+page. No set holds requests that have ended. Such requests are searched among all keys of the
+server, with SCAN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """One row. Times are Unix milliseconds of the server; None if it has not happened."""
+    """One row. Times are Unix milliseconds of the server; None for an event that has not
+    happened."""
 
     request_id: str
     state: str
@@ -75,7 +76,10 @@ async def search(
             f"state: {state!r} is not one of {', '.join(STATES)}", field="state"
         )
     if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
-        raise InvalidRequestError(f"cursor: {cursor!r} is not one", field="cursor")
+        raise InvalidRequestError(
+            f"cursor: {cursor!r} is not the cursor of a page; the first page needs none",
+            field="cursor",
+        )
     wanted = _Wanted(queue, state, tenant, prefix)
     if state in SETS and not prefix:
         return await wanted.of_sets(int(cursor or 0))

@@ -1,6 +1,6 @@
 """Serves the OpenAPI document, and a page built from it, which loads nothing from outside.
 
-Both need no key, so each is built once and kept as bytes.
+The document and the page need no key, so each is built once and kept as bytes.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ async def readyz(gateway: ThisGateway) -> dict[str, str]:
     patience_ms = gateway.settings.http_ready_seconds * 1000
     taking = [worker for worker in workers if worker.state == "running"]
     if not any(worker.current_step_ms <= patience_ms for worker in taking):
-        what = "gets on" if taking else "takes further requests"
-        raise ApiError(503, f"of {len(workers)} workers none {what}", code="no_progress")
+        what = "makes progress" if taking else "takes further requests"
+        raise ApiError(503, f"none of the {len(workers)} workers {what}", code="no_progress")
     return _ready(stats)
 
 

@@ -47,8 +47,8 @@ def zeros_in_pages(
 ) -> torch.Tensor:
     """Returns zeros; on a CPU in pages that the system provides when they are first written.
 
-    Writing all of them would take a second for each 2 GiB at every start. Large pages save most of
-    the look-ups of addresses.
+    Writing the whole tensor would take a second for each 2 GiB at every start. Large pages save
+    most of the look-ups of addresses.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_MAPPED_BYTES:

@@ -33,9 +33,10 @@ def fitting_blocks(
     """Returns the number of blocks that fit into `memory_bytes`, beside `state_bytes` for the
     states of recurrent layers.
 
-    If that is None, returns the number that `wanted_tokens` need, at most as many as fit into
-    `default_memory_bytes`. Raises ConfigurationError if fewer than two fit, or if `memory_bytes`
-    are not free. A model without attention gets the blocks that `wanted_tokens` need.
+    If `memory_bytes` is None, returns the number that `wanted_tokens` need, at most as many as fit
+    into `default_memory_bytes`. Raises ConfigurationError if fewer than two fit, or if
+    `memory_bytes` are not free. A model without attention gets the blocks that `wanted_tokens`
+    need.
     """
     block_bytes = bytes_per_token(specs) * block_size
     is_limited = memory_bytes is None or not block_bytes

@@ -46,7 +46,7 @@ class PackedStep:
     """[S], int64: the rows from which tokens are sampled, in the order of `Batch.sampling`. A step
     without any has row 0 here, because some families cannot compute zero rows."""
     draws: torch.Tensor
-    """[D, S], float64: how the token of each of these rows is drawn (see `Packer.pack`)."""
+    """[D, S], float64: how the token of each sampled row is drawn (see `Packer.pack`)."""
     unknown: torch.Tensor
     """[2, U], int64: rows whose input token the previous step is still sampling, and the index of
     that token among the previous step's tokens."""

@@ -20,7 +20,7 @@ FIELDS = 4
 
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-    """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of that row.
+    """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
 
     The tiles that see the most come first, so that no long tile starts at the end.
     """

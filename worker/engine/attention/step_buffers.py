@@ -19,8 +19,8 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 class StepKind:
     """Steps that are padded to `num_rows` rows.
 
-    Mixed ones have chunks of prompts, with or without decodes beside them. The others have decodes
-    alone, for which a layer launches one kernel less.
+    Mixed steps have chunks of prompts, with or without decodes beside them. All other steps have
+    decodes alone, for which a layer launches one kernel less.
     """
 
     num_rows: int
@@ -76,8 +76,8 @@ class StepBuffers:
         )
 
     def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
-        """Returns the work lists of a step that is padded to this kind. They go to the device with
-        its inputs, and `fill` reads them from its layout."""
+        """Returns the work lists of a step that is padded to this kind. The lists go to the device
+        with the step's inputs, and `fill` reads them from the step's layout."""
         contexts = self._contexts(layout, kind)
         lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.requested}
         if kind.is_mixed:

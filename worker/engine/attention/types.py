@@ -29,7 +29,8 @@ class RequestedLists:
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def tile_sizes(self, longest_chunk: int) -> set[int]:
-        """Returns the sizes of tiles in steps with such a longest chunk, to read and to add to.
+        """Returns the sizes of tiles in steps whose longest chunk has this length. The caller may
+        add sizes to the set.
 
         Tiles have one size for all lengths up to the next power of two (see
         triton_kernels/prefill.py).

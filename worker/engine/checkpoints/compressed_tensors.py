@@ -1,7 +1,7 @@
 """Weights as compressed-tensors packs them, for example for llm-compressor.
 
 Source: https://github.com/vllm-project/compressed-tensors. Settings for rounding inputs are not
-read, because promptq's products round inputs by smaller chunks.
+read, because promptq's matrix products round inputs in smaller chunks.
 """
 
 from __future__ import annotations

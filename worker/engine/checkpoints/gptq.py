@@ -15,7 +15,7 @@ from promptq.worker.engine.checkpoints.unpacking import unpack, weight_of
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""Formats, and the number to add to each zero in the file."""
+"""Formats, and the number to add to each zero point in the file."""
 
 
 def _add(words: torch.Tensor, number: int, bits: int) -> torch.Tensor:

@@ -106,9 +106,8 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config if its weights are quantized. Else None: the library reads
-        it.
-        """
+        """The folder's generation config if its weights are quantized. None otherwise, because the
+        library then reads the config itself."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -211,8 +210,8 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns the names of a head's tensors: those of a layer after the last one that has parts
-        of a head (DeepSeek-V3, GLM-4.5), or names that begin with `mtp` (Qwen3-Next)."""
+        """Returns the names of a head's tensors. They are names of a layer after the last one, if
+        it has parts of a head (DeepSeek-V3, GLM-4.5), or begin with `mtp` (Qwen3-Next)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]
@@ -301,9 +300,9 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """Returns how many numbers a safetensors file has, if a word of 32 bits has `packed` of them.
+    """Returns how many numbers a safetensors file has, if a word of 32 bits has `packed` numbers.
 
-    0 if the file is damaged, which shows when it is loaded.
+    Returns 0 for a damaged file. The damage shows when the file is loaded.
     """
     try:
         return sum(

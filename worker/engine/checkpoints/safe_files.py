@@ -120,9 +120,9 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
 
 
 def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
-    """Refuses more active experts than there are, or none.
+    """Refuses a configuration with no active experts, or with more than there are.
 
-    With 0 experts, some families are dense. `has_weights` returns whether there are weights of
+    With 0 experts, some families are dense. `has_weights` returns whether the files have weights of
     experts nevertheless.
     """
 

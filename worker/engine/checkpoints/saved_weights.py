@@ -48,7 +48,7 @@ class SavedWeights:
 
 
 def shapes_of(module: str, weight: SavedWeight) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a module's parameters by name, that `weight` has in fewer bits."""
+    """Returns, by name, the shapes of a module's parameters that `weight` has in fewer bits."""
     if isinstance(weight, ExpertsWeight):
         return {f"{module}.{part}": shape for part, shape in weight.shapes.items()}
     return {f"{module}.weight": weight.shape}

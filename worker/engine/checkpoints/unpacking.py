@@ -27,7 +27,7 @@ def weight_of(
 ) -> QuantizedWeight | torch.Tensor:
     """Returns the weight `scale * (n - zero)` for unsigned `numbers` [outputs, `inputs`].
 
-    `scales`, in fp32, and `zeros` are [outputs, groups]. Without `zeros`, these are in the middle
+    `scales`, in fp32, and `zeros` are [outputs, groups]. Without `zeros`, each zero is the middle
     of the range. `groups` [inputs] has the group of each input. If groups are not one after the
     other, the weight is widened to fp32.
     """

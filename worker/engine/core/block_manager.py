@@ -35,7 +35,8 @@ class BlockManager:
 
     If the model has recurrent layers, their states after a prefix are not in the blocks. A sequence
     then shares only as many blocks as `kept_states` has a state for. If more of its first blocks
-    can be found, others have this prefix too, so its state is kept there for the next one.
+    can be found, other sequences begin with this longer prefix too. So the sequence's state at the
+    end of the longer prefix is kept, for the next sequence.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
 """Guesses the next tokens of a sequence: from its own text, or with a head of its model.
 
 A step with a few more rows costs little more, as long as it mostly waits for the weights. So a
-decode may carry drafted tokens. Prompt lookup (Saxena 2023) takes those that followed the last
-occurrence of its last tokens in the prompt or output. A model may also have a head that predicts
-further tokens (multi-token prediction); then the runner drafts. The step samples after each drafted
-token too, and one is accepted if and only if the same token would have been sampled without it. A
-wrong draft costs only time, and this module limits how much.
+decode may carry drafted tokens. Prompt lookup (Saxena 2023) finds the last occurrence of the
+sequence's last tokens in the prompt or output, and drafts the tokens that followed there. A model
+may also have a head that predicts further tokens (multi-token prediction); then the runner drafts.
+
+The step samples after each drafted token too. A drafted token is accepted if and only if it equals
+the token that would have been sampled without a draft. A wrong draft costs only time, and this
+module limits how much.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _ALLOWANCE = 0.01
 """The cost that failing drafts may have, as a share of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
-"""Credits are in tokens. A higher limit would waste more drafts on a text that no longer repeats
-itself."""
+"""The most credit for drafts, in tokens. A higher limit would waste more drafts on a text that no
+longer repeats itself."""
 _LARGEST_DEBT = 1.0
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
@@ -90,12 +92,15 @@ class Head:
             self.rates[place] += _WEIGHT * ((place < num_accepted) - self.rates[place])
 
     def best_length(self, most: int, num_sequences: int, credit: float) -> tuple[int, float]:
-        """Returns how many tokens the head should draft, and the tokens that the step then makes in
-        the time of a step without drafts. A draft that would cost more than it is worth has to be
-        paid for from the credit, so that the rates stay known.
+        """Returns the best number of tokens for the head to draft, and the speed with this draft:
+        the expected tokens in the time of a step without a draft.
+
+        If no draft pays off, but the credit covers a draft of one token, the head drafts one. So
+        the rates of acceptance stay known.
 
         Each further sequence costs as much as the first: with 4 stories of the shipped model at
-        once, a token that the head drafted for all took 0.7 of a step."""
+        once, a token that the head drafted for all took 0.7 of a step.
+        """
         of_token = (_ROW_COST + self.cost) * num_sequences
         expected, right, cost = 0.0, 1.0, _DRAFT_COST
         best = (0, 1.0)

@@ -37,11 +37,12 @@ from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
 from promptq.worker.engine.core.step_plan import most_reported_rows
 
 _AUDIT_INTERVAL_SECONDS = 1.0
-"""An audit takes 0.1 µs for each block, too much for the end of every lone request."""
+"""The least time between two audits. An audit takes 0.1 µs for each block, too much for the end of
+every lone request."""
 _SMALL_STEPS = 256
 """Number of steps that are kept smaller after a step that was out of memory."""
 _MOST_SHORTAGES = 6
-"""A sequence that lacks memory this often, though it is alone, is given back."""
+"""How often a sequence may lack memory, though it is alone. After that it is given back."""
 _PAUSE_SECONDS = 0.05
 """The pause before the next try if there was no memory for any sequence, doubled each time."""
 _STEPS_SHOWN = 32
@@ -290,8 +291,8 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns None for a request without drafts, for a model that takes none, or if its next
-        token depends on earlier ones (see `looks_back`)."""
+        """Returns the drafter of a sequence. Returns None for a request without drafts, for a model
+        that takes none, or if the next token depends on earlier ones (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit

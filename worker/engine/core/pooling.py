@@ -32,6 +32,6 @@ class Pool:
         self._num_rows += len(rows)
 
     def mean(self) -> npt.NDArray[np.float32]:
-        """Returns the mean [size]. There must be a row."""
+        """Returns the mean [size]. At least one row must have been added."""
         assert self._sum is not None
         return (self._sum / self._num_rows).astype("float32")

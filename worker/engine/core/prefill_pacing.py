@@ -101,7 +101,8 @@ class Pacing:
     def _fit(self) -> None:
         """Fit a line through recent steps by the median slope of pairs (Theil-Sen).
 
-        Steps of about one size determine only the sum. Then the fixed time keeps its value.
+        Steps of about one size determine only the sum of the fixed time and the time of the tokens.
+        In that case the fixed time keeps its value.
         """
         largest = max(self._prompts, key=lambda step: step.num_tokens)
         slopes = [

@@ -63,7 +63,7 @@ class Shares:
         """Whether the tenant of `victim`, without its `blocks`, still has at least the share that
         the tenant of `newcomer` has with the needed blocks.
 
-        So no tenant falls below its share, and a tenant that made room cannot take it back.
+        So no tenant falls below its share, and a tenant that made room cannot take the room back.
         """
         return self._share(victim, -1, -blocks) >= self._share(newcomer, 1, needed)
 

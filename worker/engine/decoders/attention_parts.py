@@ -36,7 +36,7 @@ class Attention:
     shares_kv: bool
     """Whether it reads the keys and values of an earlier layer, and has queries alone."""
     is_gated: bool
-    """Whether what a head attends to is multiplied with the sigmoid of a gate, whose weights follow
+    """Whether a head's output is multiplied with the sigmoid of a gate. The gate's weights follow
     those of the head's query."""
     scale: float
     """The scale of scores."""

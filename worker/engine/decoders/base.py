@@ -28,7 +28,7 @@ class Placement:
     backend: AttentionBackend
     """The attention backend that serves the model."""
     max_length: int
-    """Positions are below it."""
+    """The most positions: each position is below this number."""
     num_slots: int = 0
     """The number of sequences for which recurrent layers have states."""
     releases: bool = False

@@ -1,8 +1,8 @@
 """Splits a layer's mixture of experts into its parts.
 
-A router's formula is not visible in its modules. So the formulas that promptq knows are tried on
-probes, and the one that gives what the library's router gives is taken. A family needs no special
-code.
+A router's formula is not visible in its modules. So promptq tries the formulas that it knows on
+probes, and takes the formula whose results equal those of the library's router. No family needs
+special code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Routing:
     expert_scales: torch.Tensor | None = None
     """fp32 [num_experts], factors of the shares."""
     jitter: float = 0.0
-    """Half of the distance, relative to the best logit, that rules out others (sparsemixer)."""
+    """Half of the distance from the best logit, relative to it, beyond which other logits are ruled
+    out (sparsemixer)."""
 
     def shares(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns [rows, num_experts], with 0 for experts that are not chosen."""
@@ -87,8 +88,8 @@ class Routing:
 
 class Limits(NamedTuple):
     """The parameters of a limited gate, `g * sigmoid(alpha * g) * (u + 1)` for a gate `g` and an up
-    `u`. Before, both are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 stands for
-    another kind of gate."""
+    `u`. First `g` and `u` are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 stands
+    for another kind of gate."""
 
     alpha: float = 0.0
     limit: float = 0.0
@@ -105,7 +106,7 @@ class Expert(NamedTuple):
     up: torch.Tensor | QuantizedWeight
     down: torch.Tensor | QuantizedWeight
     input_bias: torch.Tensor | None
-    """Of the gate, then of `up`."""
+    """The bias of the gate, then the bias of `up`."""
     down_bias: torch.Tensor | None
 
 
@@ -155,8 +156,8 @@ class ExpertParts:
 
     @classmethod
     def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
-        """Takes the library's module with the experts apart. Raises NotOfThisKindError for unknown
-        experts."""
+        """Splits the library's module with the experts into parts. Raises NotOfThisKindError for
+        unknown experts."""
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)
@@ -239,8 +240,8 @@ def _choice_bias(module: Any) -> torch.Tensor | None:
 
 
 def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
-    """Tries the formulas with random weights, because those of the module may be on another device,
-    or without values."""
+    """Returns the formula that fits; None if none fits. The formulas are tried with random weights,
+    because those of the module may be on another device, or without values."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -31,7 +31,8 @@ class ExpertsBeside:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> ExpertsBeside:
-        """Takes the `parts` of a layer apart. Raises NotOfThisKindError for an unknown part."""
+        """Returns the experts among the `parts` of a layer. Raises NotOfThisKindError for an
+        unknown part."""
         router = parts["router"]
         of_router = parts_of(router)
         is_known = of_router.keys() == {"norm", "proj", "scale", "per_expert_scale"}

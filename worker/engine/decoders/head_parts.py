@@ -1,14 +1,14 @@
 """A head that drafts: its parts, and the step in which it drafts.
 
 The head predicts the token after a token (multi-token prediction, DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.2). Its row of a position has the final hidden state of
-that position and the token after it. It computes
+https://arxiv.org/abs/2412.19437, section 2.2). The head's row of a position has two inputs: the
+final hidden state of the position, and the token after it. The head computes
 
     hidden = projection(norm(embedding of the token), norm(hidden state))
     hidden = norm(layer(hidden))
     logits = output layer of the model (hidden)
 
-and its own hidden state takes the place of the model's for the next draft.
+For the next draft, the head's hidden state takes the place of the model's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class HeadParts:
 
     @classmethod
     def of(cls, head: Any, rotary: nn.Module | None, spec: LayerSpec) -> HeadParts:
-        """Takes the library's `MtpLayer` apart, whose attention must have the K and V of `spec`.
-        Raises NotOfThisKindError for an unknown part."""
+        """Returns the parts of the library's `MtpLayer`, whose attention must have the K and V of
+        `spec`. Raises NotOfThisKindError for an unknown part."""
         require(head.post_norm is not None, "a head without a final norm")
         is_swapped = getattr(head.config, "mtp_hidden_states_first", False)
         require(not is_swapped, "a head whose hidden states come first")
@@ -64,10 +64,11 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """Rows of the head, T in all, of S sequences, those with the most drafted tokens first.
+    """The rows of the head for S sequences, T in all. Sequences with the most drafted tokens come
+    first.
 
-    The last row of a sequence drafts its first token; the next ones have rows after it, for whose K
-    and V the block table has room.
+    The last row of a sequence drafts the sequence's first token. Each further drafted token has one
+    more row. The block table has room for the K and V of these rows.
     """
 
     input_ids: torch.Tensor  # [1, T]

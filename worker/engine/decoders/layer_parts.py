@@ -1,9 +1,9 @@
 """Describes a library's model as layers that are put together from known parts.
 
-The names, shapes and types of modules show which parts a layer has. The formula of a norm, an
-activation or a rotation shows in what the module computes from a few numbers. The check at load
-compares a decoder's result with the library's model. So it detects a family that has the same
-names but another formula. The library's modules serve such a family.
+The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
+an activation or a rotation, promptq runs the module on a few numbers. The check at load compares a
+decoder's result with the library's model. So it detects a family that has the same names but
+another formula. The library's modules serve such a family.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
 """The places of a layer's norms, by the set of their names."""
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
-"""The names of what mixes positions. A layer with attention may have Mamba 2 beside it."""
+"""The names of the module that mixes positions. A layer with attention may have Mamba 2 beside
+it."""
 _LONE = {"norm", "mixer"}
 """The names in a layer that has one part, of any kind, and a norm before it."""
 
@@ -105,7 +106,7 @@ class Layer:
     experts_beside: ExpertsBeside | None = None
     """Experts whose results are added to those of the MLP."""
     input: LayerInput | None = None
-    """The part that reads the layer's inputs of ModelParts, after the MLP."""
+    """The part that reads the layer's part of LayerInputs, after the MLP."""
     before_mixer: Norm | None = None
     after_mixer: Norm | None = None
     before_mlp: Norm | None = None
@@ -195,7 +196,7 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 
 
 def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
-    """Takes a decoder layer apart. Raises NotOfThisKindError if it has an unknown part."""
+    """Returns the parts of a decoder layer. Raises NotOfThisKindError if one of them is unknown."""
     parts = parts_of(layer)
     if parts.keys() == _LONE:
         return _lone_part(parts["mixer"], Norm.of(parts["norm"], found), rotary, found)
@@ -247,8 +248,8 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attention | Recurrent:
-    """`input_scale`: attention gets its input times this number. The caller scales its output by
-    the same number, because the parts do not scale values."""
+    """Returns the parts of a mixer. Attention gets its input times `input_scale`. The caller scales
+    the output by the same number, because the parts do not scale values."""
     recurrent = mixer_of(mixer)
     if recurrent is not None:
         return _recurrent(recurrent)
@@ -277,7 +278,7 @@ def _recurrent(mixer: Mixer) -> Recurrent:
 
 
 def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
-    """`shared` is a dense MLP beside experts, or alone."""
+    """Returns the parts of an MLP. `shared` is a dense MLP beside experts, or alone."""
     if not hasattr(mlp, "experts"):
         return DenseMLP.of(shared if mlp is None else mlp)
     experts = ExpertParts.of(mlp, found)

@@ -47,11 +47,12 @@ class XIELU(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenseMLP:
-    """`down(activation(scale * gate(x)) * up(x))`, or without a gate
+    """A dense MLP: `down(activation(scale * gate(x)) * up(x))`, or without a gate
     `down(activation(scale * up(x)))`."""
 
     inputs: tuple[nn.Linear, ...]
-    """Their outputs, one after the other, are those of the gate, if there is one, and `up`."""
+    """Linear layers whose outputs, one after the other, are those of the gate, if there is one, and
+    `up`."""
     down: nn.Linear
     is_gated: bool
     activation: str

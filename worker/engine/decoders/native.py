@@ -174,7 +174,7 @@ class NativeDecoder(NativeWeights, Decoder):
 class UnpackedDecoder(NativeDecoder):
     """Computes in fp32, slowly, and reads the weights in place, without a copy.
 
-    They may also be in bf16, or quantized. Norms and biases are in fp32.
+    The weights may also be in bf16, or quantized. Norms and biases are in fp32.
     """
 
     _is_packed = False

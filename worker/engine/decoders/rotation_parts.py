@@ -38,7 +38,8 @@ class RotationTables:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of some layers' heads: that of the first numbers, if the tables are smaller."""
+    """The rotation of some layers' heads. If the tables are smaller than a head, only the head's
+    first numbers are rotated."""
 
     module: nn.Module
     """Computes the tables."""
@@ -50,9 +51,9 @@ class Rotation:
     def is_of(self, attention: nn.Module, size: int) -> bool:
         """Whether an attention module of rows of this size rotates its heads.
 
-        Derivatives show on what its output depends. They are taken on the device `meta`, so no
-        weight is read. Raises NotOfThisKindError if the output also depends on positions beside the
-        rotation.
+        Derivatives show which inputs the output depends on. They are taken on the device `meta`, so
+        no weight is read. Raises NotOfThisKindError if the output also depends on positions beside
+        the rotation.
         """
         like = torch.empty(1, device=next(attention.parameters()).device)
         with torch.inference_mode(False), torch.enable_grad():
@@ -130,7 +131,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _attended(
     attention: Any, size: int, tables: list[torch.Tensor], positions: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the sum of what the module computes of two rows on the device `meta`."""
+    """Returns the sum of the module's output for two rows on the device `meta`."""
     module, config = copy.copy(attention), copy.copy(attention.config)
     config._attn_implementation_internal = "eager"
     modules = {

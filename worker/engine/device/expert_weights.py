@@ -84,7 +84,8 @@ def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _is_read(module: Any) -> bool:
-    """Compares a few rows. They are large: with small gates, gate and up can change places."""
+    """Whether `sum_of_experts` computes the same as the module for a few rows. The rows are large:
+    with small gates, gate and up could be exchanged without a difference."""
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)

@@ -37,8 +37,8 @@ def has_fast_bf16_products() -> bool:
 def exact_products(device: torch.device) -> Iterator[bool]:
     """Switch off TF32, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
 
-    Yields whether products are exact now. They are not if the environment forces TF32, as
-    NVIDIA_TF32_OVERRIDE=1 does, so we test a product instead of reading torch's flag.
+    Yields whether products are exact now. If the environment forces TF32, as NVIDIA_TF32_OVERRIDE=1
+    does, products are not exact. torch's flag does not show this, so a product is tested.
     """
     with _without_tf32():
         # 1 + 2^-12 is exact in fp32, and 1 in TF32.
@@ -70,10 +70,10 @@ def _without_tf32() -> Iterator[None]:
 def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     """Make a model with 16-bit weights compute in fp32, and restore it on exit.
 
-    `by_parts`: linear layers, embeddings and experts keep their weights, and widen a part of them
-    at a time while they run, except experts of which our reading is wrong. Otherwise, all weights
-    are converted. Yields whether the model now computes in fp32. It is left unchanged if there is
-    too little memory, or if some weights have another type.
+    With `by_parts`, linear layers, embeddings and experts keep their weights, and widen a part of
+    them at a time while they run. Experts that `sum_of_experts` computes differently are converted.
+    Without `by_parts`, all weights are converted. Yields whether the model now computes in fp32.
+    The model is left unchanged if there is too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     if any(

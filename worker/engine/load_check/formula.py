@@ -1,4 +1,4 @@
-"""Checks that packed steps compute what the model does; chooses its attention and decoder."""
+"""Checks that packed steps compute the same as the model, and chooses its attention and decoder."""
 
 from __future__ import annotations
 

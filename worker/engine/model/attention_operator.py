@@ -1,7 +1,8 @@
-"""The seam's attention: of one layer, and as one operator for the graphs of torch.compile.
+"""The attention that transformers' modules call: for one layer, and as one operator for the graphs
+of torch.compile.
 
-A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it.
-The operator finds its layer by a number in a tensor, which is an input of the graph like a weight.
+A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it. The
+operator finds its layer by a number in a tensor, which is an input of the graph like a weight.
 """
 
 from __future__ import annotations
@@ -82,9 +83,11 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes the attention of the layer with this number. It also writes K and V to the cache. It
-    need not declare this effect: compiled graphs read the cache only through this operator, and the
-    compiler cannot remove the call, because its output is used."""
+    """Computes the attention of the layer with this number, and writes K and V to the cache.
+
+    The operator need not declare this write: compiled graphs read the cache only through this
+    operator, and the compiler cannot remove the call, because its output is used.
+    """
     return _layers[int(layer)].attend(query, key, value, scale, softcap, sinks)
 
 

@@ -98,7 +98,7 @@ def why_no_native_code(loaded: LoadedModel) -> str:
     except NativeCodeError as error:
         cost = "most models make a fifth of the tokens or less"
         logger.warning("no native code, so %s: %s", cost, error)
-        return "it could not be made"
+        return "it could not be compiled (see the log)"
     return ""
 
 

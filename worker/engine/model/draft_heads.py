@@ -1,8 +1,8 @@
 """Heads of checkpoints that predict further tokens (multi-token prediction).
 
-The library reads their weights only for `generate`, and has the modules: `MtpModel`. A head's
-result decides nothing but speed. So a head that cannot be used is left out with a reason, and a
-start does not check what a head computes.
+The library has the modules of heads (`MtpModel`), but reads their weights only for `generate`. A
+head's result decides nothing but speed. So a head that cannot be used is left out with a reason,
+and a start does not check a head's results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from promptq.worker.engine.model.packed_model import SEAM, join_seam
 FULL_ATTENTION = "full_attention"
 """The library's name for layers that attend without a window."""
 _WORK_BESIDE = 4_000_000
-"""Weights whose reading takes about as long as a step's work beside the model: scheduling, sampling
-and the like."""
+"""The number of weights whose reading takes about as long as a step's work beside the model:
+scheduling, sampling and the like."""
 
 
 class NoHeadError(Exception):
@@ -90,7 +90,7 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
     """Returns the attention of a head, which is like that of the model's last layer without a
-    window. Raises NoHeadError if there is none."""
+    window. Raises NoHeadError if all layers have windows."""
     for spec in reversed(specs):
         if spec.pattern == FULL:
             return replace(spec, shares_kv_of=None)
@@ -104,8 +104,11 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _cost(model: PreTrainedModel, head: nn.Module) -> float:
-    """Returns the time of a token that the head drafts as a share of that of a step, by the numbers
-    of weights that both read. The output layer belongs to both. A step also has work besides."""
+    """Returns the time that the head takes for a drafted token, as a share of the time of a step.
+
+    The times are estimated from the numbers of weights that are read. Head and step both read the
+    output layer. A step also has work other than reading weights.
+    """
     whole: Any = model
     output = whole.get_output_embeddings().weight
     body = sum(each.numel() for each in whole.get_decoder().layers.parameters())

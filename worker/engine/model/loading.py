@@ -44,7 +44,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""Copies of a weight in memory while it is arranged for promptq's code."""
+"""The most copies of a weight that are in memory at once, while the weight is arranged for
+promptq's code."""
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
@@ -68,8 +69,8 @@ class LoadOptions:
     dtype: DType = "auto"
     trust_remote_code: bool = False
     kv_cache_memory: int | None = None
-    """Bytes, with the states of recurrent layers. None: enough for `max_num_seqs` sequences, within
-    the free memory that steps do not need."""
+    """Bytes of the KV cache, with the states of recurrent layers. None: enough for `max_num_seqs`
+    sequences, within the free memory that steps do not need."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """The most rows of a step. On CUDA, memory for such a step is kept free."""
@@ -80,8 +81,8 @@ class LoadOptions:
     code has its own, so a name rules it out."""
     native: bool = True
     """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. Without it, torch
-    samples and the library's modules compute. They also compute if none of promptq's decoders fits
-    the model."""
+    samples, and the library's modules compute the model. These modules also compute the model if
+    none of promptq's decoders fits it."""
     quantization: Quantization = "none"
     """The format to which the weights are rounded."""
     quantization_group: int = 32
@@ -218,8 +219,8 @@ def load_model(
 
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
-    """Returns the head of the files, or the reason why it cannot be used. Neither if there is
-    none."""
+    """Returns the head of the files, or the reason why it cannot be used; neither if the files have
+    no head."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:

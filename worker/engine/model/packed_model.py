@@ -1,4 +1,5 @@
-"""The seam to transformers: one attention function, registered once, that serves every family.
+"""The seam between transformers' models and the paged KV cache: one attention function, registered
+once, that serves every family.
 
 A model that runs through the seam builds no mask, because the library makes masks only for names
 with a mask function. Each attention module carries its layer's place in the cache, so the function

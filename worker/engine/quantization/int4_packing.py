@@ -1,7 +1,8 @@
 """Packs and unpacks integers of 4 bits: two inputs of an output share a byte, the lower half first.
 
-native/src/quantizing.cpp packs the weights that promptq rounds, in the same order. Products unpack
-them in registers (decoders/kernels/quantized_product.py, native/src/machine/integers.h).
+native/src/quantizing.cpp packs the weights that promptq rounds, in the same order. Matrix products
+unpack the integers in registers (decoders/kernels/quantized_product.py,
+native/src/machine/integers.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Modules of a model whose weights are quantized.
 
-They compute with the widened weights, in fp32 and without rounding inputs, so that promptq's
-decoders can be compared with them. They are too slow to serve.
+The modules compute with the widened weights, in fp32 and without rounding inputs, so that promptq's
+decoders can be compared with them. For serving, they are too slow.
 """
 
 from __future__ import annotations

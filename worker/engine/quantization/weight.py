@@ -24,7 +24,8 @@ class QuantizedWeight:
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """Of the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) * scale`."""
+    """Offsets, of the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) *
+    scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
@@ -64,7 +65,7 @@ class QuantizedWeight:
         wanted = (len(numbers), -(-inputs // group))
         for factors in (scales, scales if offsets is None else offsets):
             if factors.shape != wanted:
-                raise ValueError(f"scales or offsets {tuple(factors.shape)} in place of {wanted}")
+                raise ValueError(f"scales or offsets are {tuple(factors.shape)}, not {wanted}")
             if not factors.isfinite().all():
                 raise ValueError("a scale or an offset is not finite, or too large for 16 bits")
         return cls(numbers.contiguous(), scales, bits, group, inputs, offsets)

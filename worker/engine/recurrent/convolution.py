@@ -11,7 +11,8 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 def window_spec(convolution: Any) -> StateSpec:
-    """Returns the spec of the rows before the next one that a `torch.nn.Conv1d` still needs."""
+    """Returns the spec of a convolution's state: the rows before the next one, which a
+    `torch.nn.Conv1d` still needs."""
     channels, _, size = convolution.weight.shape
     return StateSpec((size - 1, channels), convolution.weight.dtype)
 

@@ -162,8 +162,8 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns what one token of each sequence reads, and changes the states [rows, value heads, key
-    size, value size]."""
+    """Returns the outputs for one token of each sequence, and changes the states [rows, value
+    heads, key size, value size]."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
     query, key = (
@@ -178,8 +178,8 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns what the rows of chunks read, and changes the states [chunks, value heads, key size,
-    value size].
+    """Returns the outputs for the rows of chunks, and changes the states [chunks, value heads, key
+    size, value size].
 
     Within a piece, the changes of all rows solve a triangular system. Only the states go from piece
     to piece.

@@ -138,8 +138,8 @@ class Mamba2(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns what one token of each sequence reads from the states [rows, heads, head size, state
-    size], and changes them."""
+    """Returns the outputs for one token of each sequence, and changes the states [rows, heads, head
+    size, state size]."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     flat = states.flatten(0, 1)
     b, c = (
@@ -153,9 +153,9 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns what the rows of chunks read, and changes the states [chunks, heads, head size, state
-    size]. Within a piece, a row sees the rows before it as in attention. Only the states go from
-    piece to piece."""
+    """Returns the outputs for the rows of chunks, and changes the states [chunks, heads, head size,
+    state size]. Within a piece, a row sees the rows before it as in attention. Only the states go
+    from piece to piece."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     inputs, b, c, time, decay = map(pieces.cut, tokens)
     inputs = inputs * time.unsqueeze(-1)

@@ -41,8 +41,8 @@ class Mixer(ABC):
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module's parts are those of this kind. The check at load shows if the formula
-        is the same."""
+        """Whether the module has the parts of this kind. The check at load shows if the formula is
+        the same."""
 
     @property
     @abstractmethod
@@ -61,7 +61,7 @@ class Mixer(ABC):
 
     @property
     def parts(self) -> RecurrentParts | None:
-        """The parts for promptq's decoders. None: they do not know this kind."""
+        """The parts for promptq's decoders; None if the decoders do not know this kind."""
         return None
 
 

@@ -66,7 +66,7 @@ class ShortConvolutionParts:
 
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """An RMS norm of what a row read, times SiLU of its gate."""
+    """An RMS norm of a recurrence's outputs, times SiLU of the gate."""
 
     weight: torch.Tensor  # [values], or of one head
     epsilon: float
@@ -78,7 +78,7 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParts:
-    """A gated linear recurrence, as native/src/layers/scan.h has it.
+    """A gated linear recurrence, as native/src/layers/scan.h computes it.
 
     Each key head serves the same number of value heads, which follow each other.
     """
@@ -107,7 +107,7 @@ class RecurrenceParts:
     """The delta rule's rate is this number times a sigmoid."""
     skip: torch.Tensor | None  # [value heads], the part of a value that is read as it is
     norm: GatedNorm | None
-    """None: what a row read is only multiplied with SiLU of its gate."""
+    """The norm of the outputs. None: the outputs are only multiplied with SiLU of the gate."""
     output: nn.Linear
 
     @property

@@ -33,7 +33,7 @@ def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
     """Returns the name and type of the first module that remembers tokens and contains no other
     such module, apart from those that are `known`; empty if there is none.
 
-    Whole layers do not count: one with an MLP alone takes the library's cache too.
+    Whole layers do not count, because a layer with an MLP alone takes the library's cache too.
     """
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = {layer for layers in lists for layer in layers}

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from promptq.worker.engine.device.scratch import Scratch
 
 LONGEST_PIECE = 64
-"""The most rows of a chunk that are computed at once. More need fewer steps from state to state,
-and more scores of pairs of rows."""
+"""The most rows of a chunk that are computed at once. Longer pieces need fewer steps from state to
+state, but more scores of pairs of rows."""
 _SHORTEST_PIECE = 4
 
 
@@ -59,10 +59,10 @@ class RecurrentRows:
         compute_chunks: Callable[[Tokens, torch.Tensor, Pieces], torch.Tensor],
         longest_piece: int = LONGEST_PIECE,
     ) -> torch.Tensor:
-        """Returns what the rows read, and writes the states [num_entries, *shape], in fp32.
+        """Returns the outputs for the rows, and writes the states [num_entries, *shape], in fp32.
 
-        `tokens` is a named tuple of tensors [T, ...]. The two functions get a part of the rows and
-        copies of the states of its sequences, which they change.
+        `tokens` is a named tuple of tensors [T, ...]. The two functions get a part of the rows, and
+        copies of the states of the part's sequences. They change these copies.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)

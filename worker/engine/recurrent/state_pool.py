@@ -16,8 +16,8 @@ from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 ENTRIES_PER_SLOT = 2
-"""A step reads one entry of a sequence and writes the other. So it can be computed again if it
-failed, even after it wrote all states."""
+"""The entries of a sequence: a step reads one and writes the other. So a failed step can be
+computed again, even after it wrote all states."""
 _NONE = -1
 """The number of tokens in an entry that holds no state."""
 
@@ -63,7 +63,8 @@ class StatePool:
         """The number of first tokens of a slot's sequence that each of its entries covers."""
 
     def begin(self, items: Sequence[ScheduledSequence]) -> RecurrentRows:
-        """Returns the places of a step's rows. What the step writes counts after `finish`.
+        """Returns the places of a step's rows. The states that the step writes count only after
+        `finish`.
 
         Raises RuntimeError if a sequence continues from a state that its slot does not hold.
         """
@@ -109,7 +110,8 @@ class StatePool:
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def pretend(self, items: Sequence[ScheduledSequence]) -> None:
-        """Take whatever the slots hold for the states before these shares, which are trial ones."""
+        """Accept whatever the slots hold as the states before these shares, which belong to a trial
+        step."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

@@ -23,8 +23,8 @@ from promptq.worker.engine.runner.trial_steps import trial_batch
 T = TypeVar("T")
 
 TRIAL_ROWS = 61
-"""A prime number, because the compiler treats equal sizes as one variable, for example the rows and
-the width of a head."""
+"""The rows of a trial step. The number is prime, because the compiler treats equal sizes as one
+variable, for example the rows and the width of a head."""
 TOLERANCE = 1e-3
 """The largest median difference of the rows in fp32 (see `off_by`). Fused operations round less
 often."""

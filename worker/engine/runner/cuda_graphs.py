@@ -27,9 +27,11 @@ from promptq.worker.engine.device.memory import bytes_held
 from promptq.worker.engine.sampling.temperature_and_choice import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
-"""Larger batches of decodes keep the device busy for longer than their launches take."""
+"""The most rows of a graph for decodes. Larger batches keep the device busy for longer than their
+launches take."""
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""The numbers of rows of mixed steps. Larger ones need no graph, for the same reason."""
+"""The numbers of rows of graphs for mixed steps. Larger steps need no graph, for the same
+reason."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
 """Chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""

@@ -44,8 +44,9 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states that are held for the head, for each sequence: those of its last rows. So
-a long prompt costs little more with a head, and its first tokens are not seen by it."""
+"""The most hidden states that are held for the head, for each sequence: those of the sequence's
+last rows. So a long prompt costs little more with a head, but the head does not see the first
+tokens."""
 
 
 class DraftHead(Protocol):
@@ -252,8 +253,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _num_kept(item: ScheduledSequence, num_items: int) -> int:
-    """Returns the number of an item's last rows whose states are held. A step of many sequences has
-    no rows for drafts, nor soon will have."""
+    """Returns the number of an item's last rows whose states are held; 0 in a step of many
+    sequences, which leaves no rows for drafts."""
     drafter = item.sequence.drafter
     if drafter is None or drafter.head is None or num_items >= MAX_ROWS:
         return 0
@@ -286,8 +287,8 @@ def attention_of_head(
 def code_of_head(
     loaded: LoadedModel, checked: CheckedModel, served: PackedModel | Decoder, cache: KVCache
 ) -> DraftHead:
-    """Returns the code for the head of `loaded`, which `attention_of_head` did not drop: native if
-    the model is `served` by native code."""
+    """Returns the code for the head of `loaded`: native if the model is `served` by native code.
+    Call this only if `attention_of_head` has kept the head."""
     assert loaded.head is not None, "it was not dropped"
     if isinstance(served, NativeDecoder):
         parts = _parts_of(loaded.model, loaded.head, head_spec(checked.specs))

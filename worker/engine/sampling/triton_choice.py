@@ -52,7 +52,7 @@ def _draw_kernel(
     draws_stride: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row. It leaves the likeliest token where nothing is drawn."""
+    """One program for each row. If nothing is drawn, the program leaves the likeliest token."""
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(draws + row)
     temperature = tl.load(draws + draws_stride + row).to(tl.float32)
@@ -143,9 +143,9 @@ def _reached(
     no less than `lowest`. `wanted` is a share of the sum of all weights if WEIGHS is true, and
     otherwise a number of tokens.
 
-    This searches for the key of that logit (see `_key`). Each pass over the row finds two bits of
-    the key, from the highest bits down. Logits of 16 bits need fewer passes, because only the
-    highest bits of their keys differ.
+    The function searches for the key of this logit (see `_key`). Each pass over the row finds two
+    bits of the key, from the highest bits down. Logits of 16 bits need fewer passes, because only
+    the highest bits of their keys differ.
     """
     dtype: tl.constexpr = row_logits.dtype.element_ty
     num_passes: tl.constexpr = 8 if dtype == tl.bfloat16 else 10 if dtype == tl.float16 else 16

@@ -37,10 +37,11 @@ _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusive
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
-"""The most branches of all tools together. With more, or with deeper ones than references may be, a
-call is an object."""
+"""The most branches of all tools together. If there are more, or deeper ones than references may
+be, a call is an object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
-"""A name that the schema does not know. Without a limit a weak model may write it for ever."""
+"""A pattern of names that the schema does not know. The length is limited, because a weak model may
+continue a name for ever."""
 
 Options = Callable[[bool], dict[str, Any]]
 
@@ -204,14 +205,14 @@ class CallGrammar:
         return body
 
     def _other_key(self, properties: Mapping[str, Any]) -> str:
-        """Returns a name that is no property's."""
+        """Returns a term for a name that is not the name of a property."""
         number = len(self._rules)
         names = "|".join(map(_regex, properties))
         self._rules.append(f"K{number}: /{_KEY}/" + (f" & ~/({names})/" if names else ""))
         return f"K{number}"
 
     def _value(self, schema: Any) -> str:
-        """Returns what follows an argument's name."""
+        """Returns the term that follows an argument's name."""
         style = self._style
         texts, json_schemas = self._split(schema)
         after = style.value_after
@@ -238,8 +239,8 @@ class CallGrammar:
         """Splits a schema into its texts and the schemas of its other values.
 
         The first result has a grammar term for each kind of text, including the mark after the
-        text. Its value says whether a reader can take no such text for JSON. `depth` is the number
-        of `anyOf` around this schema. Raises _UnfitError.
+        text. A term's value is True if readers take none of its texts for JSON. `depth` is the
+        number of `anyOf` around this schema. Raises _UnfitError.
         """
         self._num_branches += 1
         if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
@@ -343,7 +344,8 @@ class CallGrammar:
     def _other_pair(
         self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
-        """Returns a rule of a pair whose name is no property's; empty if there may be none."""
+        """Returns a rule for a pair whose name is not the name of a property; empty if no such pair
+        is allowed."""
         if others is False:
             return ""
         key = self._other_key(properties)

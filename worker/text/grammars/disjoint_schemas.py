@@ -52,7 +52,8 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether a required property excludes the other schema's, or is none of the other's."""
+        """Whether schemas of objects exclude each other: one requires a property that the other
+        does not allow, or both require a property with schemas that exclude each other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})

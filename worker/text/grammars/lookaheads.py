@@ -14,9 +14,9 @@ _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns without look-aheads. A text that matches all of them matches `pattern`. They
-    may exclude texts that `pattern` allows. Returns None if the pattern cannot be split so, or does
-    not begin with look-aheads."""
+    """Returns patterns without look-aheads. A text that matches all of these patterns matches
+    `pattern`, but they may exclude texts that `pattern` allows. Returns None if the pattern does
+    not begin with look-aheads, or cannot be split in this way."""
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
     tokens = _TOKEN.findall(pattern)

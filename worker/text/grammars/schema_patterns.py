@@ -1,7 +1,7 @@
 """Counts the patterns of a schema that one value may have to match all at once.
 
-Matching n of them costs the library 2^n, either at compile time or only in a step of the engine,
-when a text reaches that point. So there is a limit that is checked before anything is tried out.
+Matching n such patterns costs the library 2^n, either at compile time or only in a step of the
+engine, when a text reaches that point. So a limit is checked before anything is tried out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
     """Returns an upper bound of the different patterns that one value may have to match; 0 if none
     are combined.
 
-    All patterns of the schema count if it combines anything: only following all references would
-    show which of them can meet. Names of properties may count as keywords.
+    If the schema combines anything, all of its patterns count. An exact number would require
+    following all references. Names of properties may count as keywords.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False

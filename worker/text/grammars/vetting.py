@@ -32,7 +32,8 @@ _MASKS = 32
 _WALL_SECONDS = 25.0
 """The longest time for a grammar, so that a busy machine does not delay a preparation for ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The process gets only these of the worker's variables. Others say how to reach Redis."""
+"""The environment variables that the process gets. The worker's other variables say how to reach
+Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 """The signals with which its own limits end the process. All others come from outside."""
 
@@ -49,9 +50,10 @@ class NotVettedError(Exception):
 
 
 class Vetter:
-    """Controls the process in a worker. It starts when first needed, and again after a kill.
+    """Controls a worker's process that tries out grammars. The process starts when first needed,
+    and again after a kill.
 
-    Thread-safe. It takes one grammar at a time.
+    Thread-safe: one grammar is tried out at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -1,6 +1,6 @@
 """Code that the Triton kernels share: scores, visible positions, and sizes of tiles.
 
-Without a GPU they run in Triton's interpreter, if TRITON_INTERPRET=1 is set before they are
+Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before they are
 imported.
 """
 

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 
 PROGRAMS_PER_PROCESSOR = 4
-"""While one program starts or ends a span, the others keep the memory busy."""
+"""The number of programs on a processor. While one program starts or ends a span, the others keep
+the memory busy."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
 """The most registers of a thread, so that the planned programs fit on a processor. Without this
 bound the compiler may use more, and spill."""
 NUM_STAGES = 2
-"""A tile of K and V is under way while the one before it is computed from registers. The compiler
-does so only if the block ids of a tile are known an iteration before (see `block_ids`). More tiles,
-with fewer programs on a processor, were slower."""
+"""The depth of the pipeline of loads: one tile of K and V is loaded while the tile before is
+computed from registers. The compiler does so only if the block ids of a tile are known an iteration
+before (see `block_ids`). More stages, with fewer programs on a processor, were slower."""
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs beside its tiles of K and V."""
 MAX_COMBINED = 2048

@@ -40,8 +40,9 @@ MAX_QUERY_TILE = 128
 sums are in registers."""
 
 NUM_STAGES = 3
-"""Two tiles of K and V are under way while a third one is computed. The compiler does so only if
-the block ids of a tile are known an iteration before (see `block_ids`)."""
+"""The depth of the pipeline of loads: two tiles of K and V are loaded while a third one is
+computed. The compiler does so only if the block ids of a tile are known an iteration before (see
+`block_ids`)."""
 
 _FIELDS = tl.constexpr(FIELDS)
 

@@ -199,7 +199,7 @@ class GGUFFile:
         return saved
 
     def _add_experts(self, saved: SavedWeights, module: str, places: list[str]) -> None:
-        """Adds the weights of a layer's experts, whose tensors are those of gate, up and down."""
+        """Adds the weights of a layer's experts. `places` are the tensors of gate, up and down."""
         tensors = [self._tensors[place] for place in places]
         if all(tensor.tensor_type.name in READERS for tensor in tensors):
             parts = []
@@ -255,7 +255,8 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the order of a weight's rows in transformers; None if it is the file's."""
+        """Returns the order of a weight's rows in transformers; None if the file has the same
+        order."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
