@@ -22,10 +22,10 @@ These programs were tested with the gateway. `python -m tests compat` runs each 
 gateway with the shipped model, and writes this page. Each program runs in a separate environment,
 with an API key and the alias `gpt-4o` for the model, and reaches no server but the gateway.
 
-Each program makes several attempts. An attempt tests one feature: a call, a stream, a tool, a
-schema, or a wrong call, whose error must say how to correct the call. *passes* is the number of
-attempts with the right result; *fails* is the number of the others, with the reasons. *through*
-lists the parts of the API that the program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
+Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or a wrong call,
+whose error must say how to correct the call. *passes* and *fails* count attempts with the right and
+with a wrong result; *fails* also has the reasons. *through* lists the parts of the API that the
+program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
 
 | program | version | passes | through | fails |
 |---|---|---|---|---|

@@ -20,7 +20,8 @@ class NativeTensors:
     """Describes tensors, and keeps those to which the native code refers."""
 
     _is_packed = True
-    """Whether the native code copies the weights into the order in which products read them."""
+    """Whether the native code copies the weights into the order in which matrix products read
+    them."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
     """Other dtypes that weights of linear layers and embeddings may have."""
 
@@ -35,7 +36,7 @@ class NativeTensors:
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
-        """Describes the weights of linear layers, and as many empty ones that there are `count`."""
+        """Describes the weights of linear layers. Empty ones fill the list up to `count`."""
         weights = [self._weight(linear) for linear in linears]
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
@@ -69,7 +70,8 @@ class NativeTensors:
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Describes a weight, where it is. One that is packed may be copied before."""
+        """Describes a weight without moving it. A weight that will be packed may be copied
+        before."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
         if self._is_packed:
