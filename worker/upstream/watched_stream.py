@@ -65,7 +65,8 @@ class WatchedStream:
                 if not self._breaks_rule:
                     return
                 chunk = await self._choose()
-            self._take(chunk)
+            if not self._take(chunk):
+                raise UnusableAnswerError("a token outside of the mask")
             yield chunk
 
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
