@@ -58,7 +58,7 @@ class RedisFullError(RedisSideError):
 
 
 class RedisAuthError(RedisSideError):
-    """The server refused the credentials or the permissions behind them."""
+    """The server refused the credentials, or their user lacks a permission."""
 
 
 class RedisTooOldError(RedisSideError):

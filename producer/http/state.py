@@ -55,7 +55,7 @@ class KeyUses:
 
 
 class Refusals:
-    """Times from which on keys that exceeded their rates may call this gateway again."""
+    """When each key that exceeded its rate may call this gateway again."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}

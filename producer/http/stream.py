@@ -141,7 +141,7 @@ class EventStream(Response):
 
 
 def frame_bytes(frames: str) -> bytes:
-    """Frames as bytes, in which no client finds further ends of lines."""
+    """Returns frames as bytes. Escapes characters that some clients take for the end of a line."""
     return one_line(frames).encode()
 
 

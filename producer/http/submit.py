@@ -144,9 +144,9 @@ async def read_call(
 ) -> AsyncIterator[tuple[Prepared, Hold]]:
     """Counts a call against the caller's rate, reads the call, and yields its payloads.
 
-    Also yields the hold on the call's body, which ends with the block. `check` runs before the body
-    is read. `history` returns the items of a response that the call continues; its last argument
-    notes their size.
+    Also yields the hold on the memory of the call's body. The hold ends with the `with` block.
+    `check` runs before the body is read. `history` returns the items of a response that the call
+    continues. It calls its last argument with the size of these items.
     """
     await admit_call(gateway, caller)
     if check is not None:

@@ -122,7 +122,7 @@ class Publisher:
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
         """Measure steps and pass them to the coalescer. Yields the outputs that are due.
 
-        The caller may end a sequence whose next output comes later.
+        Between two outputs, the caller may end a sequence. Its later outputs are then left out.
         """
         for step in steps:
             for output in step.outputs:

@@ -37,8 +37,8 @@ class ServerRecovery:
         *,
         needs_masks: bool,
     ) -> None:
-        """Requires the same `model` and at least this context of the server that comes back, and
-        that it heeds masks if it must."""
+        """The server that comes back must have the same `model` and a context of at least
+        `max_model_len` tokens. With `needs_masks`, it must also heed masks."""
         self._needs_masks = needs_masks
         self._dialect, self._model, self._max_model_len = dialect, model, max_model_len
         self._process = process

@@ -292,7 +292,7 @@ class LLMEngine:
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
         """Returns the drafter of a sequence. Returns None for a request without drafts, for a model
-        that takes none, or if the next token depends on earlier ones (see `looks_back`)."""
+        that takes none, or if a sampling parameter counts earlier tokens (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit

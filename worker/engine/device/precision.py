@@ -71,8 +71,8 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     """Make a model with 16-bit weights compute in fp32, and restore it on exit.
 
     With `by_parts`, linear layers, embeddings and experts keep their weights, and widen a part of
-    them at a time while they run. Experts that `sum_of_experts` computes differently are converted.
-    Without `by_parts`, all weights are converted. Yields whether the model now computes in fp32.
+    them at a time while they run. Experts are converted if `sum_of_experts` does not compute what
+    their own code computes. Without `by_parts`, all weights are converted. Yields whether the model now computes in fp32.
     The model is left unchanged if there is too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))

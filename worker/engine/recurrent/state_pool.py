@@ -96,8 +96,8 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, to_device(table, self._device), self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Note that a step with these shares has written its states, and copy those to keep. The
-        states do not include drafted tokens."""
+        """Note that a step with these shares has written its states, and copy the states that must
+        be kept. The states do not include drafted tokens."""
         for item in items:
             slot, end = slot_of(item.sequence), item.start + item.num_tokens
             held = self._num_tokens[slot]

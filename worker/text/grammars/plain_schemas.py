@@ -139,7 +139,7 @@ def _accepts_none(schema: Any) -> bool:
 
 
 def _accepts_texts(schema: Any) -> bool:
-    """Whether each text matches the schema. Names of properties are texts."""
+    """Whether the schema allows every string. `propertyNames` with such a schema has no effect."""
     if isinstance(schema, dict) and schema.get("type", "string") in ("string", ["string"]):
         no_limit = ["minLength"] * _is_zero(schema.get("minLength"))
         schema = _without(schema, "type", *no_limit)

@@ -32,8 +32,8 @@ from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec
 from promptq.worker.engine.recurrent.recognition import mixers_of
 from promptq.worker.engine.recurrent.rows import RecurrentRows
 from promptq.worker.engine.recurrent.state_pool import StatePool
-from promptq.worker.engine.runner import model_runner
-from promptq.worker.engine.runner.model_runner import ModelRunner
+from promptq.worker.engine.runner import load_runner
+from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.core.test_recovery import serve
 from tests.worker.engine.recurrent.test_recurrent import ONE_OF_EACH_KIND, mixed, sequences_of
 from tests.worker.engine.tiny_models import RECURRENT_FAMILIES, VOCAB_SIZE, generate, make_model
@@ -202,8 +202,8 @@ def test_a_runner_makes_the_librarys_tokens(
 ) -> None:
     """In chunks, after a shared prefix, and with drafts. The CPU is in the place of a card."""
     print(f"seed {seed}")
-    monkeypatch.setattr(model_runner, "backends_on", lambda *_: [TritonPaged()])
-    monkeypatch.setattr(model_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
+    monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
+    monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
     rng = random.Random(seed)
     prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(9)]
     prompts = {n: prefix + [rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (1, 3)}
@@ -213,7 +213,7 @@ def test_a_runner_makes_the_librarys_tokens(
     options = LoadOptions(
         block_size=4, kv_cache_memory=200_000, max_model_len=18, max_num_seqs=3, cuda_graphs=False
     )
-    runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
+    runner = runner_of(LoadedModel("tiny", model, frozenset()), options)
     assert runner.why_no_own_code == ""
     drafts = SamplingParams(temperature=0.0, speculative_tokens=3)
     engine = LLMEngine(
