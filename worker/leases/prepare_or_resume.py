@@ -192,11 +192,14 @@ class Preparation:
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             raise _unsupported("temperature", f"takes 0, or {lowest} and more")
-        if request.output_prefix is not None:
-            # Whether the random numbers begin anew does not matter: there were none before.
-            for name in self.abilities.inexact_fields(request):
-                if name != "temperature":
-                    raise _unsupported(name, "would not count the tokens of output_prefix")
+        # Whether the random numbers begin anew does not matter here: there were none before.
+        uncounted = [
+            name for name in self.abilities.inexact_fields(request) if name != "temperature"
+        ]
+        if uncounted and request.output_prefix is not None:
+            raise _unsupported(uncounted[0], "would not count the tokens of output_prefix")
+        if uncounted and (request.wanted_output is not None or request.bad_words):
+            raise _unsupported(uncounted[0], "would not count all tokens of a watched stream")
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
         """Returns how the prompt becomes a vector; None if it does not."""

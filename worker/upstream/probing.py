@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from promptq.worker.upstream.dialects.transport import RefusedError, Server, Ser
 
 _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
 _LEAST_VOCABULARY = 256
+_LARGEST_TOKEN_ID = 2**24
 
 
 async def describe(dialect: Dialect, server: Server) -> ServerDescription:
@@ -38,8 +40,16 @@ async def _heeds_masks(dialect: Dialect, server: Server, model: str) -> bool:
 
 
 async def _token(dialect: Dialect, server: Server, model: str, mask: Mask | None) -> int:
-    async with aclosing(dialect.generate(server, _REQUEST, [], model, mask)) as chunks:
-        async for chunk in chunks:
-            for token_id in chunk.token_ids:
-                return token_id
+    try:
+        async with (
+            asyncio.timeout(server.idle_seconds),
+            aclosing(dialect.generate(server, _REQUEST, [], model, mask)) as chunks,
+        ):
+            async for chunk in chunks:
+                for token_id in chunk.token_ids:
+                    if not 0 <= token_id <= _LARGEST_TOKEN_ID:
+                        raise ServerFaultError(f"{token_id!r:.40} is no token id")
+                    return token_id
+    except TimeoutError:
+        pass
     raise ServerFaultError("generated nothing when it was tried")

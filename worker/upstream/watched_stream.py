@@ -17,13 +17,15 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask
 from promptq.worker.upstream.dialects.transport import (
     Server,
+    ServerFaultError,
     UnusableAnswerError,
     malformed_as_fault,
 )
-from promptq.worker.upstream.token_rules import TokenRules
+from promptq.worker.upstream.token_rules import NoTokenError, TokenRules
 
-_MOST_REJECTED = 256
-"""The most tokens that a server may choose in one place before one that may come there."""
+_MOST_REJECTED = 64
+"""The most tokens that a server may choose in one place before one that may come there. Each costs
+a call, and together they must take less than the longest time without a token."""
 
 
 class WatchedStream:
@@ -107,7 +109,7 @@ class WatchedStream:
                 break
         else:
             if reason is FinishReason.STOP and not self._rules.may_end:
-                self._rejected = []
+                self._rejected = sorted(self._request.end_token_ids)
                 return False
         chunk.finish_reason = reason
         self._is_over = reason is not None
@@ -121,18 +123,25 @@ class WatchedStream:
         while len(rejected) < _MOST_REJECTED:
             async with aclosing(self._generate(Mask(mask, tuple(rejected)))) as chunks:
                 async for chunk in chunks:
-                    if chunk.token_ids:
+                    if chunk.token_ids or chunk.finish_reason is not None:
                         break
                 else:
-                    raise UnusableAnswerError("the server chose no token under a mask")
+                    raise ServerFaultError("the stream ended without a finish reason")
+            if not chunk.token_ids:
+                if chunk.finish_reason is FinishReason.STOP and self._rules.may_end:
+                    return chunk
+                raise UnusableAnswerError("the server chose no token under a mask")
             chunk.cut(1)
             (token_id,), chunk.finish_reason = chunk.token_ids, None
             if mask[token_id]:
                 return chunk
             if token_id in rejected:
-                break
+                raise UnusableAnswerError("the server chose tokens outside of the mask")
             rejected.append(token_id)
-        raise UnusableAnswerError("the server chose tokens outside of the mask")
+        raise NoTokenError(
+            f"the model chose {_MOST_REJECTED} tokens in one place that the request's limits"
+            " forbid, and the server cannot take them all at once"
+        )
 
     async def _generate(self, mask: Mask | None) -> AsyncGenerator[Chunk]:
         """Yields the server's chunks, checked: nothing else may reach a log."""

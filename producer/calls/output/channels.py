@@ -56,6 +56,7 @@ class ChannelText:
             self._held += text[start : start + _SLICE]
             if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
                 self._object, self._is_at_start = ToolText(OutputStyle(), forced=True), False
+                self._held = "".join(self._blank) + self._held
             while self._object is None and self._read_part():
                 pass
         if self._object is not None:

@@ -38,6 +38,13 @@ def test_a_style_may_lack_any_of_its_marks(name: str, seed: int) -> None:
             assert sum(pieces[1:], pieces[0]) == read_whole(text, style, expected), missing
 
 
+def test_a_forced_call_after_white_space_reads_the_same_in_pieces() -> None:
+    style = replace(FORMATS["gpt-oss"].style, between="", key_after_json="")
+    reader = ModelText(style, FORCED)
+    pieces = [reader.feed(letter) for letter in " {1"] + [reader.finish()]
+    assert sum(pieces[1:], pieces[0]) == read_whole(" {1", style, FORCED)
+
+
 TEXTS: dict[str, tuple[OutputStyle, Callable[[int], str]]] = {
     "white space": (GLM, lambda size: " " * size + "x"),
     "white space in channels": (FORMATS["gpt-oss"].style, lambda size: " " * size + "x"),

@@ -72,8 +72,9 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
 
     With `by_parts`, linear layers, embeddings and experts keep their weights, and widen a part of
     them at a time while they run. Experts are converted if `sum_of_experts` does not compute what
-    their own code computes. Without `by_parts`, all weights are converted. Yields whether the model now computes in fp32.
-    The model is left unchanged if there is too little memory, or if some weights have another type.
+    their own code computes. Without `by_parts`, all weights are converted. Yields
+    whether the model now computes in fp32. The model is left unchanged if there is too little
+    memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     if any(

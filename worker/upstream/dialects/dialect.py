@@ -102,9 +102,13 @@ class Mask:
         return ids
 
 
-def seed_after(request: EngineRequest, num_emitted: int) -> int:
-    """Returns the seed of a call. A later attempt draws other numbers than the first one used."""
-    return (request.seed + num_emitted * 0x9E3779B97F4A7C15) % 2**63
+def seed_after(request: EngineRequest, num_emitted: int, mask: Mask | None = None) -> int:
+    """Returns the seed of a call. Each attempt draws other numbers, and so does a choice under a
+    mask: the numbers of the call before it have chosen a token that the mask excludes."""
+    num_choices = 0 if mask is None else 1 + len(mask.rejected)
+    return (
+        request.seed + num_emitted * 0x9E3779B97F4A7C15 + num_choices * 0xBF58476D1CE4E5B9
+    ) % 2**63
 
 
 class Dialect(Protocol):

@@ -174,6 +174,7 @@ class LlamaCppDialect:
         body = _body(request, output)
         if mask is not None:
             body["n_predict"] = 1
+            body["seed"] = seed_after(request, len(output), mask) % _RANDOM_SEED
             body["logit_bias"] += [[token_id, False] for token_id in mask.forbidden_ids]
         is_rest = body["n_predict"] <= _TOKENS_AT_ONCE
         body["n_predict"] = min(body["n_predict"], _TOKENS_AT_ONCE)

@@ -31,6 +31,7 @@ _COMPLETIONS = "/v1/completions"
 _MOST_BIASES = 300
 """The most entries of `logit_bias` that OpenAI's API takes."""
 _MOST_BIAS = 100.0
+_LEAST_LIFT = 50.0
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -114,7 +115,7 @@ class OpenAIDialect:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logit_bias": params.logit_bias if mask is None else _bias(params.logit_bias, mask),
-            "seed": seed_after(request, len(emitted)),
+            "seed": seed_after(request, len(emitted), mask),
             "stream": True,
         }
         body = _body([*request.prompt_token_ids, *emitted], sampling, model)
@@ -125,12 +126,15 @@ class OpenAIDialect:
 
 
 def _bias(bias: dict[str, float] | None, mask: Mask) -> dict[str, float]:
-    """Returns biases for a mask. Lifting the allowed tokens would change what `bias` does among
-    them, as the API cuts biases at 100."""
-    bias = dict(bias or {})
-    if not bias and len(allowed := mask.allowed_ids) <= _MOST_BIASES:
-        bias = dict.fromkeys(map(str, allowed), _MOST_BIAS)
-    return bias | dict.fromkeys(map(str, mask.rejected), -_MOST_BIAS)
+    """Returns biases for a mask: the allowed tokens are lifted, and keep their own biases among
+    themselves. The API takes no bias above 100, and only a limited number of biases. If these do
+    not suffice, the tokens that the server has chosen before are forbidden."""
+    own = bias or {}
+    allowed = [str(token_id) for token_id in mask.allowed_ids]
+    lift = _MOST_BIAS - max(0.0, *(own.get(token_id, 0.0) for token_id in allowed))
+    if len(allowed) <= _MOST_BIASES and lift >= _LEAST_LIFT:
+        return {token_id: lift + own.get(token_id, 0.0) for token_id in allowed}
+    return own | dict.fromkeys(map(str, mask.rejected), -_MOST_BIAS)
 
 
 def _body(prompt: list[int], sampling: dict[str, Any], model: str) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class VllmDialect:
         body = self._body(request, emitted, model)
         if mask is not None:
             _put_mask(body["sampling_params"], mask)
+            body["sampling_params"]["seed"] = seed_after(request, len(emitted), mask)
         async with server.stream(_GENERATE, body) as events:
             async for data in events:
                 if (chunk := _read(data, request.params.logprobs or 0)) is not None:

@@ -15,7 +15,7 @@ import torch
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
-from promptq.worker.engine.core import scheduler
+from promptq.worker.engine.core import step_plan
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
@@ -156,7 +156,7 @@ def test_they_are_those_of_the_library(
     for number, prompt in enumerate(prompts()):
         check_against(model, prompt, told[number])
 
-    monkeypatch.setattr(scheduler, "_MAX_LOGITS", 9 * VOCAB_SIZE)
+    monkeypatch.setattr(step_plan, "_MAX_LOGITS", 9 * VOCAB_SIZE)
     engine = make_engine(directory, native=native, num_blocks=24, chunk=13)
     launch, most_rows = engine._runner.launch, []
 
@@ -196,7 +196,7 @@ def test_they_are_the_same_to_the_last_bit(
         engine.add(request)
     engine.step()
     mixed = tell(engine, requests(first_id=60))
-    monkeypatch.setattr(scheduler, "_MAX_LOGITS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr(step_plan, "_MAX_LOGITS", 5 * VOCAB_SIZE)
     small = tell(make_engine(directory, native=True, chunk=7), requests(first_id=80))
     for number, it in enumerate(alone):
         for other in (together[20 + number], mixed[60 + number], small[80 + number]):
