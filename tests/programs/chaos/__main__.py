@@ -2,8 +2,8 @@
 
 With `--mutant lost-fence`, all processes send scripts that are broken in one place, until the audit
 finds the fault. `--mutant all` tries everything in `states/mutants.py`, one after the other. There
-are two scenarios besides the fleet: in `swapping` a worker has two models that replace each other,
-and in `engines` workers forward to inference servers.
+are three scenarios besides the fleet: in `swapping` a worker has two models that replace each
+other, in `engines` workers forward to inference servers, and in `layers` all workers run one model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
     parser.add_argument(
-        "--layers", choices=FAMILIES, help="layers of a tiny model that replaces the shipped one"
+        "--layers",
+        choices=FAMILIES,
+        help="the scenario layers, with a tiny model of this kind in place of the shipped one",
     )
     parser.add_argument(
         "--queues", nargs="+", type=Queue, choices=FLEET, help="the fleet's queues to use"
@@ -61,8 +63,12 @@ def main() -> int:
         help="broken scripts that the audit has to find",
     )
     options = parser.parse_args()
+    if options.layers is not None:
+        if options.scenario != "fleet":
+            parser.error("--layers: is a scenario, so give no other one")
+        options.scenario = "layers"
     if options.scenario != "fleet":
-        for name in ("queues", "layers", "beside_last_release", "cluster"):
+        for name in ("queues", "beside_last_release", "cluster"):
             if getattr(options, name):
                 parser.error(f"--{name.replace('_', '-')}: only for the scenario fleet")
     names = [""] if options.mutant is None else [options.mutant]

@@ -38,6 +38,7 @@ from tests.programs.chaos.processes.server import ChaoticCluster, PersistentServ
 from tests.programs.chaos.requests import TEMPLATES
 from tests.programs.chaos.schedule import (
     MEAN_SECONDS,
+    MEAN_SECONDS_OF_LAYERS,
     MEAN_SECONDS_WHILE_SWAPPING,
     MEAN_SECONDS_WITH_ENGINES,
     Fault,
@@ -65,6 +66,7 @@ RATES = {
 
 SCENARIOS: dict[str, tuple[Sequence[Queue], Mapping[Fault, float]]] = {
     "fleet": (FLEET, MEAN_SECONDS),
+    "layers": ((Queue.REAL,), MEAN_SECONDS_OF_LAYERS),
     "swapping": ((Queue.FIRST, Queue.SECOND), MEAN_SECONDS_WHILE_SWAPPING),
     "engines": ((Queue.UPSTREAM,), MEAN_SECONDS_WITH_ENGINES),
 }
@@ -178,24 +180,10 @@ class Run:
                 upstream,
                 self._model,
             )
-            if self._earlier is not None:
-                self._fleet.share_with_earlier(SHARES[0])
-            await self._fleet.start()
-            references = {}
-            if self._engines is not None:
-                references = await asyncio.to_thread(self._engines.references)
-            if Queue.REAL in self._queues:
-                self._say("the shipped model answers without faults")
-                references = await self._ask_references()
-            if not self.outcome.violations:
-                await self._start_clients()
-                self._say(f"faults come for {self.outcome.seconds:g} s")
-            if self.outcome.violations or (self._mutant and await self._catch(references)):
+            try:
+                await self._disturb()
+            finally:  # else places would start workers in a group that has ended
                 await self._fleet.leave()
-            else:
-                if not self._mutant:
-                    await self._hurt()
-                await self._close(references)
         finally:
             await self._group.end()
             for road in self._roads.values():
@@ -207,6 +195,26 @@ class Run:
         self.outcome.num_swallowed = sum(it.num_swallowed for it in self._roads.values())
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         return self.outcome
+
+    async def _disturb(self) -> None:
+        """Start the fleet and the clients, carry out the faults, and audit."""
+        if self._earlier is not None:
+            self._fleet.share_with_earlier(SHARES[0])
+        await self._fleet.start()
+        references = {}
+        if self._engines is not None:
+            references = await asyncio.to_thread(self._engines.references)
+        if Queue.REAL in self._queues:
+            self._say("the shipped model answers without faults")
+            references = await self._ask_references()
+        if not self.outcome.violations:
+            await self._start_clients()
+            self._say(f"faults come for {self.outcome.seconds:g} s")
+        if self.outcome.violations or (self._mutant and await self._catch(references)):
+            return
+        if not self._mutant:
+            await self._hurt()
+        await self._close(references)
 
     @property
     def _audited(self) -> PersistentServer | ChaoticCluster:
@@ -337,8 +345,7 @@ class Run:
             case "ENGINE":
                 return self._engines is not None and await self._engines.hurt(fault, rng)
             case "SCALE":
-                self._fleet.scale(Queue.VOLUME, rng)
-                return True
+                return self._fleet.scale(Queue.VOLUME, rng)
             case "PRIMARY" | "SLOT":
                 return await self._change_cluster(fault, rng)
             case "SERVER":

@@ -48,6 +48,10 @@ class Fault(StrEnum):
     ENGINE_FAULT = "an inference server that breaks streams, freezes or refuses requests"
 
 
+_WAYS = ("SERVER", "CUT", "SWALLOW", "STALL", "SLOW")
+"""First words of faults of the server and of connections, whatever the queue."""
+
+
 MEAN_SECONDS = {
     Fault.KILL: 3.0,
     Fault.KILL_REAL: 20.0,
@@ -84,6 +88,14 @@ MEAN_SECONDS_ON_A_CLUSTER = {
     Fault.SLOT_MOVE_AT_ONCE: 20.0,
 }
 """Mean times on a cluster, which is reached without the proxy that spoils connections."""
+
+MEAN_SECONDS_OF_LAYERS = {
+    **{fault: mean for fault, mean in MEAN_SECONDS.items() if fault.name.startswith(_WAYS)},
+    Fault.KILL_REAL: 4.0,
+    Fault.FREEZE_REAL: 12.0,
+    Fault.DRAIN_REAL: 10.0,
+}
+"""Mean times for a fleet of workers with a real model, which ends as often as model-free ones."""
 
 MEAN_SECONDS_WHILE_SWAPPING = {
     Fault.KILL_FIRST: 15.0,

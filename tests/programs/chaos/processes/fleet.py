@@ -259,12 +259,18 @@ class Fleet:
             if place.is_earlier is not wanted and not place.is_draining:
                 place.send(signal.SIGTERM)
 
-    def scale(self, queue: Queue, rng: random.Random) -> None:
-        """Change the number of workers, at least one, by draining or starting some."""
+    def scale(self, queue: Queue, rng: random.Random) -> bool:
+        """Change the number of workers, at least one, by draining or starting some.
+
+        Returns whether the queue has workers in this run.
+        """
         places = [place for place in self.places if place.queue is queue]
+        if not places:
+            return False
         wanted = rng.sample(places, rng.randint(1, len(places)))
         for place in places:
             place.want(place in wanted)
+        return True
 
     def want_all(self) -> None:
         for place in self.places:
