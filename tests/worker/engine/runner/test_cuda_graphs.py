@@ -60,7 +60,7 @@ def load_tiny(folder: Path) -> ModelRunner:
     return load_runner(str(save_model(folder, "llama", 1)), options)
 
 
-def graphed(model: TinyModel) -> GraphedModel:
+def graphed(model: TinyModel | OnePlace) -> GraphedModel:
     return GraphedModel(model, KINDS, max_num_seqs=4, max_model_len=64, block_size=16, device=CPU)
 
 
@@ -119,7 +119,7 @@ class OnePlace:
     """A model whose results differ from step to step, and lie where the last ones lay."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._logits = torch.zeros(4, vocab_size)
+        self._logits = torch.zeros(16, vocab_size)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         return self._logits.add_(torch.arange(self._logits.shape[1]))[: len(rows)]
@@ -144,9 +144,8 @@ def test_the_warm_up_of_kernels_replays_no_graph(
 ) -> None:
     """Their kernels were compiled when they were captured, for their own sizes alone."""
     runner = load_tiny(tmp_path)
-    served = GraphedModel(
-        runner.model, KINDS, max_num_seqs=4, max_model_len=64, block_size=16, device=CPU
-    )
+    served = graphed(OnePlace(runner.vocab_size))
+    assert served.why_no_graphs == ""
     monkeypatch.setattr(runner, "model", served)
     warm_up_kinds(runner, 16, 2)
     assert cuda.replayed == []
