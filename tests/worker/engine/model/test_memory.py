@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,26 @@ def test_the_largest_step_is_measured_before_the_cache_is_allocated(
     ]
     # The largest step also runs with the cache in place, before the runner is ready.
     assert cuda.asked[-1] == "step of 20 rows and 3 samples"
+
+
+def test_the_cache_of_the_measured_step_is_freed_before_the_cache_is_allocated(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = KVCache.__init__
+    trials: list[weakref.ref[torch.Tensor]] = []
+    living: list[int] = []
+
+    def allocating(self: KVCache, *args: Any, num_blocks: int, **kwargs: Any) -> None:
+        gc.collect()
+        living.append(sum(trial() is not None for trial in trials))
+        allocate(self, *args, num_blocks=num_blocks, **kwargs)
+        trials.append(weakref.ref(self.layers[0].key))
+
+    monkeypatch.setattr(KVCache, "__init__", allocating)
+    cuda.free = iter([1 << 30, 8 * MIB])
+    runner_of(loaded(), OPTIONS)
+    assert len(living) > 1
+    assert living[-1] == 0
 
 
 def test_a_cache_of_a_given_size_is_not_measured_for(
