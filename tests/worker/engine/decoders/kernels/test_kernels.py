@@ -87,7 +87,8 @@ def test_norm_of_a_sum(dtype: torch.dtype, seed: int) -> None:
         if update is not None:
             added = update if after is None else normed(after, update)
             expected = expected + (added if scale == 1.0 else added * scale)
-        check_close(hidden, expected)
+        # The mean of the second norm is itself a sum in another order.
+        check_close(hidden, expected, times=4 if after is None else 8)
         check_close(found, normed(norm, hidden))
         for row in range(5):
             alone = None if update is None else update[row : row + 1]
