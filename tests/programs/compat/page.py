@@ -20,14 +20,14 @@ _HEAD = f"""# Other people's programs
 
 These programs were tested with the gateway. `python -m tests compat` runs each one against a real
 gateway with the shipped model, and writes this page. Each program runs in a separate environment,
-with an API key and the alias `gpt-4o` for the model, and reaches no server but the gateway.
+with an API key and the alias `gpt-4o` for the model, and reaches no other server.
 
-Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or a wrong call,
-whose error must say how to correct the call. *passes* and *fails* count attempts with the right and
-with a wrong result; *fails* also has the reasons. *through* lists the parts of the API that the
+Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or the error of a
+wrong call, which must say how to correct the call. *passes* and *fails* count attempts with the
+right and the wrong result, *fails* with the reasons. *APIs* lists the parts of the API that the
 program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
 
-| program | version | passes | through | fails |
+| program | version | passes | APIs | fails |
 |---|---|---|---|---|
 """
 _CHANGING = (
