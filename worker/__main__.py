@@ -11,7 +11,7 @@ from promptq.shared.runtime.quick_imports import quick_imports
 
 
 def main() -> None:
-    """Run the command. A PromptqError is reported in one sentence."""
+    """Run the command. A PromptqError is printed without its traceback."""
     try:
         require_one_of("a worker", "worker", "upstream")
         with quick_imports():

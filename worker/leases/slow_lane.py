@@ -1,4 +1,4 @@
-"""Runs the preparations that take long, a few at a time and beside all others."""
+"""Runs preparations that may take long in a few threads, beside the quick preparations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_THREADS_OF_TENANT = 2
 """The most threads of one tenant, so that some threads are left to others."""
 
 _USUAL_SECONDS = 0.05
-"""How long a function is expected to take before one of its tenant has been measured."""
+"""Expected seconds of a function whose tenant has no measurement yet."""
 _MIN_PUT_OFF_SECONDS = 0.1
 _MAX_PUT_OFF_SECONDS = 60.0
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class SlowLane:
-    """Runs functions in threads. Tenants take turns to get one."""
+    """Runs functions in a few threads, and gives the threads to tenants in turns."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
@@ -32,15 +32,16 @@ class SlowLane:
 
     @property
     def has_put_off(self) -> bool:
-        """Whether a request that was put off has not come back yet."""
+        """Whether the delay of a request that `put_off` delayed has not passed yet."""
         now = time.monotonic()
         return any(until > now for until in self._put_off_until.values())
 
     def put_off(self, tenant: str) -> float:
-        """Returns how many seconds to put off one more request that finds no place here.
+        """Returns the delay in seconds for a request that finds the lane full.
 
-        After about this time the tenant's turn comes: its requests here and those that it put off
-        before come first. A request that comes back too early costs a useless claim.
+        The delay is the time that the tenant's earlier requests are expected to take: those in the
+        lane, and those that were put off before. A request that comes back too early costs a
+        useless claim.
         """
         now = time.monotonic()
         self._put_off_until = {
@@ -54,7 +55,8 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Returns the function's result. A cancellation drops the result, but not the thread."""
+        """Run a function in a thread, and return its result. A cancellation drops the result, but
+        the thread continues."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()
