@@ -1,4 +1,4 @@
-"""Keeps the marks around calls and reasoning in the text of a chat."""
+"""Keeps the marks around calls and reasoning in the text of a chat's output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
-"""The number of a prompt's last tokens that are searched for a mark at its end."""
+"""A mark is searched in this many tokens at the end of the prompt."""
 
 
 class OutputMarks:
@@ -46,7 +46,7 @@ class OutputMarks:
                 self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
-        """Raises InvalidRequestError for a stop string that no text can contain."""
+        """Raise InvalidRequestError if no text can contain a stop string."""
         for stop in self._request.stop_strings:
             if self._tokenizer.added_token(stop) is not None:
                 continue
@@ -61,7 +61,7 @@ class OutputMarks:
     def text_stream(
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """Returns the output's text stream, and the text of the prefix, with which it begins.
+        """Returns the output's text stream, and the text of the output prefix.
 
         `events` are those of earlier attempts. Stop strings count from token `min_tokens` on.
         """
@@ -96,7 +96,8 @@ class ReasoningTokens:
     end_token_ids: frozenset[int]
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
-        """Returns the count of reasoning tokens in an output; None if its marks are no tokens."""
+        """Returns the number of reasoning tokens in an output; None if the marks of reasoning are
+        not tokens."""
         before, after = self.style.reasoning_marks
         first, last = map(self._tokens_of, (before, after))
         begin = 0
@@ -119,7 +120,8 @@ class ReasoningTokens:
         return end - begin
 
     def _tokens_of(self, mark: str) -> list[int]:
-        """Returns the tokens of a mark; none if no token makes it certain."""
+        """Returns the tokens of a mark; an empty list if the mark may be written with various
+        tokens."""
         single = self.tokenizer.added_token(mark.strip())
         if single is not None:
             return [single]

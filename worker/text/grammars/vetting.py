@@ -1,8 +1,8 @@
-"""Tries out grammars in a separate process, which is killed if a grammar needs too much.
+"""Compiles new grammars in a separate process, which is killed if a grammar needs too much.
 
 The library's own limits are not enough: time and memory may double with each further pattern of a
-schema, in one call that cannot be interrupted. A worker compiles only grammars that the process
-survived. The process runs this module.
+schema, in one call that cannot be interrupted. A worker compiles a grammar only after this process
+has compiled it within the limits. The process runs this module.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from typing import IO, Any, cast
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
-"""CPU time that a grammar may take, for compiling and the first masks together."""
+"""CPU seconds that a grammar may take, for compiling and its first masks together."""
 COMPILE_BYTES = 128 * 2**20
-"""Memory that a grammar may take."""
+"""Bytes of memory that a grammar may take."""
 MASK_SECONDS = 0.1
-"""CPU time that a mask may take, because in a worker the step of all sequences waits for it."""
+"""CPU seconds that a mask may take. In a worker, the step of all sequences waits for a mask."""
 _MASKS = 32
 _WALL_SECONDS = 25.0
-"""The longest time for a grammar, so that a busy machine does not delay a preparation for ever."""
+"""The most seconds for a grammar by the wall clock. A busy machine must not delay a preparation for
+ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The environment variables that the process gets. The worker's other variables say how to reach
+"""The only environment variables that the process gets. The worker's others have the password of
 Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
-"""The signals with which its own limits end the process. All others come from outside."""
+"""The signals that end the process at its own limits. All other signals come from outside."""
 
 
 class NotVettedError(Exception):
-    """A grammar takes too much time or memory, or could not be tested. The message says which.
+    """Raised if a grammar takes too much time or memory, or could not be tested. The message has
+    the reason.
 
     `is_certain` is False if the next try may succeed.
     """
@@ -50,10 +52,10 @@ class NotVettedError(Exception):
 
 
 class Vetter:
-    """Controls a worker's process that tries out grammars. The process starts when first needed,
-    and again after a kill.
+    """Controls the process that tests a worker's grammars. The process starts when it is first
+    needed, and again after a kill.
 
-    Thread-safe: one grammar is tried out at a time.
+    Thread-safe: the process tests one grammar at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -62,9 +64,9 @@ class Vetter:
         self._lock = threading.Lock()
 
     def vet(self, grammar: str) -> str:
-        """Returns the reason why the library refuses a grammar; empty if it accepts it.
+        """Returns the reason why the library refuses a grammar; empty if the library accepts it.
 
-        Raises NotVettedError if this takes too long or too much memory, or cannot be tested.
+        Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested.
         """
         with self._lock:  # a second try, as somebody may have ended the process long ago
             reply = self._ask(grammar) or self._ask(grammar)
@@ -77,7 +79,8 @@ class Vetter:
         return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """Returns the reply of the process; None if it ended without one, and by no limit."""
+        """Returns the reply of the process. Returns None if the process ended without a reply, and
+        not because of a limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
 
@@ -145,13 +148,13 @@ def _write(pipe: IO[bytes] | None, message: Any) -> None:
 
 
 def _read(pipe: IO[bytes] | None) -> Any:
-    """Returns the next message; None at the end."""
+    """Returns the next message; None at the end of the pipe."""
     line = cast("IO[bytes]", pipe).readline()
     return json.loads(line) if line.endswith(b"\n") else None
 
 
 def main() -> None:
-    """Vet one grammar after another, until standard input ends."""
+    """Test one grammar after another, until standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need it
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -172,7 +175,7 @@ def main() -> None:
 
 
 def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
-    """Compile a grammar, and follow one path through it."""
+    """Compile a grammar, and compute the masks along one random output."""
     matcher = compile_grammar(vocabulary, grammar)
     if matcher.is_error():
         return {"error": reason_of(matcher), "too_much": ""}
