@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """The mean of rows, equal to the last bit however steps cut the rows into chunks."""
+    """The mean of rows. It is equal to the last bit however steps cut the rows into chunks."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None
         self._num_rows = 0
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._sum, self._num_rows = None, 0
 
     def add(self, rows: npt.NDArray[np.float32]) -> None:
