@@ -1,4 +1,4 @@
-"""The dense MLP of a layer, and what its activation computes."""
+"""Splits the dense MLP of a layer into its parts, and recognises its activation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class XIELU(NamedTuple):
-    """An activation (https://arxiv.org/abs/2411.13010) with learned numbers for each layer:
+    """An activation (https://arxiv.org/abs/2411.13010) with learned parameters for each layer:
     `positive * x^2 + slope * x` above 0, else `negative * (e^min(x, most) - 1 - x) + slope * x`."""
 
     positive: float
@@ -36,7 +36,7 @@ class XIELU(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> XIELU:
-        """Returns the numbers of the library's module, in its dtype."""
+        """Returns the parameters of transformers' module, rounded to its dtype."""
         if module.alpha_p.is_meta:  # it has no values yet
             return cls(0.0, 0.0, 0.0, 0.0)
         learned = module.alpha_p.detach(), module.alpha_n.detach()
@@ -51,15 +51,14 @@ class DenseMLP:
     `down(activation(scale * up(x)))`."""
 
     inputs: tuple[nn.Linear, ...]
-    """Linear layers whose outputs, one after the other, are those of the gate, if there is one, and
-    `up`."""
+    """Linear layers whose outputs, one after the other, are the gate (if there is one) and `up`."""
     down: nn.Linear
     is_gated: bool
     activation: str
-    """Its name in ACTIVATIONS, or `xielu`."""
+    """The activation's name in ACTIVATIONS, or `xielu`."""
     gate_scale: float
     curve: XIELU | None = None
-    """The numbers of `xielu`."""
+    """The parameters of `xielu`."""
 
     @classmethod
     def of(cls, mlp: Any) -> DenseMLP:
@@ -85,7 +84,7 @@ class DenseMLP:
 
 
 def activation_of(module: Any) -> str:
-    """Returns its name in ACTIVATIONS. Raises NotOfThisKindError if the activation is unknown."""
+    """Returns the activation's name in ACTIVATIONS. Raises NotOfThisKindError if it is unknown."""
     probe = torch.linspace(-40.0, 40.0, 321, device="cpu")  # beyond the bounds of some activations
     try:
         found = module(probe)
