@@ -34,7 +34,7 @@ class Reaper:
         self._patience = queue.lease_ms / 1000 / 2
         self._clock = clock
         self.reached_at = clock()
-        """When the server last answered."""
+        """The time of the server's last answer, by `clock`, in seconds."""
         self._patient_until = self.reached_at + self._patience
         self._cursor = "0"
         self._may_sweep = True

@@ -64,12 +64,12 @@ class Leases:
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """How many requests may be in the engine. A few of them wait there, so that the first step
-        after a slot becomes free can use the slot."""
+        """The most requests that the engine may have. A few of them wait there, so that the first
+        step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
-        """Set when a lease has to go back to the queue. `Exchange.give_back` clears it."""
+        """Set when a lease changes to RETURNING. `Exchange.give_back` clears the event."""
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}

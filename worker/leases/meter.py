@@ -1,4 +1,4 @@
-"""Counters and histograms of a worker's work. They cost one update a step, not one a token."""
+"""Counts and measures a worker's work, with one update a step instead of one a token."""
 
 from __future__ import annotations
 

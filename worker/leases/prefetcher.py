@@ -66,7 +66,7 @@ class Prefetcher:
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """How many workers the queue has. They share the waiting requests. The more workers there
+        """Number of the queue's workers, which share the waiting requests. The more workers there
         are, the more their claims are spread over time."""
         self._queue = queue
         self._leases = leases

@@ -66,8 +66,8 @@ class Publisher:
     async def flush(self) -> None:
         """Send all waiting outputs, at the end of a worker.
 
-        Tries only once, because another worker generates unsent tokens again. Raises RedisError,
-        OSError.
+        Does not retry: if sending fails, another worker generates these tokens again. Raises
+        RedisError, OSError.
         """
         self._coalescer.hurry()
         self._retry_seconds = 0.0

@@ -24,11 +24,11 @@ class ReadyQueue:
     def __init__(self) -> None:
         self.num_handed_out = 0
         self.num_empty = 0
-        """How often the engine had a place and no request was ready."""
+        """Number of times that the engine had a free slot and no request was ready."""
         self.waited_seconds = 0.0
-        """How long prepared requests waited, in all, until they were handed out."""
+        """Seconds that all prepared requests together waited until they went to the engine."""
         self.filled_seconds = 0.0
-        """The number of ready requests, integrated over time."""
+        """The number of ready requests, integrated over time in seconds."""
         self._started_at = self._changed_at = time.monotonic()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
@@ -91,7 +91,7 @@ class WakeUp:
 
     def __init__(self) -> None:
         self.num_left = 0
-        """How many requests the last claim left in the queue."""
+        """Number of requests that the last claim left in the queue."""
         self._work_came = False
         self._rung = asyncio.Event()
 

@@ -1,4 +1,5 @@
-"""Runs preparations that may take long in a few threads, beside the quick preparations."""
+"""Runs preparations that may take long in a few separate threads, so that quick ones do not
+wait."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class SlowLane:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """The turns that each tenant waits for. The tenant whose turn is next comes first."""
+        """The waiting calls of `run`, by tenant. The tenant that gets the next thread comes
+        first."""
         self._running: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}  # how long a function of each tenant takes now
         self._put_off_until: dict[str, float] = {}  # when the last request of each tenant is back

@@ -47,7 +47,7 @@ class EngineThread:
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
         self._inbox = threading.Condition()
         self._is_waiting = False
-        """Whether the thread waits for mail, or is about to."""
+        """Whether the thread waits for a message, or is about to wait."""
         self._outbox: deque[StepOutput] = deque()
         self._unfetched = threading.BoundedSemaphore(_MAX_UNFETCHED_STEPS)
         self._fetchable = asyncio.Event()

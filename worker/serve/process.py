@@ -151,10 +151,10 @@ async def _serve(settings: WorkerSettings, redis_url: str, turn: Turn | None) ->
 
 
 def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at a further one.
+    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at the next one.
 
-    These are Python's signal handlers. The event loop's handlers would end with the loop, and a
-    further signal at the end of the process would then turn success into a failure.
+    Installs Python's signal handlers, because the event loop's handlers end with the loop. A signal
+    that comes at the end of the process would then turn success into a failure.
     """
     loop = asyncio.get_running_loop()
 
@@ -204,8 +204,8 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
 def _spare_the_collector() -> None:
     """Keep the garbage collector from scanning libraries and the model, which are never freed.
 
-    A full collection stops every thread, also the engine's. It also becomes less frequent, because
-    a busy worker creates many objects.
+    Also makes collections less frequent, because a busy worker creates many objects. A full
+    collection stops every thread, also the engine's.
     """
     gc.collect()
     gc.freeze()

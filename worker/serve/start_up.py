@@ -28,7 +28,7 @@ class StartUp:
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """The seconds that each stage took, in order."""
+        """The seconds of each stage, by its name, in order."""
         self._clock = clock
         self._logged: set[str] = set()
         self._stage: str | None = None

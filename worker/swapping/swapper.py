@@ -84,7 +84,7 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The owner's health. It counts as claiming while models can be loaded, even if none is
+        """The owner's health. `is_claiming` is true while models can be loaded, even if none is
         loaded."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
@@ -154,7 +154,8 @@ class Swapper:
                 place.left_at = now
 
     def _replace_ended(self) -> None:
-        """Replace each process that has ended. After a failure, wait before that."""
+        """Start a new process for each one that has ended. After a failure, this waits until a
+        pause is over."""
         now = time.monotonic()
         for name, place in self._places.items():
             if place.process.state is not ProcessState.ENDED or now < place.not_before:

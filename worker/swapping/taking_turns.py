@@ -88,8 +88,8 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
 async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
     """Return requests of crashed processes to their queues.
 
-    Workers do this for their own queue only. A queue whose model is not loaded has no worker, and
-    its model is loaded only if requests wait there.
+    A worker reaps only its own queue. A queue whose model is not loaded has no worker, and its
+    model is loaded only for waiting requests.
     """
     reapers = [Reaper(queue) for queue in queues]
     while True:

@@ -28,10 +28,11 @@ class IncrementalDecoder:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens, self._done = _whole(decode, context)
-        """The last tokens, and the text of the first `_num_done` tokens, which was returned."""
+        """The last tokens, and the text of the first `_num_done` of them. That text was already
+        returned."""
         self._num_done = len(self._tokens)
         self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
-        """Whether the context has a text, but no whole character."""
+        """Whether the context has a text, but ends without a whole character."""
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text that can no longer change; empty while a character is

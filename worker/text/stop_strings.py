@@ -15,7 +15,7 @@ class StopStrings:
         self._strings = [_StopString(string) for string in strings]
         self._held = ""
         self.found: str | None = None
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None if none was found."""
 
     def __bool__(self) -> bool:
         return bool(self._strings)
@@ -66,7 +66,7 @@ class _StopString:
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        """Number of its first characters with which the text ends."""
+        """Number of first characters of the stop string with which the text so far ends."""
         self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
         matched = 0
         for length in range(1, len(string)):

@@ -373,10 +373,10 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _failing_alone(field: str) -> Iterator[None]:
-    """Raise InvalidRequestError for a text at which the tokenizer fails. The model's author chose
-    the tokenizer's regular expressions.
+    """In this block, turn a failure of the tokenizer into InvalidRequestError. The model's author
+    chose the tokenizer's regular expressions, and some fail on some texts.
 
-    The library panics if an expression takes too long, and a panic is not an Exception.
+    The tokenizers library panics if an expression takes too long, and a panic is not an Exception.
     """
     try:
         yield

@@ -134,7 +134,7 @@ class DecodeWork:
         self._copied = lists
         self._num_sequences = len(contexts)
         self.max_parts = sum(map(most_parts, contexts))
-        """The most parts of all, and so the most spans in a list."""
+        """The most parts of all contexts together. A list has at most this many spans."""
         self._device = device
         self._lists: dict[SpanList, torch.Tensor] = {}
         self._results: dict[tuple[int, int, int], PartResults] = {}

@@ -25,7 +25,7 @@ class RequestedLists:
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
-        """The lists of decodes."""
+        """The keys of the requested lists of decodes."""
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def tile_sizes(self, longest_chunk: int) -> set[int]:

@@ -53,8 +53,8 @@ class BlockManager:
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
         self.num_gained = 0
-        """Number of times that a block lost its last owner, or became findable. Until this grows, a
-        waiting sequence that lacked room still lacks room."""
+        """Number of times that a block lost its last owner, or became findable. As long as this
+        number stays the same, a waiting sequence that lacked room still lacks room."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}

@@ -56,10 +56,10 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
 class StepRecovery:
     """Computes the shares of a step that failed.
 
-    `commit` stores the results of a batch and returns outputs. `leave` removes one sequence and
-    returns outputs. It gets the error message, or None to give the sequence back. `set_back` lets a
-    sequence wait that lacked memory even alone, and returns whether the engine will try the
-    sequence again.
+    `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
+    returns outputs. Its second argument is the error message, or None to give the sequence back.
+    `set_back` makes a sequence wait that lacked memory even alone. It returns whether the engine
+    will try the sequence again.
     """
 
     def __init__(

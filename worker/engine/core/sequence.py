@@ -121,7 +121,8 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     samples: bool
-    """Whether these tokens include the last known one, so that the step samples the next one."""
+    """Whether the share's tokens include the last known token, so that the step samples the next
+    one."""
     draft: tuple[int, ...] = ()
     """Drafted next tokens. The step also samples after each of them. If they are UNKNOWN, the
     model's head chooses them at launch."""

@@ -95,10 +95,12 @@ class StepPlan:
         )
 
     def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
-        """Make `other`, which this plan computes, keep its state after the tokens that it has in
-        common with `sequence`. Returns False if that is useless, because `sequence` can already
-        share the first `num_shared` blocks and these are no fewer tokens, or if `other` is already
-        past these tokens."""
+        """Make `other`, which this plan computes, keep its state after the tokens that both
+        sequences begin with. Then `sequence` can start from that state.
+
+        Returns False, and changes nothing, in two cases: these tokens are no more than the
+        `num_shared` blocks that `sequence` can share already, or `other` has already computed them.
+        """
         hashes = other.block_hashes, sequence.block_hashes
         most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
         # Equal hashes are of equal tokens before them, so the first difference can be bisected.

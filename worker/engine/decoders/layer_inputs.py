@@ -1,9 +1,9 @@
-"""The inputs that layers have beside the hidden states of the layer before (Gemma 4).
+"""The inputs that layers have in addition to the hidden states (Gemma 4).
 
     inputs = scale * (norm(projection_scale * projection(embedded)) + table_scale * table(ids))
     hidden += after(output(activation(gate(hidden)) * inputs of the layer))
 
-A layer does the latter after its MLP.
+A layer computes the second line after its MLP.
 """
 
 from __future__ import annotations

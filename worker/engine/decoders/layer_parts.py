@@ -65,8 +65,7 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
 """The names of the norms before and after the mixer and the MLP, by the set of these names."""
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
-"""The names of the module that mixes positions. A layer with attention may have Mamba 2 beside
-it."""
+"""The names of the module that mixes positions. A layer may have both attention and Mamba 2."""
 _LONE = {"norm", "mixer"}
 """The names in a layer with a single part, of any kind, and a norm before that part."""
 

@@ -1,4 +1,5 @@
-"""Checks that rounded or packed weights compute correctly, after their formula has passed."""
+"""Checks that a decoder with rounded or packed weights computes correctly. Another check has shown
+before that its formula is right."""
 
 from __future__ import annotations
 

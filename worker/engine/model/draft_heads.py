@@ -194,8 +194,8 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of one further row for each of the first `count` sequences. The row is
-    `depth` rows after the last row of a step."""
+    """Returns the layout of one more row for each of the first `count` sequences: `depth` rows
+    after the last row of a step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(

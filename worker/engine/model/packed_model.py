@@ -1,5 +1,5 @@
-"""The seam between transformers' models and the paged KV cache: a single attention function for all
-families.
+"""Connects transformers' models to the paged KV cache, through one attention function for all
+families (the seam).
 
 A model that uses this function builds no mask, because transformers makes masks only for functions
 with a registered mask function. Each attention module has an attribute with its layer's cache, so
@@ -65,8 +65,8 @@ class RowStarts:
 
 
 class PackedModel:
-    """A transformers model whose attention modules, in order of call, use `caches` through the
-    seam.
+    """A transformers model on the paged KV cache. Its attention modules, in order of call, use
+    `caches`.
 
     Its recurrent modules are replaced by `mixers`, with states for `num_slots` sequences. With
     `counts_rows` the family also gets the positions through RowStarts.

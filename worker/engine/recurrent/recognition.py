@@ -33,7 +33,8 @@ def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
     """Returns the name and type of a module that remembers tokens but is not in `known`; empty if
     there is none. Among nested modules, the innermost one is returned.
 
-    Whole layers do not count, because a layer with an MLP alone takes transformers' cache too.
+    Whole layers do not count: even a layer that has only an MLP accepts transformers' cache as an
+    argument.
     """
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = {layer for layers in lists for layer in layers}

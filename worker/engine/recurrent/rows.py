@@ -107,7 +107,8 @@ class Pieces:
         self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
-        """The pieces that are computed at the same time, and the chunks that they belong to."""
+        """Ranges of pieces that are computed at the same time, each with the chunks that the pieces
+        belong to."""
         begins = [sum(lengths[:index]) for index in range(len(lengths))]
         rows: list[int] = []  # of each place in the pieces; a padding place has the row after all
         places = [0] * self._num_rows  # of each row

@@ -58,10 +58,11 @@ class StatePool:
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
             for mixer in mixers
         ]
-        """For each mixer, a tensor [num_entries, *shape] for each of its `state`."""
+        """The states: for each mixer, a tensor [num_entries, *shape] for each tensor of its
+        `state`."""
         self.num_slots = num_slots
         self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
-        """The number of first tokens of a slot's sequence that each of its entries covers."""
+        """For each slot and each of its entries, the number of tokens that the state covers."""
 
     def begin(self, items: Sequence[ScheduledSequence]) -> RecurrentRows:
         """Returns the rows of a step, with the entries that the step reads and writes. The states

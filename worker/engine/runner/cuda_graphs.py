@@ -114,7 +114,7 @@ class GraphedModel:
         )
         self._runs: dict[StepKind, Callable[[], Results]] = {}
         self.why_no_graphs = ""
-        """Why no step is replayed; empty if steps are."""
+        """The reason why no step is replayed as a graph; empty if steps are replayed."""
         self._prepare(kinds, device)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -166,8 +166,8 @@ class GraphedModel:
 
 
 class _Capture:
-    """Captures the steps of one model, on one stream and in one memory pool. All graphs write their
-    logits to one tensor."""
+    """Captures steps of one model as CUDA graphs, on one stream and in one memory pool. All graphs
+    write their logits to one tensor."""
 
     def __init__(
         self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None

@@ -107,7 +107,8 @@ class HeadDrafts:
         self._sampler = sampler
         self._device = device
         self._num_filled = [0] * cache.num_blocks
-        """For each block, how many of its first rows the head has computed since the model has."""
+        """For each block, the number of first rows that the head has computed, after the model
+        computed them last."""
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:

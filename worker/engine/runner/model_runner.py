@@ -134,7 +134,8 @@ class ModelRunner:
         self.model: Model = model
         self.states = model.states
         self.compiled: CompiledModel | None = None
-        """Set if the options request compiling and the library's modules compute."""
+        """The compiled model; None unless the options request compiling and transformers' modules
+        compute."""
         if options.compile and self.states is not None:
             logger.warning("the model runs without torch.compile: it has recurrent layers")
         elif options.compile and isinstance(model, PackedModel):
@@ -152,10 +153,11 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a token's logits are equal to the last bit with any rows beside it. Known once
-        the model has run."""
+        """Whether a row's logits are equal to the last bit, whatever other rows the step has. Known
+        only after the model has run."""
         self.why_no_head = loaded.why_no_head
-        """Why the head in the files does not draft; empty if it does, or if there is none."""
+        """The reason why the head in the files does not draft; empty if it drafts, or if there is
+        none."""
         self._head_cost: float | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:

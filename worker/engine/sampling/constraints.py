@@ -27,10 +27,10 @@ class Constraints:
             for row, sequence in enumerate(sequences)
             if not sequence.may_end
         ]
-        """Rows before `min_tokens`, and their end tokens."""
+        """The rows that have fewer than `min_tokens` tokens, with their sequence and end tokens."""
         self._words: list[tuple[int, Sequence, dict[int, list[tuple[int, ...]]]]] = []
-        """Rows with bad words of several tokens. The words are keyed by the last token but one, so
-        that a step examines few of them."""
+        """The rows with bad words of several tokens. The words are keyed by their second to last
+        token, so that a step examines few of them."""
         for row, sequence in enumerate(sequences):
             words = defaultdict(list)
             for bad in sequence.request.bad_token_sequences:

@@ -49,7 +49,8 @@ class Distributions:
         self._device = device
         self.any_is_sampled = any(each.temperature > 0.0 for each in params)
         self.draws = np.zeros((len(DRAWS), len(params)))
-        """[len(DRAWS), R], in that order. Each step replaces the random numbers, 0 here."""
+        """[len(DRAWS), R], in the order of DRAWS. The random numbers are 0 here. Each step sets
+        them in a copy."""
         self.draws[1] = [each.temperature and max(each.temperature, _COLDEST) for each in params]
         self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
 

@@ -1,6 +1,6 @@
 """Closes schemas: objects may have only the properties that the schema names.
 
-That is what most authors of a schema mean.
+Most authors of schemas expect this.
 """
 
 from __future__ import annotations

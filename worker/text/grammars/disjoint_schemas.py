@@ -53,7 +53,7 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether two schemas of objects exclude each other. They do if one requires a property
+        """Whether two schemas of objects exclude each other. This is so if one requires a property
         that the other does not allow, or if both require a property with schemas that exclude each
         other."""
         for first, second in ((one, other), (other, one)):

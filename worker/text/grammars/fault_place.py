@@ -1,5 +1,5 @@
-"""Finds the place in a schema that makes the grammar library refuse it, as the library names
-none."""
+"""Finds the place in a schema that makes llguidance refuse it. The library's message names no
+place."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _TooManyTrialsError(Exception):
 def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]], str]) -> Keys:
     """Returns the keys that lead to the deepest schema, or keyword, that causes the refusal.
 
-    `reason_of` returns why the library refuses a schema. Each trial removes a part. If the library
-    then accepts the schema, or refuses it for another reason, the removed part contains the cause.
-    The number and the time of trials are limited, so in a large schema the result may be less deep.
+    `reason_of` returns why llguidance refuses a schema. Each trial removes a part of the schema. If
+    the rest is accepted, or refused for another reason, the removed part contains the cause. The
+    number and the time of trials are limited, so in a large schema the result may be less deep.
     """
     ends_at = time.monotonic() + _MAX_SECONDS
     reason = reason_of(schema)

@@ -1,6 +1,6 @@
 """Calls llguidance to compile a grammar, in a worker and in the process that tests new grammars.
 
-This is a separate module so that this process starts quickly.
+This code is in a separate module so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Vocabulary:
     end_token_ids: list[int]
 
     def load(self) -> LLTokenizer:
-        """Returns the library's tokenizer. Raises ValueError if the library cannot use this
-        tokenizer."""
+        """Returns llguidance's tokenizer. Raises ValueError if llguidance cannot use this
+        vocabulary."""
         from llguidance import LLTokenizer
 
         ends = self.end_token_ids or None

@@ -1,4 +1,4 @@
-"""Replaces look-aheads at the beginning of a pattern. The grammar library does not support them."""
+"""Replaces look-aheads at the beginning of a pattern, because llguidance does not support them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewrites keywords that the grammar library refuses although they add no constraint."""
+"""Rewrites keywords that llguidance refuses although they add no constraint."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ zod."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema that the library accepts. Each value that matches it also matches `schema`.
+    """Returns a schema that llguidance supports. Each value that matches it also matches `schema`.
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
@@ -201,7 +201,8 @@ _OF_KIND = {
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
-    """Returns the keywords of a schema that add no constraint. Its child schemas must be plain."""
+    """Returns the keywords of a schema that add no constraint. Call this after `plain` for child
+    schemas."""
     keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
     keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
@@ -238,8 +239,7 @@ def _idle(schema: dict[str, Any]) -> list[str]:
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with unsupported keywords replaced by keywords that the library
-    supports."""
+    """Returns the schema with keywords that llguidance supports in place of others."""
     pattern, members = schema.get("pattern"), schema.get("allOf", [])
     if isinstance(pattern, str) and isinstance(members, list):
         first, *others = without_lookaheads(pattern) or [pattern]

@@ -24,7 +24,8 @@ def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
     if all(_RESOLVED.isdisjoint(node) for node in all_objects(schema)):
         return schema
     places: dict[tuple[str, str], str] = {}
-    """The pointers by (address, anchor); with an empty anchor to the schema of that address."""
+    """The JSON pointers of schemas, by (address, anchor). The anchor is empty for the schema of the
+    whole address."""
     dynamic: Counter[str] = Counter()
     for node, path, base in _placed(schema, "#", ""):
         _, _, former = _text(node, "$id").partition("#")  # draft 7 has anchors there

@@ -1,6 +1,6 @@
-"""Turns the output format of a request into masks over the vocabulary, with llguidance.
+"""Turns the output format of a request into masks over the vocabulary, with the library llguidance.
 
-The first request that needs it imports the library and passes the vocabulary to it.
+The first request with an output format imports the library and passes the vocabulary to it.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class Grammars:
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """Returns the grammar of an output that has no token yet. The output may end with the end
-        tokens.
+        """Returns the grammar of an output that has no token yet. The output may end with
+        `end_token_ids`.
 
-        Raises InvalidRequestError, with the reason, if the library refuses the schema or if the
+        Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
         schema exceeds a limit. With `only_known`, raises NewGrammarError instead of compiling a
         grammar.
         """
@@ -207,7 +207,7 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Returns the reason why the library refuses a grammar; empty if it accepts the grammar, or
+        """Returns the reason why llguidance refuses a grammar; empty if it accepts the grammar, or
         takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
@@ -240,7 +240,7 @@ class LLMasker:
         num_threads = max(1, min((os.cpu_count() or 1) // 2, _MAX_THREADS))
         self._executor: LLExecutor = LLExecutor(num_threads=num_threads)
         self.model_ends = frozenset(vocabulary.eos_tokens)
-        """The tokens with which the library lets an output end."""
+        """The end tokens of the model, which llguidance allows where an output may end."""
         self.num_words = (vocabulary.vocab_size + 31) // 32
 
     def compile(self, text: str) -> LLMatcher:
@@ -326,7 +326,7 @@ def _choice(
 
 
 def _simplified(wanted: Output) -> Output:
-    """Returns the output format with schemas that the library supports.
+    """Returns the output format with schemas that llguidance supports.
 
     Raises InvalidRequestError if a schema or grammar is too long.
     """
@@ -360,8 +360,8 @@ def _check_length(num_chars: int, field: str) -> None:
 
 
 def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
-    """Returns the error message for an output format that the library refuses, with the place of
-    the fault in a schema."""
+    """Returns the error message for an output format that llguidance refuses. The message names the
+    place of the fault in a schema."""
     if isinstance(wanted, GrammarOutput):
         if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
             reason = f"line {listed[1]}: {_reworded(listed[2])}"
@@ -389,7 +389,7 @@ _NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, whic
 
 
 def _reworded(reason: str) -> str:
-    """Returns the library's reason in the words of JSON schema."""
+    """Returns llguidance's reason in the words of JSON schema."""
     reason = reason.split("failed to compile JSON schema: ")[-1]
     if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"

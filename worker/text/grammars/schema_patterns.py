@@ -1,7 +1,7 @@
 """Counts the patterns of a schema that one value may have to match all at once.
 
-Matching n such patterns costs the library 2^n, either at compile time or only in a step of the
-engine, when a text reaches that point. So this limit is checked before the library gets a schema.
+Matching n such patterns costs llguidance 2^n, either at compile time or only in a step of the
+engine, when a text reaches that point. So this number is checked before llguidance gets a schema.
 """
 
 from __future__ import annotations

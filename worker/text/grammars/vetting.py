@@ -1,6 +1,6 @@
 """Compiles new grammars in a separate process, which is killed if a grammar needs too much.
 
-The library's own limits are not enough: time and memory may double with each further pattern of a
+llguidance's own limits are not enough: time and memory may double with each further pattern of a
 schema, in one call that cannot be interrupted. A worker compiles a grammar only after this process
 has compiled it within the limits. The process runs this module.
 """
@@ -64,7 +64,7 @@ class Vetter:
         self._lock = threading.Lock()
 
     def vet(self, grammar: str) -> str:
-        """Returns the reason why the library refuses a grammar; empty if the library accepts it.
+        """Returns the reason why llguidance refuses a grammar; empty if llguidance accepts it.
 
         Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested.
         """

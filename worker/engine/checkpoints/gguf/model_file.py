@@ -43,7 +43,8 @@ _FIELDS: dict[str, dict[str, str | None]] = {
 """For each family: the names of GGUF fields, with the names of the same settings in
 transformers."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The parameters of all experts of a layer. Each is made of the tensors named beside it."""
+"""The parameters of all experts of a layer, each with the names of the tensors that it is made
+of."""
 _ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
 """Weights of the architecture `llama` whose rows llama.cpp's converter rearranges in pairs."""

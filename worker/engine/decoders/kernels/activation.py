@@ -28,8 +28,7 @@ class Activation:
     """The activation's name in ACTIVATIONS."""
     is_gated: bool = True
     is_interleaved: bool = False
-    """Whether each number of the gate is beside that of `up`. Otherwise, the whole gate is
-    first."""
+    """Whether numbers of the gate and of `up` alternate. Otherwise, the whole gate comes first."""
     limits: Limits = _UNLIMITED
     """The limits of a limited gate, whose result is rounded once."""
 

@@ -106,8 +106,9 @@ def _convolution_kernel(
     ROW_TILE: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ) -> None:
-    """Computes a tile of rows and channels, or writes a window for a tile of channels. The first
-    programs do the former, the others the latter. No entry is both read and written."""
+    """Computes outputs or windows. The first programs each compute a tile of rows and channels. The
+    other programs each write a sequence's window for a tile of channels. No entry is both read and
+    written."""
     num_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     program = tl.program_id(0)
     channel = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)

@@ -154,7 +154,7 @@ def _choice_kernel(
     EXPERT_TILE: tl.constexpr,
     STRIDE: tl.constexpr,
 ) -> None:
-    """Chooses the experts of one row for each program. Its result equals that of Routing.shares."""
+    """Chooses the experts of one row, as Routing.shares does. Each program has one row."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERT_TILE)
     is_expert = expert < NUM_EXPERTS

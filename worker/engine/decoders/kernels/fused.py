@@ -5,9 +5,9 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Any of the norms may be missing, and the attention or the MLP. A recurrent layer may be in the place
-of attention, or beside it. The kernel of the next norm adds each sum, because it reads the hidden
-state anyway.
+Any of the norms may be missing, and the attention or the MLP. A recurrent layer may replace the
+attention, or have the same input and add its result. The kernel of the next norm adds each sum,
+because it reads the hidden state anyway.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class _Attention:
         self._is_gated = parts.is_gated
         self._scoring = Scoring(parts.scale, pattern, parts.softcap, parts.sinks)
         self._row_norms: list[tuple[slice, Norm]] = []
-        """Columns of Q, K and V that have a norm together."""
+        """Ranges of columns of Q, K and V, with the norm that normalises such a range as a
+        whole."""
         self._head_norms: HeadNorms | None = None
         query, key = parts.query_norm, parts.key_norm
         if query is not None and key is not None:

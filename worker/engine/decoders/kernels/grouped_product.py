@@ -117,7 +117,8 @@ def _sort_kernel(
     num_pairs: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Sorts pairs. The program of an expert reads all pairs and writes those of its expert."""
+    """Sorts pairs by expert. The program of an expert reads all pairs and writes those of its
+    expert."""
     mine = tl.program_id(0)
     pair = tl.arange(0, TILE)
     earlier = tl.zeros((TILE,), tl.int32)

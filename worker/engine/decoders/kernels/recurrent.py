@@ -46,7 +46,8 @@ class Recurrence:
         num_values = parts.num_value_heads * parts.value_size
         sizes = [num_channels, num_values, len(places) - num_channels - num_values]
         self._order: torch.Tensor | None = None
-        """The columns of the projections in the order of the parts, if theirs is another one."""
+        """The columns of the projections in the order of the parts; None if the projections already
+        have this order."""
         if any((part.diff() != 1).any() for part in torch.split(places, sizes)):
             self._order, places = places.to(device), torch.arange(len(places), device="cpu")
         self._columns = [
