@@ -57,7 +57,7 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on the server's answers. `sent` is the form of each lease that the server
+        """Act on the server's answers. `sent` has the data of each lease that the server
         received."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
@@ -134,8 +134,8 @@ class Exchange:
         self._leases.feed()
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """Give leases back in one call. All of them have `is_blamed`, or none; all have a delay, or
-        none."""
+        """Give leases back in one call. Either all or none of them count as a crash, and either all
+        or none of them have a delay."""
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed

@@ -147,7 +147,7 @@ class Leases:
         self.wake_up.room_freed()
 
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
-        """Note that the last row of the request is on its way to the server.
+        """Record that the last row of the request is on its way to the server.
 
         `by_engine`: the engine has already removed the sequence.
         """

@@ -56,7 +56,8 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the worker still holds the request. The server may already know better."""
+        """Whether the worker still holds the request. The lease may already have expired on the
+        server."""
         return self.state is not LeaseState.GONE
 
     @property
@@ -91,5 +92,5 @@ class Lease:
         return Held(self.request_id, self.claim.fence, length)
 
     def reported(self, held: Held) -> None:
-        """Note that the server has received `held`."""
+        """Record that the server has received `held`."""
         self.is_length_reported = self.is_length_reported or held.prompt_tokens is not None

@@ -345,8 +345,8 @@ def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestErro
 
 
 def _num_values(payload: bytes) -> int:
-    """Returns the number of separators outside of strings, which no number of JSON values
-    exceeds."""
+    """Returns an upper bound of the number of JSON values: the number of separators outside of
+    strings."""
     # Only borders of strings keep their `"`.
     text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
     characters = np.frombuffer(text, dtype=np.uint8)

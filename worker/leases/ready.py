@@ -14,7 +14,8 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""The most hand-outs that are remembered. A fixed depth needs none, and would let them pile up."""
+"""The most times of hand-outs to the engine that are remembered. With a fixed depth nothing removes
+old times, so they would pile up."""
 
 
 class ReadyQueue:

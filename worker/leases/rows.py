@@ -66,8 +66,7 @@ class PreparedRequest:
     reasoning: ReasoningTokens | None = None
     """Counts the tokens of reasoning; None if the output has no reasoning."""
     resumed_inexactly: bool = False
-    """Whether this attempt may generate other tokens than an attempt without a failure would
-    have."""
+    """Whether this attempt may generate other tokens than an undisturbed attempt would generate."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """Times and counts of the request; set with the last row."""

@@ -104,8 +104,7 @@ class EngineThread:
         return time.monotonic() - self._last_progress
 
     def _wake(self) -> None:
-        """Wake the thread if it waits. Waking costs time, so messages to a running thread do
-        without."""
+        """Wake the thread if it waits. Waking costs time, so a running thread is not woken."""
         if self._is_waiting:
             with self._inbox:
                 self._is_waiting = False

@@ -73,8 +73,8 @@ class IncrementalDecoder:
         return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
-        """Note that all text was returned. Drops old tokens, but only rarely, because that costs a
-        decoding."""
+        """Record that all text was returned. Drops old tokens, but only rarely, because that costs
+        a decoding."""
         if len(self._tokens) <= _MOST_TOKENS:
             self._done = whole
         else:

@@ -96,8 +96,8 @@ class ReasoningTokens:
     end_token_ids: frozenset[int]
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
-        """Returns the number of reasoning tokens in an output; None if the marks of reasoning are
-        not tokens."""
+        """Returns the number of reasoning tokens in an output; None if the tokens do not show where
+        the reasoning begins or ends."""
         before, after = self.style.reasoning_marks
         first, last = map(self._tokens_of, (before, after))
         begin = 0

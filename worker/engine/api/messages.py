@@ -28,7 +28,7 @@ class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""
 
     sequence_id: int
-    """Chosen by the worker. Each attempt at a request has a new id."""
+    """An id that the worker chooses. Each attempt at a request has a new id."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -63,7 +63,7 @@ class EngineRequest:
     set."""
 
     weight: float = 1.0
-    """The weight of the tenant's share of slots and KV cache, relative to other tenants."""
+    """The tenant's weight. A tenant with a larger weight may have more slots and more KV cache."""
 
     grammar: Grammar | None = None
     """Grammar of the output, in the state after `output_token_ids`. Once the request is added, only

@@ -20,8 +20,8 @@ class SpanList:
 
 
 class RequestedLists:
-    """The keys of work lists that layers requested in earlier steps. A list that is not requested
-    here in advance costs one additional copy, once."""
+    """The keys of work lists that layers requested in earlier steps. A list with a new key is
+    copied separately the first time."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()

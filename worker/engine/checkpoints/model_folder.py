@@ -210,8 +210,9 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns the names that are names of a head's tensors. They name a layer after the last
-        one, if it has parts of a head (DeepSeek-V3, GLM-4.5), or begin with `mtp` (Qwen3-Next)."""
+        """Returns those of `names` that name a head's tensors. Such names begin with `mtp`
+        (Qwen3-Next), or with a layer after the last one, if that layer has parts of a head
+        (DeepSeek-V3, GLM-4.5)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]

@@ -102,7 +102,7 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """Returns the number of blocks of a prefix that this tenant sent before. Notes that the
+        """Returns the number of blocks of a prefix that this tenant sent before. Records that the
         tenant has now sent all of them."""
         if self._senders is None:
             return len(prefix)

@@ -52,7 +52,7 @@ class Committer:
             yield share.sequence, output
 
     def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
-        """Note that the first `num_tokens` tokens of the share are now in the KV cache."""
+        """Record that the first `num_tokens` tokens of the share are now in the KV cache."""
         sequence, start, end = share.sequence, share.start, share.start + num_tokens
         sequence.num_computed_tokens = end
         self._block_manager.mark_computed(sequence, start, end)

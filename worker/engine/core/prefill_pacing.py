@@ -10,7 +10,7 @@ from statistics import median
 from promptq.worker.engine.core.sequence import Batch
 
 LONG_PROMPT = 512
-"""A longer prompt, in tokens, is computed in paced chunks while other sequences decode."""
+"""Prompts with more tokens than this are computed in paced chunks while other sequences decode."""
 STRETCH = 1.6
 """The longest step with a chunk of a long prompt, as a multiple of a step with decodes only."""
 MIN_CHUNK = 4
@@ -26,8 +26,8 @@ Their medians are used, because a single delayed step says little."""
 _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A token is assumed to cost at least its share of a step's time, divided by this number. The first
-number applies while all chunks had one size, the second once their sizes differ."""
+"""A token is assumed to cost at least 1 / n of its share of a step's time. The first n applies
+while all chunks had one size, the second once their sizes differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Runner(Protocol):
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """Returns sampled tokens for each share of `batch.sampling`, in that order: the token after
         the last known token, and one after each drafted token. Also sets `states` of each share
-        that has `num_pooled`."""
+        whose `num_pooled` is not 0."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:

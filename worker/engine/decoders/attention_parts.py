@@ -24,7 +24,8 @@ _PARTS = {"o_proj", "sinks", "v_norm"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention over the KV cache: `output(attend(place(qkv(x))))`."""
+    """Attention over the KV cache: `output(attend(place(qkv(x))))`. The function `place` applies
+    norms, rotates heads, and writes K and V."""
 
     qkv: tuple[nn.Linear, ...]
     """Linear layers whose outputs, one after the other, are queries, keys and values. Keys and

@@ -67,8 +67,8 @@ class DraftStep:
     """The T rows in which a head drafts for S sequences. Sequences with the most drafted tokens
     come first.
 
-    The last row of a sequence drafts the sequence's first token. Each further drafted token has one
-    more row. The block table has room for the K and V of these rows.
+    The last row of a sequence drafts its first token. Each further drafted token has one more row.
+    The block table has room for the K and V of these rows.
     """
 
     input_ids: torch.Tensor  # [1, T]

@@ -80,7 +80,7 @@ class Recurrent:
     """A recurrent layer."""
 
     mixer: Mixer
-    """Has the module of transformers, and the shapes of its states."""
+    """The mixer, which has the module of transformers and the shapes of its states."""
     parts: RecurrentParts
     norm: Norm | None
     """The norm of a RecurrenceParts, over all values, if the parts have a norm."""
@@ -249,8 +249,8 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attention | Recurrent:
-    """Returns the parts of a mixer. The parts of attention multiply its input by `input_scale`, but
-    only for the scores: the caller must multiply the output by the same number."""
+    """Returns the parts of a mixer. In the parts of attention, `input_scale` multiplies only the
+    scores. The caller must multiply the output by it, because the parts do not scale values."""
     recurrent = mixer_of(mixer)
     if recurrent is not None:
         return _recurrent(recurrent)

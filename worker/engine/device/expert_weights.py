@@ -39,8 +39,8 @@ def input_weights(module: Any) -> torch.Tensor:
 
 
 def take_any_sizes(model: Any) -> None:
-    """Make transformers multiply experts one by one if its grouped products refuse the size of
-    their rows."""
+    """Make transformers multiply experts one by one if its grouped products refuse the size of the
+    experts' rows."""
     experts = [module for module in model.modules() if has_experts(module)]
     rows = [
         weight.shape[1 if module.is_transposed else 2] * weight.itemsize

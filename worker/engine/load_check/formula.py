@@ -100,7 +100,8 @@ def _check(
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
     """Check a model once. For `by_parts` see `in_float32`. `refused` is the error of an earlier
-    check in 16 bits: this time, the model passes only if it computes in fp32."""
+    check with `by_parts`. If wrong logits caused that error, the model now passes only if it
+    computes in fp32."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.

@@ -68,7 +68,7 @@ _numbers = count()
 
 def number_of(layer: SeamLayer) -> torch.Tensor:
     """Returns a new number for the layer, as a tensor on the CPU. The operator finds the layer by
-    it as long as the layer exists."""
+    this number, as long as the layer exists."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")

@@ -14,7 +14,7 @@ def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
 
     Returns None if there is no limit. Raises ConfigurationError if the model has fewer positions
     than `wanted`. Raises UnsupportedModelError if, at that length, the rotary embedding would make
-    the positions of one sequence depend on the others in the batch.
+    the positions of one sequence depend on other sequences in the batch.
     """
     limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
     if limit is not None and limit < 1:

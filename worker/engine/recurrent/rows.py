@@ -63,8 +63,9 @@ class RecurrentRows:
         """Returns the outputs for the rows, and writes the states to `pool` [num_entries, *shape],
         in fp32.
 
-        `tokens` is a named tuple of tensors [T, ...]. The two functions get a part of the rows, and
-        copies of the states of the part's sequences. They update these copies in place.
+        `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get a part of
+        the rows, and copies of the states of the part's sequences. They update these copies in
+        place.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)

@@ -143,7 +143,7 @@ class HeadDrafts:
         ]
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
-        """Note that the model computes these items, and store the states of `rows_to_keep`.
+        """Record that the model computes these items, and store the states of `rows_to_keep`.
         `states` is None if there are no such rows."""
         held, end = {}, 0
         for item in items:
@@ -166,7 +166,7 @@ class HeadDrafts:
         self._held = held
 
     def _forget(self, item: ScheduledSequence) -> None:
-        """Note that the model overwrites the rows of an item, so that the head must compute them
+        """Record that the model overwrites the rows of an item, so that the head must compute them
         again."""
         table, size = item.sequence.block_table, self._block_size
         for index in range(item.start // size, num_blocks_for(item.start + item.num_rows, size)):
@@ -232,7 +232,7 @@ class HeadDrafts:
         )
 
     def _fill(self, rows: _Rows) -> None:
-        """Note that the head has computed these rows."""
+        """Record that the head has computed these rows."""
         table, size, end = rows.share.sequence.block_table, self._block_size, rows.end
         for index in range(rows.start // size, num_blocks_for(end, size)):
             self._num_filled[table[index]] = min(size, end - index * size)

@@ -466,7 +466,7 @@ def _is_like_json(text: str) -> bool:
 
 
 def _python_words(schema: dict[str, Any]) -> list[str]:
-    """Returns the Python constants that a schema allows: True and False, None, or no constants."""
+    """Returns the Python constants that a schema allows, among True, False and None."""
     kinds = schema.get("type", [])
     if not _is_type_alone(schema):
         return []

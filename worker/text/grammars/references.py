@@ -16,7 +16,7 @@ _RESOLVED = _NAMES.union(_REFERENCES[1:])
 
 
 def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with JSON pointers as references, and without other names of its parts.
+    """Returns the schema with JSON pointers as references, and without `$id` and anchors.
 
     A reference to another document does not change. A dynamic reference that has several targets
     does not change either.

@@ -33,8 +33,8 @@ _WALL_SECONDS = 25.0
 """The most seconds for a grammar by the wall clock. A busy machine must not delay a preparation for
 ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The only environment variables that the process gets. The worker's others have the password of
-Redis."""
+"""The only environment variables that the process gets. Other variables of the worker contain the
+password of Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 """The signals that end the process at its own limits. All other signals come from outside."""
 
