@@ -19,7 +19,7 @@ def main() -> None:
 
         command()(prog_name="promptq worker")
     except PromptqError as error:
-        said = printable(str(error), keep="\n\t")  # it may repeat what a stranger wrote
+        said = printable(str(error), keep="\n\t")  # the text may come from a client
         sys.exit(f"promptq worker: {said}")
 
 

@@ -88,7 +88,7 @@ def run(settings: Sequence[WorkerSettings]) -> None:
     elif not (first.trust_remote_code or is_gguf(first.model or "")):
         _leave_torch_out()
     configure_logs(first.log_level, first.log_format)
-    forget_secrets()  # before a file of a model is read, or a server started
+    forget_secrets()  # before reading a model's files, or starting a server
     with ExitStack() as stack:
         redis_url = first.redis_url or advertised()
         if redis_url is None:
@@ -163,7 +163,7 @@ class _WorkerCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         rest = super().parse_args(ctx, args[:end])
-        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None  # then the environment's count
+        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None  # None: use the environment's
         return rest
 
 

@@ -101,7 +101,7 @@ class Prefetcher:
             await end([self._task, *self._slow])
             self._task = None
         overdue = (lease for lease in self._overdue if lease.state is LeaseState.PREPARING)
-        to_blame = next(overdue, None)  # the others may only wait for the first
+        to_blame = next(overdue, None)  # the others may only wait for this one
         for lease in self._leases:
             if lease.state in (LeaseState.PREPARING, LeaseState.READY):
                 self._leases.returning(lease, crashed=lease is to_blame)
@@ -189,7 +189,7 @@ class Prefetcher:
                 self._exchange.take_answer(earlier, RowStatus.FENCED)
         leases = self._leases.claimed(claims)
         await self._take(leases, await asyncio.to_thread(self._prepare, leases))
-        if self._leases.some_return.is_set():  # before the next claim, which needs their room
+        if self._leases.some_return.is_set():  # before the next claim, because returns free room
             await self._exchange.give_back()
         return len(claims)
 
@@ -271,7 +271,7 @@ class Prefetcher:
             return self._preparation.prepare(lease.claim, only_quick=only_quick)
         except (InvalidRequestError, TakesLongError) as error:
             return error
-        except BaseException as error:  # a panic, too; it must not stop the other requests
+        except BaseException as error:  # also a panic; other requests must not stop
             self._log.exception("preparation failed", request_id=lease.request_id)
             return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
 

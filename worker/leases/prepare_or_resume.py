@@ -98,7 +98,7 @@ class Preparation:
             marks.check_stop_strings()
         text, begun = marks.text_stream(prefix, claim.events, min_tokens)
         unsent = []
-        if prefix and not claim.events:  # else an earlier attempt has published the prefix
+        if prefix and not claim.events:  # otherwise the prefix is already published
             unsent = [TokenEvent(index=0, token_ids=prefix, text=begun, attempt=claim.attempt)]
         events = [*unsent, *claim.events]
         emitted = [token_id for event in events for token_id in event.token_ids]
@@ -347,7 +347,7 @@ def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestErro
 def _num_values(payload: bytes) -> int:
     """Returns an upper bound of the number of JSON values: the number of separators outside of
     strings."""
-    # Only borders of strings keep their `"`.
+    # After this, each `"` begins or ends a string.
     text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0

@@ -60,7 +60,7 @@ class Publisher:
         fails, and RedisError or OSError if the server accepts nothing for `retry_seconds`."""
         while True:
             steps = await self._fetch()
-            # Under load it hardly ever waits for anything else.
+            # Under load this coroutine waits for hardly anything else.
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:

@@ -227,7 +227,7 @@ class RowBuilder:
         """
         try:
             return self._row(prepared, output)
-        except Exception as error:  # it must not stop the other requests
+        except Exception as error:  # one failure must not stop other requests
             self._log.exception("a request's output failed", request_id=prepared.request_id)
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             return prepared.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)

@@ -30,7 +30,7 @@ class SlowLane:
         first."""
         self._running: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}  # how long a function of each tenant takes now
-        self._put_off_until: dict[str, float] = {}  # when the last request of each tenant is back
+        self._put_off_until: dict[str, float] = {}  # for each tenant: the end of the latest delay
 
     @property
     def has_put_off(self) -> bool:
@@ -66,7 +66,7 @@ class SlowLane:
             await turn
             started = time.monotonic()
             result = await asyncio.to_thread(function)
-            most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one alone may be an exception
+            most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one may be an exception
             self._seconds[tenant] = min(time.monotonic() - started, most)
             return result
         finally:

@@ -152,7 +152,7 @@ def _formats(settings: WorkerSettings) -> list[str]:
 def fits_beside_others(settings: WorkerSettings) -> bool:
     """Returns whether the model surely fits into memory beside other loaded models."""
     if settings.engine != NATIVE:
-        return settings.upstream is not None  # what its own server takes is unknown
+        return settings.upstream is not None  # the memory of its server is unknown
     if settings.model == MODEL_FREE:
         return True
     from promptq.worker.engine.model import loading
@@ -256,7 +256,7 @@ def _build_model(
 
 def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     require("an engine behind HTTP", "upstream")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch is missing"
     from promptq.worker.upstream.connecting import DIALECTS, find_server, key_of, start_server
     from promptq.worker.upstream.forwarding_engine import ForwardingEngine
     from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
@@ -403,7 +403,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     files = [folder / name for name in names if (folder / name).exists()]
     if with_weights:
         files += sorted(folder.glob("*.safetensors"))
-    if is_gguf(name_or_dir):  # one file with all of these inside
+    if is_gguf(name_or_dir):  # a single file contains all of these
         files = [Path(name_or_dir).expanduser()]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())

@@ -65,7 +65,7 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
                 while True:
                     message = await _next(channel)
                     if message["type"] == "subscribe":
-                        yield "pending"  # something may have come before it listened
+                        yield "pending"  # messages before this were missed
                     if message["type"] != "message":
                         continue
                     text = message["data"].decode("ascii", "replace")

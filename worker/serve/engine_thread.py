@@ -132,7 +132,7 @@ class EngineThread:
             return self._engine.step()
         except Exception as error:
             self._log.exception("a step failed; it is computed again, if necessary in parts")
-            clear_frames(error.__traceback__)  # they hold memory that the parts need
+            clear_frames(error.__traceback__)  # the frames hold memory that the parts need
             self._last_progress = time.monotonic()
             return self._engine.recover(error)
 
@@ -140,13 +140,13 @@ class EngineThread:
         """Wait for work, and apply additions and aborts. Returns False if the thread must stop."""
         if not self._engine.has_work:
             self._wait()
-        # Aborts come out first: a request that was added before one of them is there by then.
+        # Aborts are taken first, so that additions made before an abort are taken with it.
         snapshots, aborts = _all_of(self._snapshots), _all_of(self._aborts)
         additions = _all_of(self._additions)
         for request in additions:
             try:
                 self._engine.add(request)
-            except Exception as error:  # it must not stop the other requests
+            except Exception as error:  # one failure must not stop other requests
                 refusal = SequenceOutput(
                     request.sequence_id, [], finish_reason=FinishReason.ERROR, error=str(error)
                 )
@@ -169,7 +169,7 @@ class EngineThread:
     def _wait(self) -> None:
         """Wait until the inbox has a message, or until `stop` is called."""
         with self._inbox:
-            self._is_waiting = True  # before it looks, so that nothing comes unnoticed after that
+            self._is_waiting = True  # before the check, so that no later message is missed
             while not (self._stopping or self._additions or self._aborts or self._snapshots):
                 self._last_progress = time.monotonic()
                 self._inbox.wait(_IDLE_TICK_SECONDS)

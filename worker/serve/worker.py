@@ -171,7 +171,7 @@ class Worker:
         self._spawn(self._every(LOOK_SECONDS, self._look_at_maxmemory_policy))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._notify_service_manager))
-        await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
+        await keep_trying(self._beat, self._settings.redis_wait)  # reports a wrong role now
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
         await self._survive_redis(self._look_at_maxmemory_policy)
@@ -220,11 +220,11 @@ class Worker:
         await self._survive_redis(self._publisher.flush)
         has_failed = self.engine.has_failed and self.engine.abilities.is_at_risk
         broken = has_failed or self._watchdog.is_in_engine
-        for lease in self.leases:  # no need to wait for the running step: it writes nothing
+        for lease in self.leases:  # no need to wait for the running step, whose outputs are dropped
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
         leases_end_at = self._reaper.reached_at + self._queue.lease_ms / 1000
-        seconds = leases_end_at - time.monotonic()  # after that nothing can be given back
+        seconds = leases_end_at - time.monotonic()  # after that, the leases have expired
         await self._survive_redis(lambda: self._exchange.give_back(seconds))
         for lease in self.leases:
             self._departures.note(lease, Departure.of(lease))

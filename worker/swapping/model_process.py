@@ -102,7 +102,7 @@ class ModelProcess:
 
     def look(self) -> ProcessState:
         """Read the reports of the process, and notice its end. Returns the new state."""
-        has_ended = self._process.exitcode is not None  # before its last words are read
+        has_ended = self._process.exitcode is not None  # checked before reading the last reports
         with suppress(EOFError, OSError):
             while self._line.poll():
                 self._take_note(*self._line.recv())
@@ -143,5 +143,5 @@ class ModelProcess:
             self.state, self.served = ProcessState.SERVING, text
 
     def _send(self, order: Order) -> None:
-        with suppress(OSError):  # it has ended, which is seen at the next look
+        with suppress(OSError):  # the process has ended; `look` will notice
             self._line.send((order, self.known))

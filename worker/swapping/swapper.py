@@ -211,7 +211,7 @@ class Swapper:
         """Report to the server the queues whose models are loaded or can be loaded."""
         now = time.monotonic()
         names = [name for name, place in self._places.items() if place.not_before <= now]
-        with suppress(ResponseError):  # such as a server without memory: the models take turns on
+        with suppress(ResponseError):  # such as a full server; swapping continues
             until_ms = await self._queue.run(lookups.server_time_ms()) + _LOADABLE_FOR_MS
             await self._queue.run([scripts.stand_by(Keys(name), until_ms) for name in names])
 
@@ -248,7 +248,7 @@ class Swapper:
                     reported_at = time.monotonic()
                     await self._report_loadable()
                 is_away = False
-            except Exception as error:  # what a stranger wrote must not end the swapping
+            except Exception as error:  # a bad entry in Redis must not end the swapping
                 if not is_away:
                     self._log.warning(
                         "the queues cannot be read, so no model is swapped", error=str(error)

@@ -117,9 +117,9 @@ def _serve_in_turn(
     cores: set[int] | None, settings: WorkerSettings, redis_url: str, owner: Connection
 ) -> None:
     """Run a worker that loads its model when the owner orders it."""
-    os.setpgid(0, 0)  # Ctrl-C is for the owner, which then stops this process
+    os.setpgid(0, 0)  # Ctrl-C must reach only the owner
     if cores is not None:
-        os.sched_setaffinity(0, cores)  # a library bound the process that was forked to one core
+        os.sched_setaffinity(0, cores)  # a library bound the parent to one core
     os.environ.pop("NOTIFY_SOCKET", None)  # the owner talks to the service manager
     configure_logs(settings.log_level, settings.log_format)
     standby = Standby(owner)

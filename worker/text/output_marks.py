@@ -34,7 +34,7 @@ class OutputMarks:
         is_chat, is_bound = request.messages is not None, request.wanted_output is not None
         self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
         marks = style.reasoning_marks if self._may_reason else ()
-        # In channels all of a text is between marks, also without calls.
+        # In the channel format, all text is between marks, even without calls.
         if is_chat and (is_shown_tools or (style.form == CHANNELS and not is_bound)):
             marks += style.call_marks
         self._marks = marks

@@ -114,7 +114,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
-        tokenizer.model_max_length = _ANY_LENGTH  # or it warns of prompts that are refused anyway
+        tokenizer.model_max_length = _ANY_LENGTH  # avoids warnings about long prompts
         self._max_prompt_tokens = max_prompt_tokens
         self._max_prompt_chars: int | None = None
         if max_prompt_tokens is not None:  # a token's name has no fewer characters than the token
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer:
                 check_tokenizer_config(place, get_tokenizer_config(place))
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
-        except BaseException as error:  # the library raises plain Exceptions, and panics
+        except BaseException as error:  # the tokenizers library raises plain Exceptions, and panics
             if isinstance(error, PromptqError | KeyboardInterrupt | SystemExit):
                 raise
             reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
@@ -295,7 +295,7 @@ class HuggingFaceTokenizer:
         return self.added_tokens.get(text)
 
     def special_within(self, text: str) -> list[str]:
-        held = set(self.encode_text(text))  # which finds them faster than a search for each
+        held = set(self.encode_text(text))  # faster than a search for each name
         names = self.special_tokens.items()
         return [name for name, token_id in names if token_id in held and name in text]
 

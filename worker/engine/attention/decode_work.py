@@ -72,11 +72,11 @@ def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
         candidate = np.maximum(size, tokens)
         sequence, start = _spans(length, candidate)
         spans = np.sort(np.minimum(candidate[sequence], length[sequence] - start))[::-1]
-        of_first_program = spans[::at_once]  # no other one has more
+        of_first_program = spans[::at_once]  # no other program has more spans
         time = of_first_program.sum() + START_TOKENS * len(of_first_program)
         if time <= shortest:
             best, shortest = candidate, time
-        if len(spans) <= at_once:  # each is computed at once already
+        if len(spans) <= at_once:  # all spans are computed at once
             break
         tokens *= 2
     return best

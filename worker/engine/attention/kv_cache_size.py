@@ -40,7 +40,7 @@ def fitting_blocks(
     block_bytes = bytes_per_token(specs) * block_size
     is_limited = memory_bytes is None or not block_bytes
     if memory_bytes is not None:
-        # A CPU's cache takes memory only where it is written, and the system would end the process.
+        # On a CPU the cache takes memory only when written, and then the system kills the process.
         if not counts_memory(device) and memory_bytes > (free := free_bytes(device)):
             raise ConfigurationError(
                 f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are requested, but"

@@ -180,7 +180,7 @@ class Packer:
             if self._known[slot] != sequence.block_table:
                 table = sequence.block_table.copy()
                 self._tables[slot, : len(table)] = np.array(table, dtype=np.int64)
-                self._known[slot] = table  # only after it was written
+                self._known[slot] = table  # only after the row was written
         return self._tables[slots, :width]
 
     def _grow(self, num_slots: int, width: int) -> None:

@@ -49,7 +49,7 @@ class StepBuffers:
         self._block_size = block_size
         self._input_ids = zeros(most_rows)
         self._positions = zeros(most_rows)
-        self._write_blocks = zeros(most_rows) - 1  # -1: written nowhere
+        self._write_blocks = zeros(most_rows) - 1  # -1: not written
         self._write_offsets = zeros(most_rows)
         self._block_tables = zeros(max_num_seqs, num_blocks_for(max_model_len, block_size))
         self._sampled = zeros(most_rows)

@@ -25,7 +25,7 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()
-    # A file of the same name in the current folder would come before a name alone.
+    # A name alone could be read as a file of the same name in the current folder.
     return str(file.parent), {"gguf_file": str(file.absolute())}
 
 

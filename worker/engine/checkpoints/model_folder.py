@@ -80,7 +80,7 @@ class ModelFolder:
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
         _check_index_of_hub(source)
-        # The library would look for the tool that quantized the weights.
+        # transformers would look for the tool that quantized the weights.
         settings = self.config.__dict__.pop("quantization_config", None)
         if settings and not isinstance(settings, dict):
             settings = settings.to_dict()
@@ -258,7 +258,7 @@ def _check_index_of_hub(name: str) -> None:
     transformers downloads them."""
     if Path(name).is_dir():
         return
-    with suppress(OSError):  # there is none, or the library reports why it cannot be fetched
+    with suppress(OSError):  # no index, or transformers reports the error
         shards_of(Path(hf_hub_download(name, "model.safetensors.index.json")).parent, name)
 
 

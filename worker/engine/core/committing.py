@@ -41,7 +41,7 @@ class Committer:
         for share in batch.scheduled:
             rows = next(tokens) if share.samples else []
             if share.sequence.status is SequenceStatus.FINISHED:
-                continue  # it has ended since this step was launched
+                continue  # the sequence ended after this step was launched
             if not share.samples:
                 self._advance(share, share.num_tokens)
                 if share.sequence.request.pooling is not None:
@@ -88,7 +88,7 @@ class Committer:
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
                 grammar.accept(sequence.token_ids[-1])
-            except Exception as error:  # must not stop the other sequences
+            except Exception as error:  # one failure must not stop other sequences
                 return failed(sequence, str(error))
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
@@ -116,7 +116,7 @@ class Committer:
         end the sequence."""
         sequence = share.sequence
         if share.start == 0:
-            sequence.pool.clear()  # it was preempted and begins anew
+            sequence.pool.clear()  # preempted, so it starts again
         if share.states is not None:
             sequence.pool.add(share.states)
         if sequence.num_uncomputed_tokens:

@@ -86,7 +86,7 @@ class StepRecovery:
             collected = self._compute(batch)
         except Exception as error:
             failure = error
-            clear_frames(error.__traceback__)  # they hold memory that the parts need
+            clear_frames(error.__traceback__)  # the frames hold memory that the parts need
         else:
             return self._commit(batch, collected)
         if parts := _in_parts(shares, failure):

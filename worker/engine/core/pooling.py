@@ -22,7 +22,7 @@ class Pool:
 
     def add(self, rows: npt.NDArray[np.float32]) -> None:
         """Add rows [N, size], in the order of their tokens."""
-        import numpy as np  # an engine without a model starts without it
+        import numpy as np  # an engine without a model does not need numpy
 
         terms = rows.astype(np.float64)
         if self._sum is not None:

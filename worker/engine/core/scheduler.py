@@ -66,7 +66,7 @@ class Scheduler:
         self._tenants_waiting, self._tenants_running = TenantCounts(), TenantCounts()
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is reused first
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
-        # it does not lead to a preemption at once.
+        # the admission does not cause a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
         # The id of the last sequence that lacked room, and the `num_gained` of the block manager
         # from which on there may be room.

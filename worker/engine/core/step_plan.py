@@ -85,7 +85,7 @@ class StepPlan:
         """
         index = len(prefix)
         if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
-            return False  # `sequence` computes this block in any case
+            return False  # `sequence` must compute this block itself
         if self.keeps_states:
             return any(self._keeps_for(other, sequence, index) for other in [*self.prefilling])
         block_hash = sequence.block_hashes[index]
@@ -103,7 +103,7 @@ class StepPlan:
         """
         hashes = other.block_hashes, sequence.block_hashes
         most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
-        # Equal hashes are of equal tokens before them, so the first difference can be bisected.
+        # A hash covers all tokens up to its block, so bisection finds the first difference.
         num_equal = bisect_left(range(most), True, key=lambda i: hashes[0][i] != hashes[1][i])
         share, end = self.shares[other], num_equal * self.block_size
         if end <= max(share.start, num_shared * self.block_size):

@@ -265,7 +265,7 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
         biases = arguments = [0.1 * drawn(routing.num_experts)]
     try:
         _, shares, chosen = functional_call(router, given, (probes, *arguments))
-    except Exception:  # it may take and return anything
+    except Exception:  # the module may take and return anything
         return None
     logits = nn.functional.linear(probes, weight, logit_bias)
     wanted = torch.zeros_like(logits).scatter(-1, chosen, shares.float())

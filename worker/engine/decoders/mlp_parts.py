@@ -37,7 +37,7 @@ class XIELU(NamedTuple):
     @classmethod
     def of(cls, module: Any) -> XIELU:
         """Returns the parameters of transformers' module, rounded to its dtype."""
-        if module.alpha_p.is_meta:  # it has no values yet
+        if module.alpha_p.is_meta:  # the weights have no values yet
             return cls(0.0, 0.0, 0.0, 0.0)
         learned = module.alpha_p.detach(), module.alpha_n.detach()
         positive, negative = map(nn.functional.softplus, learned)
@@ -88,7 +88,7 @@ def activation_of(module: Any) -> str:
     probe = torch.linspace(-40.0, 40.0, 321, device="cpu")  # beyond the bounds of some activations
     try:
         found = module(probe)
-    except Exception:  # it may have parameters anywhere
+    except Exception:  # its parameters may be on any device
         found = torch.full_like(probe, torch.nan)
     for name, known in ACTIVATIONS.items():
         if torch.allclose(found, known(probe), rtol=1e-5, atol=1e-6):

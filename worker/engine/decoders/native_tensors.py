@@ -29,7 +29,7 @@ class NativeTensors:
         """`dtype` is the dtype of all other numbers."""
         self._dtype = dtype
         self._kept: list[Any] = []  # all that the native code refers to
-        self._copied: list[Any] = []  # what it copies while a layer is added
+        self._copied: list[Any] = []  # for packing, until the layer is added
 
     def _read(self, weights: object) -> None:
         """Keep a reference to weights as long as native code reads them."""

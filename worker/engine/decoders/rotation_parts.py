@@ -61,7 +61,7 @@ class Rotation:
                 tables = [_on_meta(table) for table in self._computed(2, like)]
                 positions = _on_meta(torch.zeros(1, 2))
                 output = _attended(attention, size, tables, positions)
-            except Exception:  # it may need anything; the check at load will show
+            except Exception:  # the module may need anything; the check at load decides
                 return True
             if not output.requires_grad:
                 return False
@@ -136,7 +136,7 @@ def _attended(
     config._attn_implementation_internal = "eager"
     modules = {
         name: nn.Linear(each.in_features, each.out_features, device="meta")
-        if isinstance(each, nn.Linear)  # it may be quantized
+        if isinstance(each, nn.Linear)  # also a quantized one
         else each
         for name, each in module.named_children()
     }

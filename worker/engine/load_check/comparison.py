@@ -169,7 +169,7 @@ def compare(
             raise
         raise NotCompiledError(checked.backend, error) from error
     finally:
-        checked.leave()  # or its modules would keep the cache of the check
+        checked.leave()  # otherwise its modules keep this cache in memory
     return difference_of(packed, alone, tolerance)
 
 
@@ -199,7 +199,7 @@ class Difference:
 
     @property
     def is_tolerable(self) -> bool:
-        # NaN compares as false, so it is not tolerable.
+        # A NaN fails here, because each comparison with NaN is false.
         return self.median <= self.tolerance and self.worst <= 10 * self.tolerance
 
 

@@ -145,7 +145,7 @@ def _check(
                         break
                 if decoders and difference.is_tolerable:
                     by_parts = by_parts and is_float32
-                    if loaded.format and not is_float32:  # its products may round their inputs
+                    if loaded.format and not is_float32:  # products may round inputs
                         tolerance = ROUNDING_TOLERANCE
                     checked = _with_decoder(
                         loaded, checked, decoders, max_length, tolerance, by_parts

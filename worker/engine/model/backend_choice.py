@@ -133,7 +133,7 @@ def own_decoders(
 def decoder_of_saved_weights(device: torch.device, options: LoadOptions) -> type[Decoder] | None:
     """Returns the decoder that can use quantized weights in their saved format. None: the weights
     are dequantized, because the code that serves or checks the model needs that."""
-    if device.type == "cpu" and options.dtype == "float16":  # native code does not compute in it
+    if device.type == "cpu" and options.dtype == "float16":  # native code has no fp16
         return None
     decoders, _ = own_decoders(device, options, "")
     return next(iter(decoders), None)

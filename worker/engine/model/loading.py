@@ -142,7 +142,7 @@ def load_model(
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
-    # The library needs the package accelerate to load straight to a device.
+    # transformers needs the package accelerate to load straight to a device.
     to_device_at_once = device.type == "cuda" and find_spec("accelerate") is not None
     files = open_files(name_or_dir, trust_remote_code)
     source, config = files.source, files.config
@@ -150,7 +150,7 @@ def load_model(
     placed = {"device_map": {"": device}} if to_device_at_once else {}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's advice is for programmers
+            warnings.simplefilter("ignore")  # transformers' advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
             if kept:  # load on the host: wide tensors without memory stand in for them
@@ -158,7 +158,7 @@ def load_model(
             if saved is not None and device.type != "cpu":
                 is_widened = len(kept) < len(saved.quantized)
                 require_memory(source, _bytes_of(saved, kept), device, is_widened=is_widened)
-            # output_loading_info adds a second result, which the library's type omits.
+            # output_loading_info adds a second result, which transformers' type omits.
             loaded: Any
             if saved is None:
                 loaded = AutoModelForCausalLM.from_pretrained(
@@ -203,7 +203,7 @@ def load_model(
             f"{source}: it has {len(keys)} tensors that {type(model).__name__} does not know, for"
             f" example {keys[0]}"
         )
-    module: torch.nn.Module = model  # the library's class has untyped methods instead
+    module: torch.nn.Module = model  # transformers' class has untyped methods instead
     module.requires_grad_(False).eval()
     take_any_sizes(model)
     if kept:

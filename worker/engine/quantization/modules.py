@@ -161,7 +161,7 @@ def quantize_model(
 
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head
-        is_inner = is_inner and not name.endswith(".router.proj")  # its choice is all or nothing
+        is_inner = is_inner and not name.endswith(".router.proj")  # must stay exact
         scale = embedding_scale(module)
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
@@ -185,7 +185,7 @@ def quantize_model(
 
 def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
     """Move the weights of quantized modules to a device, which `Module.to` does not do."""
-    moved: dict[int, FewBits] = {}  # a tied one once
+    moved: dict[int, FewBits] = {}  # tied weights only once
     for module in model.modules():
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
             weight = module.quantized

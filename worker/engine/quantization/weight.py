@@ -114,7 +114,7 @@ class QuantizedWeight:
         numbers = unpack_int4(self.numbers, self.inputs) if is_packed else self.numbers.float()
         if missing := -self.inputs % self.group:
             numbers = nn.functional.pad(numbers, (0, missing))
-        # In place from here on, because it is large.
+        # In place from here on, because the tensor is large.
         groups = numbers.reshape(*numbers.shape[:-1], -1, self.group)
         scales = self.scales.float().unsqueeze(-1)
         if self.offsets is None:

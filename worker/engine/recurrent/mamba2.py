@@ -126,7 +126,7 @@ class Mamba2(Mixer):
         width = module.num_heads * module.head_dim
         inputs, b, c = torch.split(convolved.float(), [width, of_groups, of_groups], dim=-1)
         time = nn.functional.softplus(time + module.dt_bias.to(time.dtype))
-        # The library limits the steps of prompts alone, so a resumed text could go on differently.
+        # transformers limits time steps in prompts only, so a resumed text could differ.
         time = time.clamp(*module.time_step_limit).float()
         return _Tokens(
             inputs.view(len(inputs), module.num_heads, -1),

@@ -36,7 +36,7 @@ class Mixer(ABC):
     name: ClassVar[str]
 
     def __init__(self, module: Any) -> None:
-        self.module: Any = module  # the library's classes have no types for their parts
+        self.module: Any = module  # transformers' classes have no types for their parts
 
     @classmethod
     @abstractmethod

@@ -105,7 +105,7 @@ class RecurrenceParts:
     time_limits: tuple[float, float]
     most_rate: float
     """The delta rule's rate is this number times a sigmoid."""
-    skip: torch.Tensor | None  # [value heads], the part of a value that is read as it is
+    skip: torch.Tensor | None  # [value heads], the factor of a value that skips the state
     norm: GatedNorm | None
     """The norm of the outputs. None: the outputs are only multiplied by SiLU of the gate."""
     output: nn.Linear

@@ -39,8 +39,8 @@ def warm_up(runner: ModelRunner) -> None:
             _last_row(runner, (first, first))
         last_rows.append(_last_row(runner, (num_tokens, count)))
     runner.collect(runner.launch(_trial(runner, [(1, 1)], vocab_size=runner.vocab_size)))
-    # On a GPU products are chosen by the number of rows, and steps may have many more. In the
-    # library's form of a recurrent layer, sums depend on where steps cut a prompt.
+    # On a GPU the number of rows selects a product, and steps may have many more rows. In
+    # transformers' recurrent layers, sums depend on where steps cut a prompt.
     is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
     is_on_cpu = runner.device.type == "cpu"
     is_native = isinstance(runner.model, NativeDecoder)

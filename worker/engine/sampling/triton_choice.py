@@ -92,7 +92,7 @@ def _draw_kernel(
         sums = before_tile + tl.cumsum(weights.to(tl.float64), axis=0)
         first = tl.min(tl.where((sums > target) & (weights > 0.0), place, TILE), axis=0)
         last_place = tl.max(tl.where(weights > 0.0, place, 0), axis=0)
-        # If rounding lifted the target to the total, take the last token that weighs anything.
+        # If rounding lifted the target to the total, take the last token with a weight above 0.
         token = tile + tl.minimum(first, last_place)
         tl.store(token_ids + row, token.to(tl.int64))
 

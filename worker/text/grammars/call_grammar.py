@@ -203,7 +203,7 @@ class CallGrammar:
             key = f"{self._terms(style.key_before)} {self._other_key(properties)}"
             written.append(f"({key} ({self._value(others)}))*")
         body = " ".join(written)
-        if style.key_after_json and not required:  # which has an empty line for no arguments
+        if style.key_after_json and not required:  # no arguments are written as an empty line
             body = f'({body} | "\\n")' if body else '"\\n"?'
         return body
 
@@ -225,7 +225,7 @@ class CallGrammar:
         else:
             before = self._terms(style.key_after)
             if json_schemas and not all(texts.values()):
-                # The reader takes text for JSON if the schema allows the JSON's type.
+                # A reader parses text as JSON if the schema allows the type of that JSON.
                 any_text = self._text({}, style.value_after)
                 if [*texts] != [any_text] or not all(map(_is_type_alone, json_schemas)):
                     raise _UnfitError
@@ -374,7 +374,7 @@ class CallGrammar:
         reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
         if isinstance(reference, str) and reference in self._by_reference:
             return self._by_reference[reference]
-        rule = self._rule("")  # which its own value may refer to
+        rule = self._rule("")  # the value may refer to its own rule
         if isinstance(reference, str) and reference:
             self._by_reference[reference] = rule
         at = len(self._rules) - 1

@@ -58,7 +58,7 @@ def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]],
             place = _cause(inside, persists_without)
         for name in node:
             lacking = {key: value for key, value in node.items() if key != name}
-            if node[name] == []:  # how a schema that nothing matches is written
+            if node[name] == []:  # nothing matches such a schema
                 continue
             if not persists_in(_with(schema, place, lacking)):
                 return (*place, name)

@@ -203,7 +203,7 @@ _OF_KIND = {
 def _idle(schema: dict[str, Any]) -> list[str]:
     """Returns the keywords of a schema that add no constraint. Call this after `plain` for child
     schemas."""
-    keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
+    keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # refused beside a `$ref`
     keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
     ]

@@ -158,7 +158,7 @@ class Grammars:
             return LLMatcher.grammar_from_lark(wanted.grammar)
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
-            # The library drops a backslash that escapes nothing.
+            # llguidance drops a backslash that escapes nothing.
             if (len(wanted.regex) - len(wanted.regex.rstrip("\\"))) % 2:
                 raise ValueError("it ends with a backslash, which escapes nothing")
             return LLMatcher.grammar_from_regex(wanted.regex)

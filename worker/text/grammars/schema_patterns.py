@@ -53,7 +53,7 @@ def num_patterns_of_lark(grammar: str) -> int:
     grammar including its JSON schemas."""
     count = 0
     for match in re.finditer(r"%json\s*", grammar):
-        with suppress(ValueError):  # no schema, so the library refuses it, or a text
+        with suppress(ValueError):  # not a schema (llguidance refuses it), or a text
             schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
             count += num_combined_patterns({"schema": schema})
     num_intersections = _LARK_TEXT.sub("", grammar).count("&")

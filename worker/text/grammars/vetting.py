@@ -68,7 +68,7 @@ class Vetter:
 
         Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested.
         """
-        with self._lock:  # a second try, as somebody may have ended the process long ago
+        with self._lock:  # tries twice, because the process may have been killed before
             reply = self._ask(grammar) or self._ask(grammar)
         if reply is None:
             raise NotVettedError(
@@ -119,7 +119,7 @@ class Vetter:
                 self._end(self._process)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # What the library writes to standard error may quote the grammar.
+        # llguidance may quote the grammar on standard error.
         process = subprocess.Popen(  # noqa: S603 # this Python, a module of ours
             [sys.executable, "-P", "-m", __spec__.name],
             stdin=subprocess.PIPE,
@@ -127,7 +127,7 @@ class Vetter:
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
-        with suppress(OSError):  # the reader of its reply notices that it has ended
+        with suppress(OSError):  # reading the reply reports that the process has ended
             _write(process.stdin, asdict(self._vocabulary))
         return process
 
@@ -136,7 +136,7 @@ class Vetter:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # nobody reads what was not written yet
+            with suppress(OSError):  # the process no longer reads the rest
                 cast("IO[bytes]", pipe).close()
 
 
@@ -168,7 +168,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # its signal ends the process
         try:
             reply = _try_out(grammar, vocabulary)
-        except BaseException:  # no memory, or a panic of the library
+        except BaseException:  # no memory, or a panic of llguidance
             os.abort()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(replies, reply)
@@ -188,7 +188,7 @@ def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
         allowed = [token_id for token_id in _tokens(mask) if token_id not in vocabulary.eos_tokens]
         if not allowed or not matcher.consume_token(rng.choice(allowed)):
             break
-    if matcher.is_error():  # the library accepts some grammars that it cannot follow
+    if matcher.is_error():  # llguidance compiles some grammars that fail later
         return {"error": reason_of(matcher), "too_much": ""}
     if not (allowed or matcher.is_accepting() or matcher.is_stopped()):
         return {"error": "no text matches it", "too_much": ""}

@@ -82,7 +82,7 @@ def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
 def in_fp8(numbers: tl.tensor) -> tl.tensor:
     """Returns numbers rounded to e4m3 as GPUs round them. Numbers beyond 448 become 448."""
     numbers = numbers.to(tl.float32)
-    if INTERPRETED:  # the interpreter forgets the carry of the last bit that stays
+    if INTERPRETED:  # the interpreter loses the carry when it rounds up
         bits = numbers.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         numbers = tl.clamp(bits.to(tl.float32, bitcast=True), -448.0, 448.0)
@@ -126,7 +126,7 @@ def attend_tile(
     for softmax".
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # A query may have seen nothing yet, and -inf - -inf is not a number.
+    # For a query that has seen no key yet, -inf - -inf would be NaN.
     origin = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weights = tl.exp2(scores - origin[:, None])
     fading = tl.exp2(highest - origin)

@@ -79,7 +79,7 @@ def decode(
     most, itemsize = MAX_KEYS_PER_TILE, cache.key.element_size()
     if max(key_size, value_size) > 128 or itemsize > 2:
         most //= 4
-    elif itemsize < 2:  # they are widened there
+    elif itemsize < 2:  # 8-bit keys are converted in registers
         most //= 2
     _decode_kernel[(num_programs(work.max_parts * num_kv_heads, query.device),)](
         query,
@@ -219,7 +219,7 @@ def _decode_kernel(
             highest, weight, total = attend_tile(
                 scores, widened(value, queries), highest, weight, total
             )
-            if tile + TOKEN_TILE >= part_end:  # the part's last tile; a part is some whole ones
+            if tile + TOKEN_TILE >= part_end:  # the part's last tile; parts have whole tiles
                 mean = total / weight[:, None]
                 if num_parts == 1:
                     tl.store(answer, mean, mask=written)
@@ -293,7 +293,7 @@ def _combine(
     weight = tl.sum(tl.exp2(every_log - origin[None, :]), 0)
 
     total = tl.zeros((PARTS, HEADS, VALUE_TILE), dtype=tl.float32)
-    for first in tl.range(0, num_parts, PARTS, num_stages=_NUM_STAGES):  # so that it reads ahead
+    for first in tl.range(0, num_parts, PARTS, num_stages=_NUM_STAGES):  # to load ahead
         part = first + tl.arange(0, PARTS)
         row = part[:, None] * num_heads + head[None, :]
         is_row = (part[:, None] < num_parts) & is_head

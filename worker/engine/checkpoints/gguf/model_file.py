@@ -231,7 +231,7 @@ class GGUFFile:
         with torch.device("meta"):
             model = library.from_config(self.config)
         places = {}
-        for parameter, weight in model.named_parameters():  # shared ones only once
+        for parameter, weight in model.named_parameters():  # a shared parameter comes once
             module, _, part = parameter.rpartition(".")
             if part in _EXPERTS:
                 modules = [f"{module}.{each}" for each in _EXPERTS[part]]
@@ -243,7 +243,7 @@ class GGUFFile:
                 continue
             count = sum(int(self._tensors[place].n_elements) for place in own)
             if count != weight.numel():
-                # The library would fill the memory with a weight of the other size.
+                # transformers would fill the memory with a weight of the other size.
                 raise UnsupportedModelError(
                     f"{self.source}: {own[0]} has {count // len(own)} numbers, and"
                     f" {type(model).__name__} needs {weight.numel() // len(own)}"

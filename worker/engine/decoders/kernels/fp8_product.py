@@ -38,7 +38,7 @@ class FP8Product:
                 lambda outputs: self._weight.rows(outputs).dequantized(),
             )
         numbers, scales = rounded(rows)
-        # Not every card can return another dtype.
+        # Not every GPU can return another dtype.
         y: torch.Tensor = torch._scaled_mm(
             numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
@@ -77,6 +77,6 @@ def _round_kernel(
     column = tl.arange(0, TILE)
     within = column < NUM_INPUTS
     x = tl.load(rows + row * NUM_INPUTS + column, mask=within, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, 2.0**-126)  # a row may be 0
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, 2.0**-126)  # all numbers may be 0
     tl.store(numbers + row * NUM_INPUTS + column, in_fp8(x / scale), mask=within)
     tl.store(scales + row, scale)

@@ -214,7 +214,7 @@ def _product_kernel(
         if is_last:
             # Other processors may have written the sums, so reads bypass the first-level cache.
             total = tl.zeros((OUTPUT_TILE, ROW_TILE), tl.float32)
-            for other in tl.range(SPLITS, num_stages=2):  # so that it reads ahead
+            for other in tl.range(SPLITS, num_stages=2):  # to load ahead
                 total += tl.load(of_tile + other * (OUTPUT_TILE * ROW_TILE), cache_modifier=".cg")
             tl.store(num_finished + tile, 0)  # for the next launch
     if is_last:
