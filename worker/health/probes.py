@@ -63,7 +63,7 @@ class HealthServer:
         except OSError as error:
             raise ConfigurationError(
                 f"--health-port: cannot listen at {host}:{port} ({error.strerror});"
-                " 0 takes a free port"
+                " 0 selects a free port"
             ) from error
         self._thread = Thread(target=self._server.serve_forever, name="health", daemon=True)
         self._thread.start()

@@ -62,7 +62,7 @@ class EngineWatchdog:
             if what := self.reason:
                 lease = self._prefetcher.hangs_on
                 of = {} if lease is None else {"request_id": lease.request_id}
-                get_logger().error(f"{what} hangs; giving everything back", **of)
+                get_logger().error(f"{what} hangs; giving all requests back", **of)
                 raise EngineStuckError(f"{what} has made no progress for {self.seconds:g} s")
 
 

@@ -83,7 +83,7 @@ class MetricsServer:
         except OSError as error:
             raise ConfigurationError(
                 f"--metrics-port: cannot listen at {host}:{port} ({error.strerror});"
-                " 0 takes a free port"
+                " 0 selects a free port"
             ) from error
 
     @property

@@ -54,7 +54,7 @@ class OutputMarks:
                 if not any(name in mark for mark in self._marks):
                     raise InvalidRequestError(
                         f"stop: {stop[:_SHOWN_CHARS]!r} holds {name!r}, a special token, which is"
-                        f" no text; {name!r} alone ends the output at that token",
+                        f" never in a text; {name!r} alone ends the output at that token",
                         field="stop",
                     )
 

@@ -230,8 +230,8 @@ class HuggingFaceTokenizer:
                 text = write(messages, tools, **arguments)
         except CpuTimeLimitError as error:
             raise InvalidRequestError(
-                "messages: take too long to render: the model's chat template had not written them"
-                f" after {RENDER_SECONDS:g} s",
+                "messages: take too long to render: the model's chat template needs more than"
+                f" {RENDER_SECONDS:g} s",
                 field="messages",
             ) from error
         except Exception as error:  # the template is the model's code and may raise anything

@@ -39,7 +39,7 @@ class AttentionBackend(ABC):
                 if dtype not in self.dtypes:
                     return f"it does not compute in {dtype}"
             if unknown := spec.features & self.refuses:
-                return f"it does not know {', '.join(sorted(unknown))}"
+                return f"it does not support {', '.join(sorted(unknown))}"
         return ""
 
     @abstractmethod

@@ -157,9 +157,7 @@ def _check(
     if not difference.is_tolerable:
         plain = differences[False]
         if not plain.is_finite_alone:
-            raise UnsupportedModelError(
-                f"{family}: logits are not numbers: {why_not_finite(model)}"
-            )
+            raise UnsupportedModelError(f"{family}: logits are not finite: {why_not_finite(model)}")
         raise UnsupportedModelError(
             f"{family}: requests in a packed step do not get the same logits as alone (they are "
             f"off by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} "

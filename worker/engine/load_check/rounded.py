@@ -97,12 +97,12 @@ def _require_alike(loaded: LoadedModel, difference: Difference, options: str) ->
         return
     if not difference.is_finite_alone:
         raise UnsupportedModelError(
-            f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
+            f"{loaded.family}: logits are not finite: {why_not_finite(loaded.model)}"
         )
     by = f"{difference.median:.2g} of their spread in half of the rows"
     if what := options or loaded.format:
         raise UnsupportedModelError(
-            f"{loaded.family}: {what} changes logits by {by}, beside what rounded weights change;"
+            f"{loaded.family}: {what} changes logits by {by}, more than rounded weights explain;"
             f" {'leave it out' if options else 'use --no-native'}"
         )
     raise UnsupportedModelError(

@@ -317,7 +317,9 @@ def _choice(
             continue
         for name in held:
             if name in special_tokens:
-                raise ValueError(f"{shown(text)} holds {name}, a special token and no text")
+                raise ValueError(
+                    f"{shown(text)} holds {name}, a special token, which is never in a text"
+                )
         others.append(terms(text, added_tokens))
     if not letters:
         return f"%llguidance {{}}\nstart: {' | '.join(others)}"

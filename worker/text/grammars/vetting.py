@@ -72,7 +72,8 @@ class Vetter:
             reply = self._ask(grammar) or self._ask(grammar)
         if reply is None:
             raise NotVettedError(
-                "could not be tried out: the process that does it ends at once", is_certain=False
+                "could not be tested: the process that tests grammars ends at once",
+                is_certain=False,
             )
         if too_much := reply["too_much"]:
             raise NotVettedError(too_much)
@@ -107,7 +108,7 @@ class Vetter:
                 )
             if is_overdue.is_set():
                 raise NotVettedError(
-                    f"could not be tried out within {_WALL_SECONDS:g} s: the machine is too busy",
+                    f"could not be tested within {_WALL_SECONDS:g} s: the machine is too busy",
                     is_certain=False,
                 )
         return reply

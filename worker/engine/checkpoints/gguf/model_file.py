@@ -139,7 +139,7 @@ class GGUFFile:
             self._complete(config)
         except LOADING_ERRORS as error:
             raise UnsupportedModelError(
-                f"{self.source}: its settings are not read: {first_sentence(error)}"
+                f"{self.source}: its settings cannot be read: {first_sentence(error)}"
             ) from error
         complete: PreTrainedConfig = config
         return complete
@@ -152,7 +152,7 @@ class GGUFFile:
         scaling = self._header.own_field("rope.scaling.type")
         if scaling not in (None, "none"):
             raise UnsupportedModelError(
-                f"{self.source}: its positions are scaled by {scaling!r}, which is not read from"
+                f"{self.source}: its positions are scaled by {scaling!r}, which is not supported in"
                 " GGUF files; use a directory of safetensors files"
             )
         neutral = {
@@ -170,7 +170,7 @@ class GGUFFile:
             saved = self._header.own_field(name)
             if saved is not None and not abs(saved - value) <= 1e-6:  # or it is NaN
                 raise UnsupportedModelError(
-                    f"{self.source}: {name} is {saved}, which is not read from GGUF files; use a"
+                    f"{self.source}: {name} is {saved}, which is not supported in GGUF files; use a"
                     " directory of safetensors files"
                 )
         if _LLAMA3_FREQUENCIES in self._tensors:
