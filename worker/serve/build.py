@@ -66,7 +66,8 @@ class Served:
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process computes the model. Its steps release the interpreter's lock."""
+        """Whether this process computes the model. Steps of such a model release the interpreter's
+        lock."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 
@@ -121,7 +122,8 @@ def identify(settings: WorkerSettings) -> ModelIdentity:
 
 
 def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
-    """Returns the identity of a model, also of a model in an inference server."""
+    """Returns the identity of the model that the settings name. An inference server may have the
+    model."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """The mean of rows. It is equal to the last bit however steps cut the rows into chunks."""
+    """Computes the mean of rows. The result is the same to the last bit, however steps cut the rows
+    into chunks."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None

@@ -45,7 +45,8 @@ class _Projected(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Rows in fp32. Each key head serves several successive value heads."""
+    """The inputs of the recurrence, in fp32. Each key head serves several successive value
+    heads."""
 
     query: torch.Tensor  # [rows, key heads, key size]
     key: torch.Tensor  # [rows, key heads, key size]

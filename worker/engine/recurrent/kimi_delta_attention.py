@@ -21,7 +21,7 @@ would take much memory in longer pieces."""
 
 
 class _Tokens(NamedTuple):
-    """Rows in fp32."""
+    """The inputs of the recurrence, in fp32."""
 
     query: torch.Tensor  # [rows, heads, head size]
     key: torch.Tensor  # [rows, heads, head size]

@@ -27,7 +27,7 @@ _PARTS = {"A_log", "D", "act", "conv1d", "dt_bias", "in_proj", "norm", "out_proj
 
 
 class _Tokens(NamedTuple):
-    """Rows in fp32. Each group serves several successive heads."""
+    """The inputs of the recurrence, in fp32. Each group serves several successive heads."""
 
     inputs: torch.Tensor  # [rows, heads, head size]
     b: torch.Tensor  # [rows, groups, state size]

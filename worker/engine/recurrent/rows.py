@@ -143,9 +143,10 @@ class Pieces:
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row. The
-        first is from the beginning of its piece up to the row. The second is from after another row
-        up to this row [pieces, ..., size, size]; it is zero if the other row comes later. The third
-        is from after the row up to the end of the piece."""
+        first product is over the rows from the beginning of the piece up to this row. The second is
+        over the rows after another row up to this row [pieces, ..., size, size], and zero if the
+        other row comes later. The third is over the rows after this row up to the end of the
+        piece."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

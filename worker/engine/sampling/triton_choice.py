@@ -53,8 +53,8 @@ def _draw_kernel(
     draws_stride: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Draws the token of one row; each program has one row. Where nothing is drawn, the likeliest
-    token stays."""
+    """Each program draws the token of one row. Where nothing is drawn, the likeliest token
+    stays."""
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(draws + row)
     temperature = tl.load(draws + draws_stride + row).to(tl.float32)

@@ -63,7 +63,7 @@ def _write_kernel(
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ) -> None:
-    """Writes K and V of one row and KV head. Each program has one such pair."""
+    """Each program writes K and V of one row for one KV head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(write_blocks + row)

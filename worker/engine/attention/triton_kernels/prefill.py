@@ -138,8 +138,8 @@ def _prefill_kernel(
     VALUE_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
 ) -> None:
-    """Computes one tile of queries for one KV head. A program for a tile without rows ends at
-    once."""
+    """Each program computes one tile of queries for one KV head. A program for a tile without rows
+    ends at once."""
     tile = tiles + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(1)
     sequence = tl.load(tile).to(tl.int64)

@@ -81,7 +81,7 @@ def _activation_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Computes one row and tile of its columns. Each program has one such pair."""
+    """Each program computes one row and one tile of its columns."""
     dtype = inputs.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

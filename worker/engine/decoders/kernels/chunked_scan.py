@@ -57,8 +57,7 @@ def chunked_scan_kernel(
     HAS_SKIP: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
-    """Scans one chunk for one value head and a tile of its state's columns. Each program has one
-    such triple.
+    """Each program scans one chunk for one value head and one tile of its state's columns.
 
     Within a piece, the changes of all rows solve a triangular system. Only the state passes from
     piece to piece. Drafted rows have separate pieces, after which the state is not stored.

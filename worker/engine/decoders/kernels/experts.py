@@ -154,7 +154,7 @@ def _choice_kernel(
     EXPERT_TILE: tl.constexpr,
     STRIDE: tl.constexpr,
 ) -> None:
-    """Chooses the experts of one row, as Routing.shares does. Each program has one row."""
+    """Each program chooses the experts of one row, as Routing.shares does."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERT_TILE)
     is_expert = expert < NUM_EXPERTS
@@ -234,7 +234,7 @@ def _sum_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Adds the results for one row and tile of its columns. Each program has one such pair."""
+    """Each program adds the results for one row and one tile of its columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     within = column < SIZE

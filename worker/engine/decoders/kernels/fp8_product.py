@@ -72,7 +72,7 @@ def _round_kernel(
     NUM_INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Rounds one row. Each program has one row."""
+    """Each program rounds one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     within = column < NUM_INPUTS

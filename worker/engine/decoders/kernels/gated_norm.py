@@ -52,8 +52,8 @@ def _gated_norm_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Computes one row and group of values that are normalised together. Each program has one such
-    pair. Several groups may have the same weights."""
+    """Each program computes one row and one group of values that are normalised together. Several
+    groups may have the same weights."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     column = tl.arange(0, TILE)

@@ -117,8 +117,7 @@ def _sort_kernel(
     num_pairs: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Sorts pairs by expert. The program of an expert reads all pairs and writes those of its
-    expert."""
+    """Sorts pairs by expert. Each program reads all pairs, and writes those of one expert."""
     mine = tl.program_id(0)
     pair = tl.arange(0, TILE)
     earlier = tl.zeros((TILE,), tl.int32)
@@ -162,9 +161,9 @@ def _grouped_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Computes a tile of an expert's rows and a tile of outputs. Each program has one such pair,
-    and there may be more programs than tiles. A row has SLOTS pairs. Weights are the left side of
-    products. BITS is 0 if the weights are not quantized."""
+    """Each program computes one tile of an expert's rows and one tile of outputs. There may be more
+    programs than tiles. A row has SLOTS pairs. Weights are the left side of products. BITS is 0 if
+    the weights are not quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
     index = tl.arange(0, EXPERT_TILE)

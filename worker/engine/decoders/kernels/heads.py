@@ -118,8 +118,8 @@ def _place_heads_kernel(
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Prepares one row and KV head: its group of query heads, its key and its value. Each program
-    has one such pair. Norms may come BEFORE the rotation, or AFTER it."""
+    """Each program prepares one row for one KV head: its group of query heads, its key and its
+    value. Norms may come BEFORE the rotation, or AFTER it."""
     dtype = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

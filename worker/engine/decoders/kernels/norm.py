@@ -146,7 +146,7 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Computes one row. Each program has one row. `hidden` and `output` have the same stride."""
+    """Each program computes one row. `hidden` and `output` have the same stride."""
     dtype = hidden.dtype.element_ty
     index = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)[None, :]

@@ -171,8 +171,7 @@ def _product_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Computes a tile of rows, a tile of outputs, and a split of the inputs. Each program has one
-    such triple.
+    """Each program computes one tile of rows and outputs, for one split of the inputs.
 
     Weights are the left side of products. The program that finishes a tile last adds the sums of
     the tile's splits, in order.
@@ -239,7 +238,7 @@ def _widen_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Writes dequantized weights. Each program has a tile of outputs and inputs."""
+    """Each program writes the dequantized weights of one tile of outputs and inputs."""
     EACH: tl.constexpr = 8 // BITS
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
     NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
