@@ -19,7 +19,7 @@ _MOST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A worker's health. `hangs` names the part that makes no progress; empty if all parts do."""
+    """A worker's health. `hangs` names the part that makes no progress; empty if no part hangs."""
 
     has_started: bool = False
     is_claiming: bool = False

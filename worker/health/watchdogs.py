@@ -50,7 +50,7 @@ class EngineWatchdog:
 
     @property
     def reason(self) -> str:
-        """The name of the part that hangs; empty if none does."""
+        """The name of the part that hangs; empty if no part hangs."""
         if self._prefetcher.hangs_on is not None:
             return "the preparation of a request"
         return "the engine" if self.is_in_engine else ""

@@ -32,8 +32,8 @@ class AttentionBackend(ABC):
     """The names in LayerSpec.features that the backend does not support."""
 
     def why_not(self, specs: Sequence[LayerSpec]) -> str:
-        """Returns the reason why the backend cannot serve a model with these layers; empty if it
-        can."""
+        """Returns the reason why the backend cannot serve a model with these layers; empty if there
+        is no such reason."""
         for spec in specs:
             for dtype in (spec.key_dtype, spec.value_dtype):
                 if dtype not in self.dtypes:

@@ -1,9 +1,9 @@
-"""Describes a model of transformers as layers that are composed of known parts.
+"""Describes a transformers model as layers that are composed of known parts.
 
 The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
-an activation or a rotation, promptq runs the module on a few numbers. The check at load compares a
-decoder's result with transformers' model. So the check detects a family that has the same names but
-another formula. transformers' modules serve such a family.
+an activation or a rotation, promptq runs the module on a few numbers. A family may have the same
+names but another formula. The check at load detects such a family, because it compares a decoder's
+result with the transformers model. Then transformers' modules serve the family.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the parts of a module of transformers by their names."""
+"""Finds the parts of a transformers module by their names."""
 
 from __future__ import annotations
 

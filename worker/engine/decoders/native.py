@@ -1,4 +1,4 @@
-"""Builds the native decoder from the parts of a model of transformers."""
+"""Builds the native decoder from the parts of a transformers model."""
 
 from __future__ import annotations
 

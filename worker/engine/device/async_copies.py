@@ -63,7 +63,7 @@ class HostCopies:
             self._copied.record()
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Wait for the copies, but not for later work, and return them."""
+        """Wait for the copies, and return them as arrays. Does not wait for later work."""
         if self._copied is not None:
             self._copied.synchronize()
         return [each.numpy() for each in self._tensors]

@@ -23,7 +23,7 @@ class ExpertWeights(NamedTuple):
 
 
 def has_experts(module: Any) -> bool:
-    """Whether a module of transformers has experts in the form that `expert_weights` reads."""
+    """Whether a transformers module has experts in the form that `expert_weights` reads."""
     if getattr(module, "has_post_expert_norm", True):
         return False
     names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"

@@ -40,8 +40,8 @@ class MemoryPeak:
         """Returns the peak number of bytes since the beginning, minus the bytes in use at the
         beginning.
 
-        Reserved memory has gaps, and the same work will have these gaps again. So the larger number
-        counts, of reserved and allocated bytes.
+        Returns the larger one of two such differences: of reserved bytes and of allocated bytes.
+        Reserved memory has gaps, and the same work will have these gaps again.
         """
         return max(
             torch.cuda.memory_reserved(self._device) - self._reserved,

@@ -42,7 +42,7 @@ class CheckedModel:
     decoder: type[Decoder] | None = None
     """The decoder of promptq that serves the model; None if transformers' modules serve it."""
     why_no_own_code: str = TURNED_OFF
-    """The reason why none of promptq's decoders serves the model; empty if one does."""
+    """The reason why none of promptq's decoders serves the model; empty if a decoder serves it."""
     is_known: bool = False
     """Whether an earlier load checked the model."""
 

@@ -90,8 +90,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:
-    """Returns the reason why there is no native code for the model's device and dtype; empty if
-    there is."""
+    """Returns the reason why native code cannot compute the model on its device and in its dtype;
+    empty if native code can."""
     device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"

@@ -85,11 +85,11 @@ class QuantizedExperts(nn.Module):
     """The experts of a layer, with quantized weights."""
 
     plain: Any
-    """The module of transformers, without weights."""
+    """The transformers module, without weights."""
     quantized: list[ExpertWeight]
 
     def __init__(self, plain: nn.Module, weight: ExpertsWeight) -> None:
-        """Free the weights of `plain`, a module of transformers, and use `weight` instead."""
+        """Free the weights of `plain`, a transformers module, and use `weight` instead."""
         super().__init__()
         self.plain = plain
         self.quantized = weight.experts

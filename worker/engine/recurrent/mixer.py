@@ -28,7 +28,7 @@ class StateSpec:
 
 
 class Mixer(ABC):
-    """Computes one recurrent module of transformers for the rows of packed steps.
+    """Computes one recurrent transformers module for the rows of packed steps.
 
     The module's weights are read in each step, because they may be converted or replaced.
     """

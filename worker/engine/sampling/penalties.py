@@ -16,7 +16,7 @@ _Occurrences = tuple[torch.Tensor, torch.Tensor]
 
 
 class Penalties:
-    """The penalties of the sequences that have any. The repetition penalty also counts the prompt.
+    """The penalties of those sequences that set any. The repetition penalty also counts the prompt.
 
     Occurrences are stored as (row, token) pairs. A token that occurs twice has two pairs. For
     repetition and presence penalties, both pairs write the same value, so the token counts once.
